@@ -1,0 +1,91 @@
+"""A folder that is complete or absent: written under a hidden temporary name beside its place, synced, then renamed."""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fabric_train.errors import InputError
+
+_MARK = ".incomplete-"
+
+
+@contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of ``target`` to write into; after the block it carries the name ``target``.
+
+    Every file and folder is synced to the disk before the rename and the parent after it, so that a folder with the
+    final name is whole even after a power cut. Whatever exception leaves the block, ``KeyboardInterrupt`` included,
+    the temporary folder is removed and passes it on. What a killed process of this machine left behind for the same
+    target is removed too.
+
+    Raises:
+        InputError: ``target`` is a file or a folder with something in it, or its parent cannot be written to.
+    """
+    target = Path(os.path.abspath(target))
+    refuse_if_taken(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        temporary = target.parent / f".{target.name}{_MARK}{socket.gethostname()}-{os.getpid()}"
+        temporary.mkdir()
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {target.parent}: {error.strerror}; choose another folder for {target.name}"
+        ) from None
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(target.parent)
+
+
+def refuse_if_taken(target: Path) -> None:
+    """Raise InputError when ``target`` is a file, or a folder that is not empty."""
+    if target.is_dir():
+        if any(target.iterdir()):
+            raise InputError(f"{target} already exists and is not empty; choose another folder or remove it")
+    elif target.exists():
+        raise InputError(f"{target} already exists and is a file; choose another name for the folder")
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the temporary folders of ``target`` whose process, on this machine, no longer runs (it was killed)."""
+    prefix = f".{target.name}{_MARK}{socket.gethostname()}-"
+    for entry in target.parent.iterdir():
+        process = entry.name[len(prefix) :]
+        if entry.name.startswith(prefix) and process.isdigit() and not _runs_elsewhere(int(process)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _runs_elsewhere(process: int) -> bool:
+    """Return whether another process than this one has the id ``process``."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs, and belongs to somebody else
+        return True
+    return True
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""A folder written through complete_folder is complete or absent."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric_train.complete_folder import complete_folder
+from fabric_train.errors import InputError
+
+
+def test_the_folder_has_its_name_only_after_the_block(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "run"
+    with complete_folder(target) as temporary:
+        (temporary / "inner").mkdir()
+        (temporary / "inner" / "file").write_text("whole")
+        assert not target.exists()
+        assert temporary.parent == target.parent and temporary.name.startswith(".")
+    assert (target / "inner" / "file").read_text() == "whole"
+    assert os.listdir(target.parent) == ["run"]
+
+
+def test_an_empty_folder_may_be_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    target.mkdir()
+    with complete_folder(target) as temporary:
+        (temporary / "file").touch()
+    assert os.listdir(target) == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_of_any_kind_leaves_nothing_behind(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), complete_folder(tmp_path / "run") as temporary:
+        (temporary / "file").touch()
+        raise error
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_with_content_or_a_file_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for name in ("folder", "file"):
+        with pytest.raises(InputError, match="already exists"), complete_folder(tmp_path / name):
+            raise AssertionError("the block must not be entered")
+    assert (tmp_path / "folder" / "precious").read_text() == (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write to .*file"), complete_folder(tmp_path / "file" / "run"):
+        raise AssertionError("the block must not be entered")
+
+
+def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_kept(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from fabric_train.complete_folder import complete_folder\n"
+        "with complete_folder(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    target = tmp_path / "run"
+    killed = subprocess.run([sys.executable, "-c", program, str(target)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 1 and not target.exists()
+    of_a_living_process = tmp_path / f".run.incomplete-{socket.gethostname()}-{os.getppid()}"
+    of_a_living_process.mkdir()
+    with complete_folder(target) as temporary:
+        (temporary / "file").touch()
+    assert sorted(os.listdir(tmp_path)) == sorted([of_a_living_process.name, "run"])
