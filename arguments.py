@@ -1,0 +1,343 @@
+"""Every argument of every program, by group: what a user may set, its default, and what forbids a value.
+
+A field's docstring is its help text. ``faults`` of a group names what types cannot say; the programs report all faults of a
+command line and its ``--config`` file at once. Names and defaults are those of the system this project continues.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from fabric_train.command_line import parse_arguments
+from fabric_train.errors import InputError
+from fabric_train.launch import launcher_arguments
+
+if TYPE_CHECKING:
+    PositiveInt = NonNegativeInt = int
+    PositiveFloat = NonNegativeFloat = ClosedUnitInterval = float
+else:
+    from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+T = TypeVar("T")
+
+Precision = Literal["bf16-true", "bf16-mixed", "32-true", "16-mixed"]
+Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single"]
+Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class DeviceArguments:
+    """Devices"""
+
+    devices: int | str = "auto"
+    """How many devices on this machine, or their indices (0,2,3); auto is every GPU, else one CPU process."""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    """Where to compute; auto is CUDA where there is a GPU."""
+    num_nodes: PositiveInt = 1
+    """How many machines take part."""
+    tpu: bool = False
+    """Train on a TPU. Not built yet: true is refused."""
+
+    def faults(self) -> list[str]:
+        """Name what the types let through."""
+        faults = []
+        if not re.fullmatch(r"auto|[1-9]\d*|\d+(,\d+)+", str(self.devices)):
+            faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
+        if self.tpu:
+            faults.append("--tpu true: training on TPU is not available; leave it out to train on GPU or CPU")
+        return faults
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """Data"""
+
+    train_data_dir: str
+    """Token dataset made by tokenize_dataset.py (train/ and validation/ in one folder)."""
+    num_workers: NonNegativeInt = 1
+    """Processes that read batches ahead of the loop, on each rank; 0 reads in the loop."""
+    seed: NonNegativeInt = 0
+    """Seed of the sample order, which is a function of this seed, the epoch and the position alone."""
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Model"""
+
+    model_name: str = "meta-llama/Meta-Llama-3-8B"
+    """Hugging Face causal language model: a hub name or a folder."""
+    precision: Precision = "bf16-true"
+    """bf16-true holds weights and optimizer in bfloat16; the mixed ones keep fp32 weights and compute in 16 bits."""
+
+
+@dataclass(frozen=True)
+class FSDPArguments:
+    """FSDP and other parallelism"""
+
+    parallelism: Parallelism = "auto"
+    """fsdp is Fabric's FSDPStrategy, fsdp2 fully_shard; auto is fsdp with several processes, else single."""
+    auto_wrap_policy: str = "LlamaDecoderLayer"
+    """Class of the layer that FSDP shards as one unit; for other families it is found from the model."""
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = "FULL_SHARD"
+    """What is sharded: everything, gradients and optimizer, nothing, or everything within a machine."""
+    state_dict_type: Literal["full", "sharded"] = "full"
+    """Checkpoints as one file gathered on rank 0, or as one shard a rank."""
+    limit_all_gathers: bool = True
+    """Hold back all-gathers so that fewer layers' parameters are in memory at once."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in host memory between uses (slow)."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute each decoder layer in the backward pass instead of storing its activations."""
+
+    def faults(self) -> list[str]:
+        """Name the combinations that no strategy offers."""
+        faults = []
+        if self.cpu_offload and self.parallelism in ("ddp", "single"):
+            faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
+        if self.parallelism == "fsdp2" and self.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
+            faults.append(f"--sharding_strategy {self.sharding_strategy} needs --parallelism fsdp, not fsdp2")
+        return faults
+
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    """Checkpoint"""
+
+    resume: bool = False
+    """Go on from the newest complete checkpoint in --output_dir, or from --checkpoint; start anew where there is none."""
+    checkpoint: str | None = None
+    """Start from this checkpoint (step-... folder or a run folder) instead of the newest of --output_dir."""
+    weights_only: bool = False
+    """Take only the weights of --checkpoint: optimizer, step and data order start anew."""
+
+    def faults(self) -> list[str]:
+        """Name what contradicts itself."""
+        if self.weights_only and self.checkpoint is None:
+            return ["--weights_only true needs --checkpoint: the checkpoint whose weights to start from"]
+        if self.weights_only and self.resume:
+            return ["--weights_only true starts anew and --resume true goes on: give one of them"]
+        return []
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """Training"""
+
+    number_epochs: PositiveInt = 2
+    """How many times every row is seen."""
+    max_step: PositiveInt | None = None
+    """Optimizer steps in all; left out, it follows from the epochs and the data."""
+    micro_batch_size: PositiveInt = 1
+    """Rows in one forward pass on one device."""
+    gradient_accumulation_steps: PositiveInt = 64
+    """Micro-batches on each device in one optimizer step."""
+    total_batch_size: PositiveInt | None = None
+    """Rows in one optimizer step over all devices; given, it sets gradient_accumulation_steps."""
+    grad_clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    lr: PositiveFloat = 2e-5
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate of the last step."""
+    lr_decay: bool = True
+    """Whether the learning rate decays; false holds it at lr after the warm-up."""
+    lr_schedule: Schedule = "cosine"
+    """How it decays; every schedule but constant ends on min_lr."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to lr."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's decay, on matrices only: norms and biases have none."""
+    beta1: ClosedUnitInterval = 0.9
+    """AdamW's first-moment decay."""
+    beta2: ClosedUnitInterval = 0.95
+    """AdamW's second-moment decay."""
+
+    def faults(self) -> list[str]:
+        """Name the values that cannot stand together."""
+        faults = []
+        if self.min_lr > self.lr:
+            faults.append(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}")
+        if self.lr_schedule == "exponential" and self.lr_decay and self.min_lr == 0:
+            faults.append("--lr_schedule exponential never reaches 0: give a --min_lr above 0")
+        if self.max_step is not None and self.warmup_steps > self.max_step:
+            faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
+        faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
+        return faults
+
+
+@dataclass(frozen=True)
+class EvaluationArguments:
+    """Evaluation"""
+
+    eval_batch_size: PositiveInt = 1
+    """Rows in one validation pass on one device."""
+    eval_iters: PositiveInt | None = None
+    """At most so many validation batches on each device; left out, the whole validation split."""
+    eval_step_interval: PositiveInt = 500
+    """Optimizer steps between evaluations; each epoch's end has one too."""
+    eval_only: bool = False
+    """Evaluate the model (or --checkpoint) on the validation split and end."""
+
+
+@dataclass(frozen=True)
+class SaveArguments:
+    """Save"""
+
+    output_dir: str
+    """Run folder: config.yaml, metrics.csv, checkpoints/."""
+    save_step_interval: PositiveInt = 1000
+    """Optimizer steps between checkpoints; each epoch's end and the run's end have one too."""
+    keep_checkpoints: PositiveInt | None = None
+    """Keep so many newest checkpoints, and the best by validation loss; left out, all."""
+
+
+@dataclass(frozen=True)
+class LoggingArguments:
+    """Logging"""
+
+    log_step_interval: PositiveInt = 1
+    """Optimizer steps between lines of metrics."""
+    loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=lambda: ["csv", "tensorboard"])  # type: ignore[arg-type]
+    """Where metrics go beside RUN/metrics.csv, which is always written: csv alone, tensorboard, wandb."""
+    entity: str | None = None
+    """Weights & Biases team or user."""
+    project: str = "fabric_llama"
+    """Weights & Biases project."""
+    log_model: Literal["none", "last", "all"] = "none"
+    """Checkpoints uploaded to Weights & Biases: none, the last, or all."""
+
+    def faults(self) -> list[str]:
+        """Name an upload that has nowhere to go."""
+        if self.log_model != "none" and "wandb" not in self.loggers:
+            return [f"--log_model {self.log_model} needs --loggers wandb"]
+        return []
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a Hugging Face causal language model on a token dataset:  fabric run fabric_train --devices N ..."""
+
+    device: DeviceArguments
+    data: DataArguments
+    model: ModelArguments
+    fsdp: FSDPArguments
+    checkpoint: CheckpointArguments
+    training: TrainingArguments
+    evaluation: EvaluationArguments
+    save: SaveArguments
+    logging: LoggingArguments
+
+
+# ----------------------------------------------------------------------------------------- the other programs
+
+
+@dataclass(frozen=True)
+class TokenizeArguments:
+    """Tokenization"""
+
+    dataset: list[str]
+    """Files (txt, md, csv, json, jsonl, parquet), folders of these, a save_to_disk folder, or hub names."""
+    tokenizer_name: str
+    """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
+    output_dir: str
+    """Token dataset to write; must not exist yet."""
+    max_length: PositiveInt = 2048
+    """Tokens in a row."""
+    packing: Literal["concat"] = "concat"
+    """concat joins documents and cuts at row ends."""
+    text_column: str = "text"
+    """Column that holds the text in csv, json, jsonl, parquet and datasets."""
+    validation_split: ClosedUnitInterval = 0.05
+    """Share of the documents that goes to validation/; 0 makes none."""
+    num_proc: PositiveInt | None = None
+    """Processes that encode; left out, one a core."""
+    seed: NonNegativeInt = 0
+    """Seed of the validation split."""
+    max_documents: PositiveInt | None = None
+    """Stop after so many documents."""
+    max_tokens: PositiveInt | None = None
+    """Stop after the document with which so many tokens have been read."""
+
+    def faults(self) -> list[str]:
+        """Name what leaves nothing to train on."""
+        faults = []
+        if self.validation_split == 1:
+            faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
+        if self.max_length < 2:
+            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        return faults
+
+
+@dataclass(frozen=True)
+class ConvertArguments:
+    """Conversion to Hugging Face format"""
+
+    checkpoint: list[str]
+    """Checkpoints (step-... folders), or run folders, whose newest checkpoint is taken."""
+    output_dir: str
+    """Folder to write; with several checkpoints, one folder each beneath it."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the exported weights."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file."""
+    push_to_hub: str | None = None
+    """Push to OWNER/NAME once the export is verified."""
+    private: bool = True
+    """Whether a repository that the push creates is private."""
+
+    def faults(self) -> list[str]:
+        """Name what can be seen to be wrong before any work."""
+        faults = []
+        if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?)?B", self.max_shard_size, re.IGNORECASE):
+            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
+            faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
+        if self.push_to_hub and len(self.checkpoint) > 1:
+            faults.append("--push_to_hub takes one checkpoint: give one --checkpoint")
+        return faults
+
+
+@dataclass(frozen=True)
+class GenerateArguments:
+    """Generation"""
+
+    model_name: str
+    """Checkpoint, run folder, exported folder or hub name."""
+    prompt: str
+    """Text to go on from."""
+    num_tokens: PositiveInt = 100
+    """At most so many new tokens."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the likeliest token each time; above 0 samples."""
+    top_p: ClosedUnitInterval = 1.0
+    """Sample among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
+    seed: NonNegativeInt = 0
+    """Seed of the sampling."""
+
+    def faults(self) -> list[str]:
+        """Name what cannot be generated from."""
+        faults = []
+        if not self.prompt:
+            faults.append("--prompt is empty")
+        if self.top_p == 0:
+            faults.append("--top_p 0 leaves no token to choose from: give a number above 0")
+        return faults
+
+
+# ---------------------------------------------------------------------------------------------------- parsing
+
+
+def parse(arguments: type[T], argv: list[str] | None = None) -> T:
+    """Read a program's command line, its ``--config`` file and, for training, what the launcher has decided.
+
+    Raises:
+        InputError: with every fault at once, contradictions with the launcher among them.
+    """
+    try:
+        launcher = launcher_arguments() if arguments is TrainArguments else {}
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return parse_arguments(arguments, argv, launcher)

@@ -1,0 +1,214 @@
+"""argv, a YAML file and the launcher's variables → a typed dataclass of arguments, or every fault of theirs at once.
+
+jsonargparse checks the types, writes the help and knows the defaults. Around it stand the things users expect of a command
+line and a YAML file together: hyphens or underscores, lists without brackets, the nearest name for a misspelt one, and all
+faults in one go instead of one a try.
+"""
+
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from fabric_train.errors import InputError
+from fabric_train.launch import Given
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+T = TypeVar("T")
+
+
+def parse_arguments(
+    arguments: type[T],
+    argv: list[str] | None = None,
+    launcher: dict[str, Given] | None = None,
+) -> T:
+    """Build ``arguments``, a group of values or a dataclass whose fields are groups, from what was given.
+
+    A file named by ``--config`` gives way to the command line, which gives way to ``launcher``, the values that
+    ``fabric run`` took off the line before this program saw it.
+
+    Raises:
+        InputError: one line for every unknown name, wrong value, missing value and refused combination.
+        SystemExit: after ``--help``.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    groups = _groups(arguments)
+    types = {name: kind for group in groups.values() for name, kind in get_type_hints(group).items()}
+    if "-h" in argv or "--help" in argv:
+        _print_help(groups, arguments.__doc__ or "")
+        raise SystemExit(0)
+    faults: list[str] = []
+    on_line = _from_command_line(argv, faults)
+    given = _from_file(str(on_line.pop("config").value), faults) if "config" in on_line else {}
+    given = _merge(given, on_line, launcher or {}, faults)
+
+    values: dict[str, Any] = {}
+    for name, item in given.items():
+        if name not in types:
+            faults.append(f"{item.where}: no such argument{_nearest(name, types)}")
+            continue
+        try:
+            values[name] = _typed(name, types[name], item.value)
+        except ArgumentError:
+            faults.append(f"{item.where}: expected {describe(types[name])}, got {item.value!r}")
+
+    built: dict[str, Any] = {}
+    for field_name, group in groups.items():
+        fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
+        missing = [field.name for field in fields if _is_required(field) and field.name not in values]
+        faults += [f"--{name} is required" for name in missing if name not in given]
+        if not missing:
+            built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
+            faults += built[field_name].faults() if hasattr(group, "faults") else []
+    if faults:
+        raise InputError(*faults)
+    return built[""] if "" in built else arguments(**built)
+
+
+def flatten(arguments: Any) -> dict[str, Any]:
+    """Return every argument of every group by its name."""
+    return {name: value for group in dataclasses.asdict(arguments).values() for name, value in group.items()}
+
+
+def to_yaml(arguments: Any) -> str:
+    """Write the arguments as a file that ``--config`` reads, group by group."""
+    parts = []
+    for group in dataclasses.fields(arguments):
+        values = dataclasses.asdict(getattr(arguments, group.name))
+        title = _title(type(getattr(arguments, group.name)))
+        parts.append(f"# {title}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}")
+    return "\n".join(parts)
+
+
+def describe(kind: Any) -> str:
+    """Say in words what a value of this type looks like."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        words = [describe(part) for part in get_args(kind) if part is not type(None)]
+        return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")
+    if get_origin(kind) is list:
+        return f"a list, each {describe(get_args(kind)[0])}"
+    return _WORDS[kind.__name__]
+
+
+_WORDS = {
+    "str": "text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "PositiveInt": "a whole number above 0",
+    "NonNegativeInt": "a whole number, 0 or more",
+    "PositiveFloat": "a number above 0",
+    "NonNegativeFloat": "a number, 0 or more",
+    "ClosedUnitInterval": "a number from 0 to 1",
+}
+
+
+def _groups(arguments: type) -> dict[str, type]:
+    """The groups of a dataclass of groups by field name; a single group stands alone under the empty name."""
+    hints = get_type_hints(arguments)
+    return hints if all(dataclasses.is_dataclass(kind) for kind in hints.values()) else {"": arguments}
+
+
+def _merge(
+    in_file: dict[str, Given], on_line: dict[str, Given], launcher: dict[str, Given], faults: list[str]
+) -> dict[str, Given]:
+    """Let the command line override the file, and name where the launcher contradicts what somebody gave."""
+    given = in_file | on_line
+    for name, item in launcher.items():
+        other = given.get(name) if item.is_default else on_line.get(name)
+        if other and str(other.value) not in ("auto", str(item.value)):
+            default = " (its default)" if item.is_default else ""
+            option = item.where.split()[-1]
+            faults.append(
+                f"{other.where} {other.value} contradicts {item.where} {item.value}{default}: "
+                f"give the launcher {option} {other.value}, or leave one of them out"
+            )
+        given[name] = item
+    return given
+
+
+def _print_help(groups: dict[str, type], description: str) -> None:
+    usage = "%(prog)s [--config FILE.yaml] [--argument value ...]"
+    parser = ArgumentParser(description=description.strip().splitlines()[0], usage=usage)
+    parser.add_argument("--config", help="A YAML file of arguments; the command line overrides it.")
+    for group in groups.values():
+        parser.add_class_arguments(group, nested_key=None)
+    parser.print_help()
+
+
+def _typed(name: str, kind: Any, value: Any) -> Any:
+    """Convert one value; each has a parser of its own, so that one fault does not hide the others.
+
+    Raises:
+        ArgumentError: where the value is not of that type.
+    """
+    if get_origin(kind) is list and isinstance(value, str) and not value.startswith("["):
+        value = [value]  # a list may be given without brackets, also when it has one element
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=kind)
+    value = parser.parse_object({name: value})[name]
+    plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
+    return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
+
+
+def _from_command_line(argv: list[str], faults: list[str]) -> dict[str, Given]:
+    """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d "true"; a flag alone is a switch turned on."""
+    given: dict[str, Given] = {}
+    name, values = "", []
+
+    def finish() -> None:
+        if name:
+            given[name] = Given(values[0] if len(values) == 1 else (values or "true"), f"--{name}")
+
+    for token in argv:
+        if token.startswith("--") and len(token) > 2:
+            finish()
+            flag, equals, value = token[2:].partition("=")
+            name, values = flag.replace("-", "_"), [value] if equals else []
+            if name in given:
+                faults.append(f"--{name} is given twice")
+        elif name:
+            values.append(token)
+        elif token != "--":
+            faults.append(f"{token!r} belongs to no argument: write --argument value")
+    finish()
+    return given
+
+
+def _from_file(path: str, faults: list[str]) -> dict[str, Given]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        faults.append(f"--config {path}: {error.strerror}")
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        faults.append(f"--config {path}: not a YAML file: {' '.join(str(error).split())}")
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        faults.append(f"--config {path}: expected lines of the form 'argument: value'")
+        return {}
+    named = {str(name).replace("-", "_"): value for name, value in content.items()}
+    return {name: Given(value, f"{path}: {name}") for name, value in named.items()}
+
+
+def _nearest(name: str, known: dict[str, Any]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _title(group: type) -> str:
+    return (group.__doc__ or group.__name__).strip().splitlines()[0]

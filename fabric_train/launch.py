@@ -1,0 +1,74 @@
+"""What the launcher (``fabric run``, torchrun, srun, mpiexec) has told this process through its environment.
+
+``fabric run`` takes ``--accelerator --strategy --devices --num-nodes --precision`` off the command line wherever they stand
+and hands them on as ``LT_*`` variables; torchrun says how many processes there are. Fabric itself would read the ``LT_*``
+variables behind our back, so they are read here, become arguments like any other, and are cleared before Fabric is built.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
+_FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
+_PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
+_PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value somebody gave, and where: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
+
+    ``is_default`` marks what a launcher sets when it was told nothing: it never overrides a value that somebody did give.
+    """
+
+    value: Any
+    where: str
+    is_default: bool = False
+
+
+def global_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Return this process's rank among all, 0 where no launcher has set one."""
+    ranks = [environment[name] for name in _RANK_VARIABLES if environment.get(name, "").isdigit()]
+    return int(ranks[0]) if ranks else 0
+
+
+def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``fabric run`` started this process; ``Fabric.launch`` must not be called then."""
+    return environment.get("LT_CLI_USED") == "1"
+
+
+def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
+    """Return the arguments that the launcher has decided, by their name in ``arguments.py``.
+
+    Raises:
+        ValueError: where ``LT_*`` variables are set and ``fabric run`` did not set them.
+    """
+    options = {name: environment[f"LT_{name.upper()}"] for name in _FABRIC_OPTIONS if f"LT_{name.upper()}" in environment}
+    if options and not under_fabric_run(environment):
+        names = ", ".join(f"LT_{name.upper()}" for name in options)
+        raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
+    given = {}
+    if "LOCAL_WORLD_SIZE" in environment and not under_fabric_run(environment):
+        processes = int(environment["LOCAL_WORLD_SIZE"])
+        nodes = int(environment.get("WORLD_SIZE", processes)) // processes
+        given["devices"] = Given(str(processes), "torchrun --nproc-per-node", is_default=processes == 1)
+        given["num_nodes"] = Given(str(nodes), "torchrun --nnodes", is_default=nodes == 1)
+    for name, value in options.items():
+        where = f"fabric run --{name.replace('_', '-')}"
+        if name == "strategy":
+            if value not in _PARALLELISM_OF_STRATEGY:
+                raise ValueError(f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single")
+            if value != "auto":
+                given["parallelism"] = Given(_PARALLELISM_OF_STRATEGY[value], where)
+            continue
+        value = _PRECISION_ALIASES.get(value, value) if name == "precision" else value
+        given[name] = Given(value, where, is_default=name in ("devices", "num_nodes") and value == "1")
+    return given
+
+
+def clear_launcher_options(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the ``LT_*`` options that :func:`launcher_arguments` has turned into arguments."""
+    for name in _FABRIC_OPTIONS:
+        environment.pop(f"LT_{name.upper()}", None)
