@@ -1,0 +1,138 @@
+"""The tensors of a checkpoint read one at a time: from one safetensors file, several, or the shards that ranks wrote.
+
+Sharded files are those of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: plain safetensors, whose header
+says under ``DCP_SHARDING_INFO`` where in the full tensor each piece begins. Reading them here instead of through
+``torch.distributed.checkpoint`` lets a 70B model be exported with one tensor in memory.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fabric_train.errors import InputError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A block of a tensor: the open file that holds it, where the block begins in the full tensor, and its shape."""
+
+    file: Any
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CheckpointTensors:
+    """Tensors by name over safetensors files, whole or in pieces; a tensor is read when it is asked for.
+
+    Raises:
+        InputError: a file cannot be read, or pieces of a tensor are missing.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self._pieces: dict[str, list[_Piece]] = {}
+        for path in files:
+            self._open(path)
+        self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
+        for name, pieces in self._pieces.items():
+            if sum(math.prod(piece.shape) for piece in pieces) != math.prod(self._shapes[name]):
+                raise InputError(f"{files[0].parent}: pieces of {name} are missing: a file of the checkpoint was lost")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the full tensor without reading it."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the tensor is stored."""
+        return self._pieces[name][0].dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the full tensor on the CPU in its stored dtype."""
+        shape = self.shape(name)
+        return self.read_block(name, (0,) * len(shape), shape)
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, reading no more than it."""
+        block = torch.empty(tuple(shape), dtype=self.dtype(name))
+        for piece in self._pieces[name]:
+            common = [
+                (max(begin, piece_begin), min(begin + size, piece_begin + piece_size))
+                for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True)
+            ]
+            if all(begin < end for begin, end in common):
+                here = tuple(slice(b - origin, e - origin) for (b, e), origin in zip(common, offsets, strict=True))
+                there = tuple(
+                    slice(b - origin, e - origin) for (b, e), origin in zip(common, piece.offsets, strict=True)
+                )
+                block[here] = piece.file.get_slice(name)[there]
+        return block
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: not a complete safetensors file ({error}); take another checkpoint") from error
+        begins = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            header = file.get_slice(name)
+            shape = tuple(header.get_shape())
+            offsets = tuple(begins[name]["saved_offsets"]) if name in begins else (0,) * len(shape)
+            self._pieces.setdefault(name, []).append(_Piece(file, offsets, shape, _DTYPES[header.get_dtype()]))
+
+
+def open_weights(checkpoint: Path) -> CheckpointTensors:
+    """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent.
+
+    Raises:
+        InputError: the folder holds no weights, or not all of them.
+    """
+    index = checkpoint / "model.safetensors.index.json"
+    if (checkpoint / "model").is_dir():
+        files = sorted((checkpoint / "model").glob("*.safetensors"))
+    elif index.is_file():
+        files = [checkpoint / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = sorted(checkpoint.glob("model.safetensors"))
+    if not files:
+        raise InputError(f"{checkpoint}: no weights in it (model.safetensors, model-00001-of-….safetensors or model/)")
+    return CheckpointTensors(files)
+
+
+def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every weight of a full or sharded checkpoint as a full CPU tensor in its stored dtype.
+
+    A lost last shard cannot be seen here; only the shapes then disagree with the model's, which ``build_model`` checks.
+
+    Raises:
+        InputError: the folder holds no weights, or not all of them.
+    """
+    weights = open_weights(checkpoint)
+    return {name: weights.read(name) for name in weights}
+
+
+def _full_shape(pieces: list[_Piece]) -> torch.Size:
+    ends = ([start + size for start, size in zip(piece.offsets, piece.shape, strict=True)] for piece in pieces)
+    return torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
