@@ -1,0 +1,57 @@
+# `make` lists the targets. PYTHON names the Python (3.10 to 3.12) that .venv is made with.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.10)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# one -q leaves pip's warnings about this and that machine's set-up; errors are said all the same
+PIP_INSTALL := $(PIP) install -qq
+# the stamp carries the pins' hash: it is there only when all of them are installed
+STAMP := $(VENV)/installed
+
+.PHONY: help install demo test lint benchmark clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
+	  printf '  make %-10s %s\n' "$$name" "$$what"; done
+
+install: $(STAMP) ## set up .venv with pinned requirements and torch
+
+demo: $(STAMP) ## the whole way on real data: tokenize, train, export, generate (6 minutes on 2 cores)
+	@$(BIN)/python -m demo
+
+test: $(STAMP) ## run all tests
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff (rules and format) and mypy
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+benchmark: $(STAMP) ## measure what benchmarks/ holds
+	@$(BIN)/python -m benchmarks
+
+clean: ## remove .venv, what was fetched and what the demo made
+	@rm -rf $(VENV) .cache demo_run .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+$(VENV)/python: install/create_venv.py
+	@for python in $(CANDIDATES); do \
+	  if "$$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	    echo "[1/4] $(VENV) with $$("$$python" --version)"; \
+	    "$$python" install/create_venv.py $(VENV); touch $@; exit 0; \
+	  fi; \
+	done; \
+	echo 'error: no Python 3.10, 3.11 or 3.12 among: $(CANDIDATES); name one: make install PYTHON=...' >&2; exit 1
+
+$(STAMP): $(VENV)/python requirements.txt pyproject.toml
+	@rm -f $@
+	@torch=$$(grep '^torch==' requirements.txt); echo "[2/4] $$torch (the largest part: minutes on a slow line)"; \
+	  $(PIP_INSTALL) "$$torch"
+	@echo '[3/4] requirements.txt'; $(PIP_INSTALL) -r requirements.txt
+	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	@touch $@

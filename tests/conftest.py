@@ -1,0 +1,145 @@
+"""What the tests share: real data, a tiny model made on the spot, and ways to run the programs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# before any Hugging Face library is imported: no test may lean on a hub
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["TOKENIZERS_PARALLELISM"] = "true"
+
+from demo import real_data
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_VOCABULARY = 1000
+RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def _fetch(fetch: Callable[[], Path]) -> Path:
+    try:
+        return fetch()
+    except real_data.FetchError as error:
+        pytest.fail(f"this test's real data: {error}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """Hugging Face folder of SmolLM2-135M-Instruct, bf16."""
+    return _fetch(real_data.smollm2)
+
+
+@pytest.fixture(scope="session")
+def shakespeare_jsonl() -> Path:
+    """Shakespeare's 42 works, one ``{"text": ...}`` a line."""
+    return _fetch(real_data.shakespeare)
+
+
+@pytest.fixture(scope="session")
+def llama3_tokenizer_model() -> Path:
+    """Meta's bare Llama-3 tokenizer.model, in tiktoken's format."""
+    return _fetch(real_data.llama3_tokenizer_model)
+
+
+@pytest.fixture(scope="session")
+def spm_tokenizer_model() -> Path:
+    """A SentencePiece tokenizer.model of Llama-2's kind."""
+    return _fetch(real_data.spm_tokenizer_model)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path) -> Path:
+    """A seeded random LlamaForCausalLM (hidden 64, 2 layers, tied, fp32, 256 positions) with a byte-level BPE."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TINY_VOCABULARY, special_tokens=[bos, eos], initial_alphabet=alphabet, show_progress=False
+    )
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        tokenizer.train_from_iterator((json.loads(next(lines))["text"] for _ in range(4)), trainer)
+    # like Llama-3's, it adds BOS by itself and no EOS
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, model_max_length=256)
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, shakespeare_jsonl: Path) -> Path:
+    """A token dataset of a slice of Shakespeare (60 documents of 1,500 characters) in rows of 64 tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
+    documents = folder / "slice.jsonl"
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        text = json.loads(next(lines))["text"]
+    slices = [text[start : start + 1500] for start in range(0, 60 * 1500, 1500)]
+    documents.write_text("".join(json.dumps({"text": part}) + "\n" for part in slices), encoding="utf-8")
+    tokens = folder / "tokens"
+    arguments = ["--dataset", documents, "--tokenizer_name", tiny_model_dir, "--output_dir", tokens, "--max_length", 64]
+    arguments += ["--validation_split", 0.1, "--num_proc", 1]
+    finished = _run(folder, 300, ROOT / "tokenize_dataset.py", *arguments)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return tokens
+
+
+@pytest.fixture
+def run_program(tmp_path: Path) -> RunProgram:
+    """Return ``run(*argv, timeout=300)``: Python on argv in a folder of its own; returncode, stdout, stderr."""
+
+    def run(*argv: object, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
+        folder = tmp_path / "cwd"
+        folder.mkdir(exist_ok=True)
+        return _run(folder, timeout, *argv)
+
+    return run
+
+
+def _run(folder: Path, timeout: float, *argv: object) -> "subprocess.CompletedProcess[str]":
+    """Run Python on argv; a relative program path is one of the project's."""
+    command = [sys.executable, *map(str, argv)]
+    if command[1].endswith(".py"):
+        command[1] = str(ROOT / command[1])
+    return subprocess.run(command, cwd=folder, timeout=timeout, text=True, capture_output=True, check=False)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Return ``free_port()``, a TCP port that nobody listens on: two runs at once must not share ``--main-port``."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    return find
