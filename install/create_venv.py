@@ -25,16 +25,7 @@ def with_system_pip(folder: str) -> None:
     """Let the system's pip put one into an environment made without."""
     python = _make_without_pip(folder)
     site_packages = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    _run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--target",
-        site_packages,
-        PIP_WHEEL.split("-py3")[0].replace("-", "=="),
-    )
+    _run(sys.executable, "-m", "pip", "install", "-q", "--target", site_packages, "pip")
 
 
 def with_downloaded_pip(folder: str) -> None:
