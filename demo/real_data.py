@@ -43,7 +43,7 @@ _MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a
 
 
 def smollm2(cache: Path = CACHE) -> Path:
-    """Return a Hugging Face folder of SmolLM2-135M-Instruct: ``LlamaForCausalLM``, 134.5M parameters, bf16, tokenizer."""
+    """Return a Hugging Face folder of SmolLM2-135M-Instruct, a ``LlamaForCausalLM`` of 134.5M parameters in bf16."""
     return _once(cache / "smollm2-135m", _build_smollm2)
 
 
