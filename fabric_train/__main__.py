@@ -1,0 +1,211 @@
+"""``fabric run fabric_train --devices N …`` (or ``python -m fabric_train …``): token dataset and model → checkpoints.
+
+What can be refused is refused before any process group exists; then every rank builds the same run and enters the loop.
+"""
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# ``fabric run`` puts this package's own folder first on the path, where its modules would shadow others of their name
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+
+from lightning import Fabric  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from arguments import TrainArguments, parse  # noqa: E402
+from fabric_train import checkpoint as checkpoints  # noqa: E402
+from fabric_train import parallel, summary  # noqa: E402
+from fabric_train.batches import TokenDataset, TrainBatches, WindowOrder, open_dataset, validation_batches  # noqa: E402
+from fabric_train.command_line import flatten, to_yaml  # noqa: E402
+from fabric_train.errors import run_program  # noqa: E402
+from fabric_train.launch import global_rank  # noqa: E402
+from fabric_train.loop import Run, train  # noqa: E402
+from fabric_train.model import ModelShape, build_model, load_model, read_shape  # noqa: E402
+from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
+from fabric_train.plan import Plan, make_plan  # noqa: E402
+from fabric_train.telemetry import Metrics, ProgressLine, WandbLogger, open_loggers  # noqa: E402
+from fabric_train.validation import Evaluation, evaluate  # noqa: E402
+from fabric_train.weights import load_weights  # noqa: E402
+
+_PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has been checked as far as one process can, and not begun."""
+
+    arguments: TrainArguments
+    folder: Path
+    checkpoint: Path | None
+    shape: ModelShape
+    dataset: TokenDataset
+    parallelism: str
+    plan: Plan
+    order: checkpoints.DataOrder
+    state: checkpoints.TrainerState
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, or evaluate with ``--eval_only``.
+
+    Raises:
+        InputError: for whatever the user can mend.
+    """
+    _quiet()
+    console = Console(quiet=global_rank() != 0)
+    prepared = prepare(parse(TrainArguments, argv))
+    arguments, plan = prepared.arguments, prepared.plan
+    start = f"{prepared.checkpoint}, step {prepared.state.step}" if prepared.checkpoint else "the pretrained weights, step 0"
+    console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
+    for note in plan.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    if prepared.state.step >= plan.num_steps:
+        console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")
+        return
+
+    fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
+    if fabric.is_global_zero:
+        prepared.folder.mkdir(parents=True, exist_ok=True)
+        (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
+    model = _load(prepared)
+    decayed = decayed_names(model)
+    model = parallel.setup_model(fabric, model, arguments)
+    validate = _validation(fabric, model, prepared)
+    if arguments.evaluation.eval_only:
+        assert validate is not None  # the plan has refused a dataset without validation rows
+        _report(validate(), prepared, fabric, console)
+        return
+    optimizer = build_optimizer(model.named_parameters(), decayed, arguments.training)
+    optimizer = fabric.setup_optimizers(optimizer)
+    if prepared.checkpoint and prepared.state.step:
+        checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
+    _train(fabric, model, optimizer, validate, prepared, console)
+
+
+def prepare(arguments: TrainArguments) -> Prepared:
+    """Check the arguments against the files and devices there are.
+
+    Raises:
+        InputError: for whatever the user can mend.
+    """
+    folder = Path(arguments.save.output_dir)
+    checkpoint = checkpoints.choose_checkpoint(
+        folder, arguments.checkpoint.checkpoint, arguments.checkpoint.resume, anew=arguments.checkpoint.weights_only,
+        only_reads=arguments.evaluation.eval_only,
+    )
+    accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
+    world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
+    parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
+    dataset = open_dataset(arguments.data.train_data_dir)
+    shape = read_shape(str(checkpoint or arguments.model.model_name), arguments.fsdp.auto_wrap_policy)
+    plan = make_plan(arguments, shape, dataset, world_size)
+    order = checkpoints.DataOrder(dataset.fingerprint, plan.num_rows, plan.rows_per_window, arguments.data.seed)
+    state = checkpoints.TrainerState()
+    if checkpoint and not (arguments.checkpoint.weights_only or arguments.evaluation.eval_only):
+        checkpoints.refuse_other_data(checkpoint, order)
+        state = checkpoints.read_trainer_state(checkpoint)
+    return Prepared(arguments, folder, checkpoint, shape, dataset, parallelism, plan, order, state)
+
+
+def _load(prepared: Prepared) -> Any:
+    dtype = parallel.weights_dtype(prepared.arguments.model.precision)
+    if prepared.checkpoint:
+        return build_model(prepared.shape, load_weights(prepared.checkpoint), dtype)
+    return load_model(prepared.shape, dtype)
+
+
+def _validation(fabric: Fabric, model: Any, prepared: Prepared) -> Callable[[], Evaluation] | None:
+    """Return what evaluates the model on this rank's share of the validation split."""
+    rows, limits = prepared.dataset.validation, prepared.arguments.evaluation
+    if rows is None:
+        return None
+    batches = validation_batches(
+        rows, limits.eval_batch_size, fabric.world_size, fabric.global_rank, limits.eval_iters, prepared.arguments.data.num_workers
+    )
+    return lambda: evaluate(fabric, model, batches)
+
+
+def _train(
+    fabric: Fabric, model: Any, optimizer: Any, validate: Callable[[], Evaluation] | None, prepared: Prepared, console: Console
+) -> None:
+    arguments, plan, state = prepared.arguments, prepared.plan, prepared.state
+    description = checkpoints.Description(
+        state_dict_type=arguments.fsdp.state_dict_type,
+        weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
+        data=prepared.order,
+        arguments=flatten(arguments),
+        versions={name: version(name) for name in _PACKAGES},
+        attachments=prepared.dataset.attachments,
+    )
+    saved = checkpoints.Checkpoints(
+        prepared.folder / "checkpoints", fabric, model, optimizer, description, arguments.save.keep_checkpoints
+    )
+    outputs: list[Any] = []
+    if fabric.is_global_zero:
+        logging_ = arguments.logging
+        loggers = open_loggers(logging_.loggers, prepared.folder, state.step, logging_.project, logging_.entity, flatten(arguments))
+        outputs = [*loggers, ProgressLine(state.step, plan.num_steps, console)]
+    order = WindowOrder(
+        plan.num_rows, plan.rows_per_window, arguments.training.micro_batch_size, fabric.world_size, fabric.global_rank, arguments.data.seed
+    )
+
+    def log(metrics: Metrics) -> None:
+        for output in outputs:
+            output.log(metrics)
+
+    def saved_checkpoint(path: Path) -> None:
+        console.print(f"saved {path}", highlight=False, soft_wrap=True)
+        for output in outputs:
+            if isinstance(output, WandbLogger) and arguments.logging.log_model == "all":
+                output.log_model(path)
+
+    batches = TrainBatches(prepared.dataset.train, order, arguments.data.num_workers, pin_memory=fabric.device.type == "cuda")
+    started = time.monotonic()
+    try:
+        run = Run(fabric, model, optimizer, batches, plan.num_steps, saved, validate, log, saved_checkpoint)
+        end = train(run, arguments, state)
+        newest = saved.path(end)
+        for output in outputs:
+            if isinstance(output, WandbLogger) and arguments.logging.log_model == "last":
+                output.log_model(newest)
+    finally:
+        for output in outputs:
+            output.close()
+    seconds = time.monotonic() - started
+    console.print(summary.after(end, seconds, end.num_tokens - state.num_tokens, prepared.folder, newest))
+
+
+def _report(evaluation: Evaluation, prepared: Prepared, fabric: Fabric, console: Console) -> None:
+    """Print the evaluation and write it to ``RUN/evaluation.json``; a run's metrics.csv stays as it is."""
+    if fabric.is_global_zero:
+        content = {
+            "model": prepared.shape.source,
+            "step": checkpoints.read_trainer_state(prepared.checkpoint).step if prepared.checkpoint else 0,
+            **asdict(evaluation),
+            "perplexity": evaluation.perplexity,
+        }
+        path = prepared.folder / "evaluation.json"
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        line = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f} over {evaluation.num_tokens:,} tokens"
+        console.print(f"{line} → {path}", highlight=False, soft_wrap=True)
+
+
+def _quiet() -> None:
+    """Drop what the libraries say on every rank about things that are as they should be."""
+    for name in ("lightning.fabric", "lightning_utilities.core.rank_zero", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*FSDP.state_dict_type.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.*")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,262 @@
+"""Token dataset → the micro-batches of each window, the rows that one optimizer step consumes over all ranks.
+
+The order of the rows is a function of (seed, epoch) and the window a function of the step, both without regard to the ranks.
+A window of 5 rows, micro-batches of 1 row, 2 ranks:
+
+    rows in order   17 4 23 8 11
+    rank 0          [17] [23] [11]
+    rank 1          [4]  [8]  []      an empty micro-batch: the rank takes part, and counts nothing
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch.utils.data import DataLoader
+
+from fabric_train.errors import InputError
+from fabric_train.loss import IGNORED_LABEL
+
+VALIDATION_NAMES = ("validation", "valid")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one forward pass on one rank.
+
+    ``input_ids`` and ``labels`` are [B, T] int64. A rank that has no row left in a window gets a row without supervised tokens.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory (the DataLoader calls this)."""
+        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory())
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one rank computes in one optimizer step.
+
+    ``step`` counts from 1, ``epoch`` from 0; ``num_rows`` and ``num_tokens`` are those of all ranks.
+    """
+
+    step: int
+    epoch: int
+    ends_epoch: bool
+    num_rows: int
+    num_tokens: int
+    batches: list[Batch]
+
+
+class Rows(torch.utils.data.Dataset):
+    """One split of a token dataset: its rows by index, an index list at a time."""
+
+    def __init__(self, split: datasets.Dataset) -> None:
+        self.split = split
+        self.has_labels = "labels" in split.column_names
+        columns = ["input_ids", "labels"] if self.has_labels else ["input_ids"]
+        self._table = split.select_columns(columns).with_format("arrow")
+        self._lengths = pc.list_value_length(split.data.column("input_ids")).to_numpy()
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def longest(self) -> int:
+        """Tokens in the longest row."""
+        return int(self._lengths.max())
+
+    def num_tokens(self, indices: np.ndarray) -> int:
+        """Tokens in these rows together."""
+        return int(self._lengths[indices].sum())
+
+    def highest_id(self) -> int:
+        """Highest token id there is; reads the whole split."""
+        chunks = self.split.data.column("input_ids").chunks
+        return max(pc.max(chunk.flatten()).as_py() for chunk in chunks if len(chunk))
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the rows as one batch, shorter rows padded at the end with unsupervised tokens."""
+        if not indices:
+            nothing = torch.zeros(1, 2, dtype=torch.int64)
+            return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
+        table = self._table[list(indices)]
+        rows = [row.values.to_numpy(zero_copy_only=False) for row in table.column("input_ids")]
+        labels = [row.values.to_numpy(zero_copy_only=False) for row in table.column("labels")] if self.has_labels else rows
+        return Batch(_padded(rows, 0), _padded(labels, IGNORED_LABEL))
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """A token dataset on disk: ``train`` and, where it was split, ``validation``."""
+
+    folder: Path
+    train: Rows
+    validation: Rows | None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the manifest, or for an older folder without one the train split's fingerprint in ``datasets``."""
+        manifest = self.folder / "manifest.json"
+        if manifest.is_file():
+            return hashlib.sha256(manifest.read_bytes()).hexdigest()
+        return self.train.split._fingerprint
+
+    @property
+    def attachments(self) -> tuple[Path, ...]:
+        """What a checkpoint copies, so that it can be exported and used on its own."""
+        return tuple(path for path in (self.folder / "manifest.json", self.folder / "tokenizer") if path.exists())
+
+
+def open_dataset(folder: str) -> TokenDataset:
+    """Open the folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
+
+    Raises:
+        InputError: where it is no such folder, has no ``input_ids`` or no rows.
+    """
+    path = Path(folder)
+    if not (path / "dataset_dict.json").is_file():
+        there = "no such folder" if not path.is_dir() else "the folder holds no dataset_dict.json"
+        raise InputError(f"--train_data_dir {folder}: {there}; make one with tokenize_dataset.py --output_dir {folder}")
+    try:
+        splits = datasets.load_from_disk(folder)
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise InputError(f"--train_data_dir {folder}: damaged, {str(error).splitlines()[0]}; tokenize again") from error
+    if "train" not in splits:
+        raise InputError(f"--train_data_dir {folder}: no train split, only {', '.join(splits)}")
+    validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
+    for name, split in (("train", splits["train"]), ("validation", validation)):
+        if split is not None and "input_ids" not in split.column_names:
+            raise InputError(f"--train_data_dir {folder}: {name} has no column input_ids, only {split.column_names}")
+    if len(splits["train"]) == 0:
+        raise InputError(f"--train_data_dir {folder}: the train split has no rows")
+    has_validation = validation is not None and len(validation) > 0
+    return TokenDataset(path, Rows(splits["train"]), Rows(validation) if has_validation else None)
+
+
+@dataclass(frozen=True)
+class WindowOrder:
+    """Which rows every rank takes at every step."""
+
+    num_rows: int
+    rows_per_window: int
+    micro_batch_size: int
+    world_size: int
+    rank: int
+    seed: int
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """The last window of an epoch holds what is left."""
+        return math.ceil(self.num_rows / self.rows_per_window)
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the rows [num_rows] of an epoch in their order, each once: a function of seed and epoch alone."""
+        return _permutation(self.num_rows, self.seed, epoch)
+
+    def num_rows_in(self, window: int) -> int:
+        """Rows of the epoch's window ``window``, over all ranks."""
+        return min(self.rows_per_window, self.num_rows - window * self.rows_per_window)
+
+    def rows_in(self, epoch: int, window: int) -> np.ndarray:
+        """The rows of a window, over all ranks."""
+        start = window * self.rows_per_window
+        return self.epoch_order(epoch)[start : start + self.rows_per_window]
+
+    def num_batches_in(self, window: int) -> int:
+        """Micro-batches of the window on each rank, the same on all since they compute together."""
+        return math.ceil(self.num_rows_in(window) / (self.micro_batch_size * self.world_size))
+
+    def batches(self, epoch: int, first_window: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches, as row indices, from a window of an epoch to the epoch's end."""
+        for window in range(first_window, self.windows_per_epoch):
+            rows = self.rows_in(epoch, window)
+            for batch in range(self.num_batches_in(window)):
+                begin = (batch * self.world_size + self.rank) * self.micro_batch_size
+                yield rows[begin : begin + self.micro_batch_size].tolist()
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """The windows of a run on this rank, read ahead by ``num_workers`` processes."""
+
+    rows: Rows
+    order: WindowOrder
+    num_workers: int
+    pin_memory: bool
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
+        per_epoch = self.order.windows_per_epoch
+        step = after_step
+        while step < last_step:
+            epoch, first = divmod(step, per_epoch)
+            stop = min(per_epoch, first + last_step - step)
+            batches = iter(_loader(self.rows, _Epoch(self.order, epoch, first), self.num_workers, self.pin_memory))
+            for window in range(first, stop):
+                step += 1
+                yield Window(
+                    step=step,
+                    epoch=epoch,
+                    ends_epoch=window == per_epoch - 1,
+                    num_rows=self.order.num_rows_in(window),
+                    num_tokens=self.rows.num_tokens(self.order.rows_in(epoch, window)),
+                    batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
+                )
+
+
+def validation_batches(
+    rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, num_workers: int
+) -> DataLoader:
+    """Return this rank's share of a split, each row once over all ranks; as many batches on every rank, at most ``limit``."""
+    num_batches = math.ceil(len(rows) / (batch_size * world_size))
+    starts = [(batch * world_size + rank) * batch_size for batch in range(min(num_batches, limit or num_batches))]
+    indices = [list(range(start, min(start + batch_size, len(rows)))) for start in starts]
+    return _loader(rows, indices, num_workers, pin_memory=False)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    order: WindowOrder
+    epoch: int
+    first_window: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.order.batches(self.epoch, self.first_window)
+
+
+def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
+    return DataLoader(
+        rows,
+        batch_sampler=indices,  # type: ignore[arg-type]
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        prefetch_factor=8 if num_workers else None,
+    )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    """``Rows.__getitems__`` has made the batch already."""
+    return batch
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def _padded(rows: list[np.ndarray], filler: int) -> torch.Tensor:
+    longest = max(len(row) for row in rows)
+    padded = np.full((len(rows), longest), filler, dtype=np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)

@@ -1,0 +1,132 @@
+"""The Hugging Face causal language model: what its configuration says before it is built, and the model with its weights."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from fabric_train.errors import InputError
+
+DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What is known of a model from its configuration alone.
+
+    ``num_parameters`` counts tied weights once; ``layer_classes`` are the classes of the repeated layer, FSDP's unit;
+    ``max_positions`` is None where the model names no limit.
+    """
+
+    source: str
+    config: PretrainedConfig
+    num_parameters: int
+    layer_classes: frozenset[type[nn.Module]]
+    vocab_size: int
+    max_positions: int | None
+
+
+def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS) -> ModelShape:
+    """Read the configuration of a hub name or folder and build the model without memory, on the meta device.
+
+    Raises:
+        InputError: where there is no such model, it is no causal language model, or has no layer of class ``layer_class``.
+    """
+    quiet_transformers()
+    config = _read_config(source)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise InputError(f"--model_name {source}: a {kind} is not a causal language model: give one that is") from error
+    return ModelShape(
+        source=source,
+        config=config,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layer_classes=_layer_classes(model, layer_class, source),
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
+    )
+
+
+def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the pretrained weights in ``dtype`` on the CPU; rotary frequencies and other computed buffers stay fp32.
+
+    Raises:
+        InputError: where the weights are missing or are not those of the configuration.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(shape.source, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"--model_name {shape.source}: cannot load its weights: {_first_line(error)}") from error
+    if report["missing_keys"] or report.get("mismatched_keys"):
+        wrong = sorted(str(key) for key in (*report["missing_keys"], *report.get("mismatched_keys", ())))
+        raise InputError(f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape, {wrong[0]} first")
+    return model
+
+
+def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model of ``shape`` with the given full CPU tensors (tied duplicates may be absent) in ``dtype``.
+
+    Raises:
+        InputError: where a weight is missing, unknown or of another shape.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wrong = [name for name, tensor in weights.items() if expected.get(name) != tensor.shape]
+    wrong += [name for name in expected if name not in weights and name not in tied_weight_names(model)]
+    if wrong:
+        raise InputError(f"{shape.source}: {len(wrong)} weights do not fit its config.json, {wrong[0]} first")
+    return type(model).from_pretrained(None, config=shape.config, state_dict=weights, dtype=dtype)
+
+
+def tied_weight_names(model: PreTrainedModel) -> set[str]:
+    """Names in the state dict that are another parameter under a second name, such as a tied ``lm_head.weight``."""
+    seen: dict[int, str] = {}
+    tied = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if seen.setdefault(id(parameter), name) != name:
+            tied.add(name)
+    return tied
+
+
+def quiet_transformers() -> None:
+    """Leave transformers' errors and drop its advice and bars, which would drown our own lines on every rank."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _read_config(source: str) -> PretrainedConfig:
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InputError(f"--model_name {source}: the folder has no config.json; give a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        hint = "" if folder.is_dir() else "no such folder, and the hub does not give it: "
+        raise InputError(f"--model_name {source}: {hint}{_first_line(error)}") from error
+
+
+def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozenset[type[nn.Module]]:
+    """Return the class named, or for another family than the default's the layers that the model says not to split."""
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    if wanted in classes:
+        return frozenset([classes[wanted]])
+    own = frozenset(classes[name] for name in (model._no_split_modules or ()) if name in classes)
+    if wanted == DEFAULT_LAYER_CLASS and own:
+        return own
+    names = ", ".join(sorted(kind.__name__ for kind in own)) or "none found"
+    raise InputError(f"--auto_wrap_policy {wanted}: {source} has no such layer; its decoder layers: {names}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

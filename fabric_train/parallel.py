@@ -1,0 +1,218 @@
+"""Arguments → Fabric: the strategy that cuts the model among devices, and the precision it computes and reduces in.
+
+Weights are held in the type they are loaded in (``weights_dtype``). What Fabric's own precision names would also cast, the
+rotary frequencies and the reduction of gradients, stays in fp32 here: at Llama-3's base of 5e5 bf16 frequencies are wrong by
+0.9 rad at position 512.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning import Fabric
+from lightning.fabric.accelerators import CUDAAccelerator
+from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+
+from fabric_train.errors import InputError
+from fabric_train.launch import clear_launcher_options, under_fabric_run
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+
+LayerClasses = frozenset[type[nn.Module]]
+
+
+def weights_dtype(precision: str) -> torch.dtype:
+    """Type of the weights and the optimizer's moments: bfloat16 for bf16-true, else float32."""
+    return torch.bfloat16 if precision == "bf16-true" else torch.float32
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Type that the matrix products run in."""
+    return {"32-true": torch.float32, "16-mixed": torch.float16}.get(precision, torch.bfloat16)
+
+
+class ShardedStrategy(FSDPStrategy):
+    """Fabric's ``FSDPStrategy`` over a device mesh, on CUDA and on CPU ranks.
+
+    The mesh makes state dicts hold ``DTensor``, the form that checkpoints are cut and joined in. On CPU, which Fabric's own
+    class refuses, torch wants ``device_id`` to be the CPU device itself instead of an index.
+    """
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        device = self.root_device.type
+        if self.sharding_strategy.name == "HYBRID_SHARD":
+            mesh = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
+        self._fsdp_kwargs["device_mesh"] = mesh
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if self.root_device.type == "cpu":
+            module = FullyShardedDataParallel(
+                module,
+                cpu_offload=self.cpu_offload,
+                mixed_precision=self.mixed_precision_config,
+                sharding_strategy=self.sharding_strategy,
+                device_id=torch.device("cpu"),  # type: ignore[arg-type]
+                **self._fsdp_kwargs,
+            )
+            self._fsdp_kwargs.pop("auto_wrap_policy")  # applied: the base class would warn that it is not
+        return super().setup_module(module)
+
+
+class _AsLoaded(FSDPPrecision):
+    """FSDP precision that leaves the module in the types it was loaded in; the strategy's MixedPrecision does the rest."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
+    """Build and launch Fabric for these arguments; in the other ranks too, where no launcher has started them.
+
+    Raises:
+        InputError: where the devices asked for are not there, or the strategy cannot run on them.
+    """
+    device = arguments.device
+    accelerator = resolve_accelerator(device.accelerator)
+    num_processes = count_devices(device.devices, accelerator) * device.num_nodes
+    name = resolve_parallelism(arguments, num_processes, accelerator)
+    clear_launcher_options()
+    fabric = Fabric(
+        accelerator=accelerator,
+        devices=device.devices if accelerator == "cuda" else count_devices(device.devices, accelerator),
+        num_nodes=device.num_nodes,
+        strategy=_strategy(name, arguments, layer_classes, accelerator, num_processes),
+        plugins=[_precision(name, arguments.model.precision, accelerator)],
+    )
+    if not under_fabric_run():
+        fabric.launch()
+    if fabric.world_size != num_processes:
+        raise InputError(f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}")
+    return fabric
+
+
+def resolve_accelerator(accelerator: str) -> str:
+    """Return "cuda" or "cpu" for the argument.
+
+    Raises:
+        InputError: where a GPU is asked for and none is there.
+    """
+    if accelerator == "auto":
+        return "cuda" if CUDAAccelerator.is_available() else "cpu"
+    if accelerator in ("cuda", "gpu") and not CUDAAccelerator.is_available():
+        raise InputError(f"--accelerator {accelerator}: torch finds no GPU here; use --accelerator cpu, or check the driver")
+    return "cpu" if accelerator == "cpu" else "cuda"
+
+
+def count_devices(devices: int | str, accelerator: str) -> int:
+    """Return how many processes ``--devices`` means on one machine.
+
+    Raises:
+        InputError: where there are fewer GPUs than asked for.
+    """
+    there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
+    if devices == "auto":
+        return there
+    indices = [int(index) for index in str(devices).split(",")]
+    wanted, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
+    if accelerator == "cuda" and highest > there:
+        raise InputError(f"--devices {devices}: only {there} GPU{'s are' if there > 1 else ' is'} here")
+    return wanted
+
+
+def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
+    """Return what ``auto`` means here.
+
+    Raises:
+        InputError: where the strategy cannot run with these processes or this precision.
+    """
+    wanted = arguments.fsdp.parallelism
+    name = ("fsdp" if num_processes > 1 else "single") if wanted == "auto" else wanted
+    if name == "single" and num_processes > 1:
+        raise InputError(f"--parallelism single takes one device, not {num_processes}: use fsdp, fsdp2 or ddp")
+    if arguments.model.precision == "16-mixed" and (accelerator == "cpu" or name == "fsdp2"):
+        where = "on CPU" if accelerator == "cpu" else "with --parallelism fsdp2"
+        raise InputError(f"--precision 16-mixed does not work {where}: use bf16-mixed")
+    if arguments.fsdp.cpu_offload and name == "single":
+        raise InputError("--cpu_offload true needs more than one device: FSDP does it, one device is not sharded")
+    return name
+
+
+def setup_model(fabric: Fabric, model: nn.Module, arguments: "TrainArguments") -> Any:
+    """Hand the model to Fabric: sharded or replicated, on its device, with activation checkpointing where it is asked for."""
+    if arguments.fsdp.activation_checkpointing == "full" and not isinstance(fabric.strategy, FSDPStrategy):
+        # FSDPStrategy has a policy of its own for it; both together would recompute twice
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.train()
+    wrapped = fabric.setup_module(model)
+    if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
+        wrapped._forward_module.register_comm_hook(None, _mean_in_fp32)
+    return wrapped
+
+
+def _mean_in_fp32(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: average a bucket of bf16 gradients over the ranks in fp32."""
+    gradients = bucket.buffer()
+    total = gradients.float().div_(dist.get_world_size())
+    future = dist.all_reduce(total, async_op=True).get_future()  # type: ignore[union-attr]
+    return future.then(lambda reduced: gradients.copy_(reduced.value()[0]))
+
+
+def _precision(name: str, precision: str, accelerator: str) -> Precision:
+    if name == "fsdp":
+        return FSDPPrecision("16-mixed") if precision == "16-mixed" else _AsLoaded("32-true")
+    if name != "fsdp2" and precision in ("bf16-mixed", "16-mixed"):
+        return MixedPrecision(precision, device=accelerator)  # type: ignore[arg-type]
+    return Precision()
+
+
+def _strategy(
+    name: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str, num_processes: int
+) -> Strategy:
+    fsdp = arguments.fsdp
+    dtype = compute_dtype(arguments.model.precision)
+    if name == "fsdp":
+        return ShardedStrategy(
+            auto_wrap_policy=set(layer_classes),
+            activation_checkpointing_policy=set(layer_classes) if fsdp.activation_checkpointing == "full" else None,
+            sharding_strategy=fsdp.sharding_strategy,
+            state_dict_type=fsdp.state_dict_type,
+            limit_all_gathers=fsdp.limit_all_gathers,
+            cpu_offload=fsdp.cpu_offload,
+            mixed_precision=FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
+        )
+    if name == "fsdp2":
+        return ModelParallelStrategy(
+            parallelize_fn=lambda model, mesh: _fully_shard(model, mesh["data_parallel"], layer_classes, arguments),
+            data_parallel_size=num_processes,
+            tensor_parallel_size=1,
+        )
+    if name == "ddp":
+        return DDPStrategy(gradient_as_bucket_view=True)
+    return SingleDeviceStrategy(device=torch.device("cuda", _first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu")
+
+
+def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses, arguments: "TrainArguments") -> nn.Module:
+    """FSDP2: every decoder layer is a unit, and what is left (embeddings, last norm, head) the root's."""
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": arguments.fsdp.sharding_strategy == "FULL_SHARD",
+        "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
+        "offload_policy": CPUOffloadPolicy() if arguments.fsdp.cpu_offload else OffloadPolicy(),
+    }
+    for module in model.modules():
+        if type(module) in layer_classes:
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def _first_index(devices: int | str) -> int:
+    return int(str(devices).split(",")[0]) if "," in str(devices) else 0

@@ -1,0 +1,57 @@
+"""What a run says of itself before it starts and when it has ended."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from fabric_train.checkpoint import TrainerState
+from fabric_train.model import ModelShape
+from fabric_train.plan import Plan
+from fabric_train.validation import perplexity
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+
+
+def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, parallelism: str, start: str) -> Table:
+    """The run in short: model, data, devices, steps, learning rate, and where it starts."""
+    training = arguments.training
+    layers = ", ".join(sorted(kind.__name__ for kind in shape.layer_classes))
+    schedule = training.lr_schedule if training.lr_decay else "constant"
+    table = _table("Fabric Train")
+    table.add_row("model", f"{arguments.model.model_name}: {shape.num_parameters:,} parameters, layers {layers}")
+    table.add_row("start", start)
+    table.add_row("data", f"{arguments.data.train_data_dir}: {plan.num_rows:,} rows of {plan.tokens_per_row:,} tokens")
+    table.add_row("devices", f"{plan.world_size} × {parallelism}, {arguments.model.precision}")
+    table.add_row(
+        "step",
+        f"{plan.rows_per_window} rows = {training.micro_batch_size} × {plan.accumulation} × {plan.world_size} "
+        f"(micro-batch × accumulation × devices), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
+    )
+    table.add_row("steps", f"{plan.num_steps:,}; {plan.windows_per_epoch:,} an epoch")
+    table.add_row("learning rate", f"{schedule}, {training.lr:g} to {training.min_lr:g}, warm-up {training.warmup_steps}")
+    table.add_row("output", arguments.save.output_dir)
+    return table
+
+
+def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, checkpoint: Path) -> Table:
+    """What was reached, and the command that comes next."""
+    table = _table("Done")
+    table.add_row("steps", f"{state.step:,}, epoch {state.epoch + 1}")
+    table.add_row("tokens", f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves")
+    if state.train_loss is not None:
+        table.add_row("training loss", f"{state.train_loss:.4f}")
+    if state.val_loss is not None:
+        table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
+    table.add_row("checkpoint", str(checkpoint))
+    table.add_row("metrics", str(run / "metrics.csv"))
+    table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

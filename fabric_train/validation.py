@@ -1,0 +1,44 @@
+"""Held-out loss: every row of the validation split once, its tokens weighing the same whatever rank and batch they fall in."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning import Fabric
+
+from fabric_train.batches import Batch
+from fabric_train.loss import count_supervised, sum_over_ranks, summed_loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``loss`` in nats a token over ``num_tokens`` supervised tokens of all ranks."""
+
+    loss: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """See :func:`perplexity`."""
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats a token; infinite where that is beyond a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(fabric: Fabric, model: Any, batches: Iterable[Batch]) -> Evaluation:
+    """Evaluate on this rank's batches and sum over the ranks; every rank must have as many. Leaves the model in training mode."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
+    for batch in batches:
+        labels = batch.labels.to(fabric.device, non_blocking=True)
+        totals[0] += summed_loss(model, batch.input_ids.to(fabric.device, non_blocking=True), labels)
+        totals[1] += count_supervised(labels)
+    model.train()
+    summed, num_tokens = sum_over_ranks(fabric, totals).tolist()
+    return Evaluation(loss=summed / num_tokens if num_tokens else math.nan, num_tokens=int(num_tokens))
