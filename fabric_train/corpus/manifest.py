@@ -1,0 +1,160 @@
+"""``manifest.json`` of a token dataset: sources and tokenizer by hash, settings, and a ledger whose sums balance."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fabric_train.errors import InputError
+
+FORMAT = 1
+FILE_NAME = "manifest.json"
+LAST_INCOMPLETE_ROW = "last_incomplete_row"
+EMPTY = "empty"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that was read: path beneath its source's folder, size in bytes, SHA-256 in hexadecimal."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A source of --dataset. ``kind`` is files, saved_dataset or hub; ``revision`` is a hub dataset's fingerprint."""
+
+    name: str
+    kind: str
+    files: tuple[SourceFile, ...]
+    splits: tuple[str, ...]
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer; ``vocab_size`` is its largest id plus one, ``sha256`` the hash of each file in ``tokenizer/``."""
+
+    name: str
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_id: int
+    bos_token: str | None
+    eos_token: str
+    sha256: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that decide what is in the rows."""
+
+    max_length: int
+    packing: str
+    text_column: str
+    validation_split: float
+    seed: int
+    max_documents: int | None
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class SplitLedger:
+    """What went into a split and what came of it; ``tokens_in`` counts BOS and EOS, characters are code points."""
+
+    documents: int
+    characters: int
+    tokens_in: int
+    tokens_in_rows: int
+    tokens_dropped: dict[str, int]
+    rows: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The documents read, skipped by reason, and kept, which lie in the splits."""
+
+    splits: dict[str, SplitLedger]
+    documents_read: int
+    documents_kept: int
+    documents_skipped: dict[str, int]
+
+    def imbalances(self, max_length: int) -> list[str]:
+        """Return the sums that do not balance, in words; none when all do."""
+        sums = [
+            ("documents read", self.documents_read, self.documents_kept + sum(self.documents_skipped.values())),
+            ("documents kept", self.documents_kept, sum(split.documents for split in self.splits.values())),
+        ]
+        for name, split in self.splits.items():
+            dropped = sum(split.tokens_dropped.values())
+            sums.append((f"tokens into {name}", split.tokens_in, split.tokens_in_rows + dropped))
+            sums.append((f"tokens in rows of {name}", split.tokens_in_rows, split.rows * max_length))
+        return [f"{name}: {total:,} is not {parts:,}" for name, total, parts in sums if total != parts]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that ``manifest.json`` says."""
+
+    ledger: Ledger
+    sources: tuple[SourceRecord, ...]
+    tokenizer: TokenizerRecord
+    settings: Settings
+    versions: dict[str, str]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` into ``folder``; the ledger must balance."""
+    imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
+    assert not imbalances, imbalances
+    content = {"format": FORMAT, **asdict(manifest)}
+    content["ledger"] = {**content["ledger"].pop("splits"), **content["ledger"]}
+    (folder / FILE_NAME).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of ``folder``, None if it has none.
+
+    Raises:
+        InputError: the file is damaged, of another format, or its ledger does not balance.
+    """
+    file = folder / FILE_NAME
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise InputError(
+                f"{file} is of format {content['format']}, this version reads {FORMAT}; make the token dataset anew"
+            )
+        manifest = _parse(content)
+        imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); make the token dataset anew") from None
+    if imbalances:
+        raise InputError(*(f"{file} is damaged: {imbalance}; make the token dataset anew" for imbalance in imbalances))
+    return manifest
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    totals = {field.name for field in fields(Ledger)} - {"splits"}
+    ledger = content["ledger"]
+    return Manifest(
+        ledger=Ledger(
+            splits={name: SplitLedger(**split) for name, split in ledger.items() if name not in totals},
+            **{name: ledger[name] for name in totals},
+        ),
+        sources=tuple(_parse_source(source) for source in content["sources"]),
+        tokenizer=TokenizerRecord(**content["tokenizer"]),
+        settings=Settings(**content["settings"]),
+        versions=dict(content["versions"]),
+    )
+
+
+def _parse_source(source: Mapping[str, Any]) -> SourceRecord:
+    files = tuple(SourceFile(**file) for file in source["files"])
+    return SourceRecord(**{**source, "files": files, "splits": tuple(source["splits"])})

@@ -1,0 +1,165 @@
+"""A SentencePiece BPE ``tokenizer.model`` (Llama-2 style) as a fast tokenizer with the sentencepiece library's ids.
+
+transformers' own conversion orders merges by id and so differs on some words; here merges are ordered as sentencepiece
+applies them, and the result is compared with the library before it is used.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from fabric_train.errors import InputError
+
+BPE_MODEL = 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "▁"
+
+# Where conversions go wrong: blanks in every place, controls, bytes, marks, control pieces written out.
+HARD_STRINGS = (
+    "",
+    " ",
+    "     ",
+    "a",
+    " a",
+    "  a",
+    "a ",
+    "a  b   c    d     e",
+    "one\ntwo\n\nthree\n\n\n four\r\n\tfive\t\t six",
+    "\n",
+    "\n a",
+    "<s>",
+    "</s>",
+    "<s>a</s> <s> b </s>",
+    "<unk><pad><0x0A><0x41>",
+    "▁",
+    "▁▁a▁ b",
+    "é e\u0301 ﬁ ﬀ ① Å Ω ½ 한글 ｆｕｌｌ",
+    "日本語のテキスト、中文文本。العربية עברית ไทย हिन्दी",
+    "😀😃 👩‍👩‍👧 🇫🇷 \U0001f9ff\U000e0041",
+    "\x00\x01\x02 \x7f\x1b[0m \u200b\u200d\ufeff\u00a0\u3000\u2028x",
+    "\U0010ffff\ue000\ufffd",
+    "erere anana texttext ababababa papapapa 1234567890 1,000.00 aaaaaaaaaaaaaaaa ----------- ======",
+    "def f(x):\n    return {'a': [x ** 2 for _ in range(10)]}  # note\n",
+)
+
+
+def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of the SentencePiece model at ``path``; adding BOS to what it encodes, if there is one.
+
+    Raises:
+        InputError: not a SentencePiece model, or one whose ids a fast tokenizer cannot reproduce exactly.
+    """
+    content = path.read_bytes()
+    try:
+        library = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except RuntimeError:
+        raise InputError(
+            f"{path} is neither a SentencePiece model nor Llama-3's list of ranks; fetch the file again"
+        ) from None
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made by protobuf when it is imported
+    model.ParseFromString(content)
+    _refuse_other_kinds(path, model)
+    tokenizer = _build(model)
+    _compare(path, model, tokenizer, library)
+    names = {name: piece for name, piece in _special_pieces(model).items() if piece is not None}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=chat_template, **names
+    )
+
+
+def _refuse_other_kinds(path: Path, model: Any) -> None:
+    letters = {piece.piece for piece in model.pieces if len(piece.piece) == 1}
+    faults = {
+        "is not a BPE model": model.trainer_spec.model_type != BPE_MODEL,
+        "keeps blanks as suffixes": model.trainer_spec.treat_whitespace_as_suffix,
+        "does not escape blanks": not model.normalizer_spec.escape_whitespaces,
+        "has unused pieces": any(piece.type == UNUSED for piece in model.pieces),
+        "has pieces of letters it does not know": any(
+            not letters.issuperset(piece.piece) for piece in model.pieces if piece.type == NORMAL
+        ),
+    }
+    found = [fault for fault, present in faults.items() if present]
+    if found:
+        raise InputError(
+            f"{path} {' and '.join(found)}, so no fast tokenizer has its ids; give a folder with tokenizer.json"
+        )
+
+
+def _build(model: Any) -> Tokenizer:
+    """Return the tokenizer: normalizer as the model's own, BPE by score, bytes for unknown letters."""
+    spec = model.normalizer_spec
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+
+    vocabulary = {piece.piece: index for index, piece in enumerate(model.pieces)}
+    special = _special_pieces(model)
+    tokenizer = Tokenizer(
+        BPE(
+            vocabulary,
+            _merges(model),
+            unk_token=special["unk_token"],
+            fuse_unk=True,
+            byte_fallback=model.trainer_spec.byte_fallback,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else [])
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(p.piece, normalized=False, special=True) for p in model.pieces if p.type in (UNKNOWN, CONTROL)]
+    )
+    bos = special["bos_token"]
+    if bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
+        )
+    return tokenizer
+
+
+def _merges(model: Any) -> list[tuple[str, str]]:
+    """Return the pairs to join, in order: the best piece first; of one piece's pairs, the longer left half first.
+
+    sentencepiece joins the pair with the best score and, of equal ones, the leftmost; a list of merges knows no
+    "leftmost". Two pairs of one piece compete only where they overlap: in ``er|e|re`` the piece ``ere`` is ``er + e``
+    on the left and ``e + re`` on the right. There the left pair has the longer left half, unless the piece repeats
+    itself.
+    """
+    pieces = {piece.piece: piece.score for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)}
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(pieces, key=lambda piece: -pieces[piece])
+        for cut in range(len(piece) - 1, 0, -1)
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+
+
+def _special_pieces(model: Any) -> dict[str, str | None]:
+    spec = model.trainer_spec
+    ids = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
+    return {name: model.pieces[id].piece if 0 <= id < len(model.pieces) else None for name, id in ids.items()}
+
+
+def _compare(path: Path, model: Any, tokenizer: Tokenizer, library: sentencepiece.SentencePieceProcessor) -> None:
+    """Raise InputError unless both give the same ids for hard strings, every piece's own text, and pairs of pieces."""
+    own = [piece.piece.replace(SPACE, " ") for piece in model.pieces]
+    texts = [*HARD_STRINGS, *own, *(first + second for first, second in zip(own, reversed(own), strict=True))]
+    tokenizer.encode_special_tokens = True  # like the library, which never reads "<s>" in a text as the control piece
+    for text, encoding in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+        if encoding.ids != library.encode(text):
+            raise InputError(
+                f"{path}: no fast tokenizer has its ids (they differ on {text!r}); give a folder with tokenizer.json"
+            )
+    tokenizer.encode_special_tokens = False

@@ -1,0 +1,192 @@
+"""The tokenizer of a corpus: a Hugging Face folder or hub name, a SentencePiece model, or Llama-3's bare ranks."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.corpus.hub import hub_fault, is_hub_name
+from fabric_train.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "config.json",
+)
+
+
+@dataclass(frozen=True)
+class CorpusTokenizer:
+    """A fast tokenizer and what is needed to end documents with it.
+
+    ``bos_token_id`` is None for tokenizers that have no BOS (Qwen's): documents then begin without one.
+    ``vocab_size`` is one more than the largest id. ``special_text_is_plain`` says whether the text of a special token
+    inside a document is encoded as text, as the sentencepiece library does, and not as that token.
+    """
+
+    name: str
+    fast: "PreTrainedTokenizerFast"
+    bos_token_id: int | None
+    eos_token_id: int
+    vocab_size: int
+    special_text_is_plain: bool
+
+
+def load_tokenizer(name: str) -> CorpusTokenizer:
+    """Load the tokenizer called ``name``: a folder, a ``tokenizer.json`` or ``tokenizer.model`` file, or a hub name.
+
+    A ``tokenizer.json`` is taken as it stands: the classes that transformers chooses for some model families rebuild it
+    and give other ids (``LlamaTokenizer`` does).
+
+    Raises:
+        InputError: nothing of that name, a damaged file, a tokenizer that has no fast form, or one without EOS.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    folder, model_file = _find(name)
+    if model_file is None:
+        fast = _load_folder(folder)
+        special_text_is_plain = False
+    else:
+        fast, special_text_is_plain = _load_model_file(model_file)
+    return _with_borders(name, fast, special_text_is_plain)
+
+
+def _find(name: str) -> tuple[Path, Path | None]:
+    """Return the tokenizer's folder and, unless the folder is to be loaded as it is, its ``tokenizer.model``."""
+    path = Path(name).expanduser()
+    if is_hub_name(name):
+        path = _from_hub(name)
+    if path.is_file():
+        _refuse_pointer(path)
+        if path.name == "tokenizer.json":
+            return path.parent, None
+        if path.suffix == ".json":
+            raise InputError(f"--tokenizer_name {path}: give the folder with tokenizer.json, or a tokenizer.model file")
+        return path.parent, path
+    if not path.is_dir():
+        raise InputError(f"--tokenizer_name {name}: no such file or folder")
+    if (path / "tokenizer.json").is_file() or (path / "merges.txt").is_file():
+        return path, None
+    if (path / "tokenizer.model").is_file():
+        _refuse_pointer(path / "tokenizer.model")
+        return path, path / "tokenizer.model"
+    raise InputError(f"--tokenizer_name {name}: there is no tokenizer.json and no tokenizer.model in it")
+
+
+def _from_hub(name: str) -> Path:
+    """Download the tokenizer's files alone, never weights, and return their folder."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_TOKENIZER_FILES)))
+    except (OSError, ValueError) as error:
+        raise hub_fault("--tokenizer_name", name, error) from None
+
+
+def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = folder / "tokenizer.json"
+    try:
+        if file.is_file():
+            _refuse_damaged(file)
+            fast = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"--tokenizer_name {folder}: transformers cannot load it: {reason}") from None
+    if not getattr(fast, "is_fast", False):
+        raise InputError(f"--tokenizer_name {folder}: it has no fast form; give a folder with tokenizer.json")
+    return fast
+
+
+def _refuse_damaged(file: Path) -> None:
+    from tokenizers import Tokenizer
+
+    _refuse_pointer(file)
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        raise InputError(f"{file} is not a tokenizer: {error}; fetch the file again") from None
+
+
+def _refuse_pointer(file: Path) -> None:
+    with file.open("rb") as opened:
+        if opened.read(64).startswith(b"version https://git-lfs"):
+            raise InputError(
+                f"{file} is a Git LFS pointer and not the file itself; run `git lfs pull` in its repository"
+            )
+
+
+def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
+    """Return the tokenizer of a ``tokenizer.model`` and whether it reads the text of special tokens as plain text."""
+    from fabric_train.corpus.llama3_ranks import is_rank_file, load_llama3_ranks
+
+    chat_template = _chat_template(file.parent)
+    if is_rank_file(file):
+        return load_llama3_ranks(file, chat_template), False
+    from fabric_train.corpus.sentencepiece_bpe import load_sentencepiece_bpe
+
+    fast = load_sentencepiece_bpe(file, chat_template)
+    extra = _added_tokens(file.parent, fast.vocab_size)
+    if extra:
+        raise InputError(
+            f"--tokenizer_name {file.parent}: its configuration adds {', '.join(extra)} to tokenizer.model; "
+            "give a folder with tokenizer.json, which holds both"
+        )
+    return fast, True
+
+
+def _chat_template(folder: Path) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
+    """Return the tokens that the folder's configuration adds after the ``num_pieces`` of its tokenizer.model."""
+    added = _read_json(folder / "added_tokens.json")
+    listed = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    added |= {token["content"]: int(index) for index, token in listed.items()}
+    return sorted(token for token, index in added.items() if index >= num_pieces)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise InputError(f"{file} is not a JSON object; fetch the file again") from None
+
+
+def _with_borders(name: str, fast: "PreTrainedTokenizerFast", special_text_is_plain: bool) -> CorpusTokenizer:
+    if fast.eos_token_id is None:
+        lacking = "EOS token" if fast.bos_token_id is not None else "EOS token and no BOS token"
+        raise InputError(
+            f"--tokenizer_name {name}: it has no {lacking}, so documents could not be told apart; "
+            "set eos_token (and bos_token) in its tokenizer_config.json"
+        )
+    return CorpusTokenizer(
+        name=name,
+        fast=fast,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+        vocab_size=max(fast.get_vocab().values()) + 1,
+        special_text_is_plain=special_text_is_plain,
+    )
