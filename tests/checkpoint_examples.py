@@ -1,0 +1,101 @@
+"""A run for the tests of weights, export and generation: a full checkpoint, and one sharded by two FSDP2 ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+NUM_RANKS = 2
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+
+
+def trained_weights(model_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the model's weights as if trained for a while: none is what the base model has, tied ones appear once."""
+    torch.manual_seed(1)
+    weights = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    return {
+        name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in weights.items() if name != "lm_head.weight"
+    }
+
+
+def run_with_two_checkpoints(sessions_folder: Path, model_dir: Path) -> Path:
+    """Return a run, full at step 1 and sharded at step 2, with the same weights; made once, never to be written to."""
+    run = sessions_folder / "run-with-two-checkpoints"
+    if not run.exists():
+        weights = trained_weights(model_dir)
+        write_full(run / "checkpoints" / "step-00000001", model_dir, weights, step=1)
+        write_sharded(run / "checkpoints" / "step-00000002", model_dir, weights, step=2)
+    return run
+
+
+def write_full(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int) -> Path:
+    """Write a checkpoint of the full kind."""
+    _write_description(folder, model_dir, "full", step)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "optimizer").mkdir()
+    return folder
+
+
+def write_sharded(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int) -> Path:
+    """Write a checkpoint of the sharded kind from two processes that hold the model under FSDP2."""
+    _write_description(folder, model_dir, "sharded", step)
+    (folder / "optimizer").mkdir()
+    source = folder / "weights-to-shard.safetensors"
+    save_file(weights, source)
+    mp.spawn(_save_rank, args=(model_dir, source, folder), nprocs=NUM_RANKS)
+    for leftover in folder.glob("weights-to-shard*"):
+        leftover.unlink()
+    return folder
+
+
+def _save_rank(rank: int, model_dir: Path, source: Path, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{source}.store", rank=rank, world_size=NUM_RANKS)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.load_state_dict(load_file(source), strict=False)
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder / "model"), save_distributed=True))
+    dist.destroy_process_group()
+
+
+def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step: int) -> None:
+    (folder / "tokenizer").mkdir(parents=True)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copyfile(model_dir / name, folder / name)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(model_dir / name, folder / "tokenizer" / name)
+    (folder / "tokenizer" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    trainer = {
+        "format": 1,
+        "step": step,
+        "epoch": 0,
+        "num_tokens": 64 * step,
+        "num_samples": step,
+        "train_loss": 3.25,
+        "val_loss": 3.5,
+        "best_val_loss": 3.5,
+        "state_dict_type": state_dict_type,
+        "weights_dtype": "float32",
+        "arguments": {
+            "model_name": str(model_dir),
+            "lr": 0.001,
+            "precision": "32-true",
+            "train_data_dir": "/home/someone/private/tokens",
+            "entity": "someone",
+        },
+        "versions": {"torch": torch.__version__},
+    }
+    (folder / "trainer.json").write_text(json.dumps(trainer))
