@@ -49,25 +49,18 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     ledger, tokenizer = outcome.manifest.ledger, outcome.manifest.tokenizer
-    table = Table(
-        "split", *("documents", "characters", "tokens", "rows", "tokens in rows", "left over"), title="Token dataset"
-    )
+    table = Table("split", *("documents", "characters", "tokens", "rows", "left over"), box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, split in ledger.splits.items():
-        counts = (
-            split.documents,
-            split.characters,
-            split.tokens_in,
-            split.rows,
-            split.tokens_in_rows,
-            sum(split.tokens_dropped.values()),
-        )
+        left_over = sum(split.tokens_dropped.values())
+        counts = (split.documents, split.characters, split.tokens_in, split.rows, left_over)
         table.add_row(name, *(f"{count:,}" for count in counts))
     console.print(table)
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fabric_train.errors import InputError
@@ -26,6 +26,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     refuse_if_taken(target)
+    new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
@@ -41,12 +42,23 @@ def complete_folder(target: Path) -> Iterator[Path]:
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):  # something else lies in it by now
+                parent.rmdir()
         raise
     _sync(target.parent)
 
 
 def refuse_if_taken(target: Path) -> None:
-    """Raise InputError when ``target`` is a file, or a folder that is not empty."""
+    """Raise InputError when ``target`` is a file, a folder that is not empty, or where nothing can be written.
+
+    For callers that would otherwise learn it after long work; ``complete_folder`` checks by itself.
+    """
+    parent = next(parent for parent in Path(os.path.abspath(target)).parents if parent.exists())
+    if not parent.is_dir():
+        raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write to {parent}: no permission; choose another folder for {target.name}")
     if target.is_dir():
         if any(target.iterdir()):
             raise InputError(f"{target} already exists and is not empty; choose another folder or remove it")

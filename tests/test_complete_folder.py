@@ -34,7 +34,7 @@ def test_an_empty_folder_may_be_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failure_of_any_kind_leaves_nothing_behind(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), complete_folder(tmp_path / "run") as temporary:
+    with pytest.raises(error), complete_folder(tmp_path / "new" / "run") as temporary:
         (temporary / "file").touch()
         raise error
     assert os.listdir(tmp_path) == []

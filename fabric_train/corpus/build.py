@@ -77,8 +77,8 @@ def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
     target = Path(arguments.output_dir).expanduser()
     refuse_if_taken(target)
     sources = open_sources(arguments.dataset)
-    num_characters = survey_sources(sources, arguments)
     tokenizer = load_tokenizer(arguments.tokenizer_name)
+    num_characters = survey_sources(sources, arguments)
     num_proc = arguments.num_proc or available_cores()
     with complete_folder(target) as folder:
         tokenizer.fast.save_pretrained(folder / "tokenizer")
@@ -171,7 +171,7 @@ def _too_short(name: str, ledger: SplitLedger, arguments: "TokenizeArguments") -
     without = " or --validation_split 0" if name == "validation" else ""
     return (
         f"{name} has {ledger.tokens_in:,} tokens in {ledger.documents:,} documents, less than one row of "
-        f"{arguments.max_length:,}; give more text, a smaller --max_length{without}"
+        f"{arguments.max_length:,}; give more documents, a smaller --max_length{without}"
     )
 
 

@@ -56,7 +56,8 @@ def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreT
     """
     content = path.read_bytes()
     try:
-        library = sentencepiece.SentencePieceProcessor(model_proto=content)
+        library = sentencepiece.SentencePieceProcessor()
+        library.LoadFromSerializedProto(content)
     except RuntimeError:
         raise InputError(
             f"{path} is neither a SentencePiece model nor Llama-3's list of ranks; fetch the file again"

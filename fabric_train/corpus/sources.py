@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,9 +152,12 @@ def _open_saved(name: str, folder: Path) -> DatasetSource:
 
 def _open_hub(name: str) -> DatasetSource:
     import datasets
+    from huggingface_hub.utils import logging as huggingface_logging
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    huggingface_logging.set_verbosity(huggingface_logging.CRITICAL)
+    print(f"asking the hub for {name}", file=sys.stderr)
     try:
         loaded = datasets.load_dataset(name)
     except (OSError, ValueError) as error:

@@ -1,0 +1,263 @@
+"""Tokenizers of every kind give the ids of the library they come from, also after they were saved and loaded."""
+
+import base64
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tiktoken
+from transformers import AutoTokenizer
+
+from fabric_train.corpus.llama3_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
+from fabric_train.corpus.sentencepiece_bpe import HARD_STRINGS
+from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def real_texts(shakespeare_jsonl: Path) -> list[str]:
+    """Every fourth work of Shakespeare, in pieces of 5,000 characters."""
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        works = [json.loads(line)["text"] for line in lines][::4]
+    return [work[start : start + 5000] for work in works for start in range(0, len(work), 5000)]
+
+
+@pytest.fixture(scope="module")
+def made_up_texts() -> list[str]:
+    """Random joinings of what overlaps, repeats, or is no letter at all."""
+    parts = [
+        "er",
+        "e",
+        "re",
+        "an",
+        "a",
+        "na",
+        "t",
+        "ing",
+        " ",
+        "  ",
+        "\n",
+        "ab",
+        "ь",
+        "р",
+        "=",
+        "\t",
+        "😀",
+        "é",
+        "▁",
+        "\x00",
+    ]
+    draw = random.Random(0)
+    return ["".join(draw.choices(parts, k=draw.randint(1, 14))) for _ in range(5000)]
+
+
+@pytest.fixture(scope="module")
+def spm_tokenizer(spm_tokenizer_model: Path) -> CorpusTokenizer:
+    return load_tokenizer(str(spm_tokenizer_model))
+
+
+@pytest.fixture(scope="module")
+def llama3_tokenizer(llama3_tokenizer_model: Path) -> CorpusTokenizer:
+    return load_tokenizer(str(llama3_tokenizer_model))
+
+
+def ids_in_documents(tokenizer: CorpusTokenizer, texts: list[str]) -> list[list[int]]:
+    fast = tokenizer.fast.backend_tokenizer
+    fast.encode_special_tokens = tokenizer.special_text_is_plain
+    try:
+        return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
+    finally:
+        fast.encode_special_tokens = False
+
+
+def saved_and_loaded(tokenizer: CorpusTokenizer, folder: Path) -> Any:
+    tokenizer.fast.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def train_sentencepiece(folder: Path, texts: list[str], **options: object) -> Path:
+    (folder / "corpus.txt").write_text("\n".join(texts[:60]), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=1000,
+        minloglevel=2,
+        **options,
+    )
+    return folder / "tokenizer.model"
+
+
+@pytest.mark.slow
+def test_sentencepiece_ids_are_the_librarys_on_real_and_hard_text(
+    spm_tokenizer: CorpusTokenizer, spm_tokenizer_model: Path, real_texts: list[str], made_up_texts: list[str]
+) -> None:
+    library = sentencepiece.SentencePieceProcessor(model_file=str(spm_tokenizer_model))
+    texts = [*real_texts, *made_up_texts, *HARD_STRINGS]
+    for text, ids in zip(texts, ids_in_documents(spm_tokenizer, texts), strict=True):
+        assert ids == library.encode(text), text
+
+
+def test_sentencepiece_tokenizer_has_the_models_own_bos_and_eos(spm_tokenizer: CorpusTokenizer) -> None:
+    assert (spm_tokenizer.bos_token_id, spm_tokenizer.eos_token_id, spm_tokenizer.vocab_size) == (1, 2, 32000)
+    assert (spm_tokenizer.fast.bos_token, spm_tokenizer.fast.eos_token) == ("<s>", "</s>")
+
+
+OWN_WAYS = {
+    "llama": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True},
+    "no dummy prefix": {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+    },
+    "sentencepiece defaults": {},
+    "no BOS": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "bos_id": -1},
+}
+
+
+@pytest.mark.parametrize("way", OWN_WAYS)
+def test_a_sentencepiece_model_with_ways_of_its_own_has_the_librarys_ids(
+    tmp_path: Path, real_texts: list[str], made_up_texts: list[str], way: str
+) -> None:
+    model = train_sentencepiece(tmp_path, real_texts, model_type="bpe", **OWN_WAYS[way])
+    library = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    tokenizer = load_tokenizer(str(model))
+    texts = [*real_texts[60:70], *made_up_texts, *HARD_STRINGS]
+    assert ids_in_documents(tokenizer, texts) == [library.encode(text) for text in texts]
+    assert tokenizer.bos_token_id == (None if way == "no BOS" else library.bos_id())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model_type": "unigram"}, "not a BPE model"),
+        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "suffixes"),
+        ({"model_type": "bpe", "user_defined_symbols": ["<sep>"]}, "differ on"),
+    ],
+)
+def test_a_sentencepiece_model_whose_ids_cannot_be_had_is_refused(
+    tmp_path: Path, real_texts: list[str], options: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(InputError, match=reason):
+        load_tokenizer(str(train_sentencepiece(tmp_path, real_texts, **options)))
+
+
+@pytest.mark.slow
+def test_bare_llama3_ranks_have_tiktokens_ids(
+    llama3_tokenizer: CorpusTokenizer, llama3_tokenizer_model: Path, real_texts: list[str], made_up_texts: list[str]
+) -> None:
+    special = {token: 128_000 + index for index, token in enumerate(SPECIAL_TOKENS)}
+    ranks = read_ranks(llama3_tokenizer_model)
+    library = tiktoken.Encoding("llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    texts = [*real_texts, *made_up_texts, *HARD_STRINGS, *special]
+    assert ids_in_documents(llama3_tokenizer, texts) == [library.encode(text, allowed_special="all") for text in texts]
+
+
+def test_bare_llama3_ranks_get_llama3s_special_tokens(llama3_tokenizer: CorpusTokenizer) -> None:
+    assert (llama3_tokenizer.bos_token_id, llama3_tokenizer.eos_token_id) == (128_000, 128_001)
+    assert llama3_tokenizer.vocab_size == 128_256
+    known = {"<|finetune_right_pad_id|>": 128_004, "<|start_header_id|>": 128_006, "<|end_header_id|>": 128_007}
+    known |= {"<|eom_id|>": 128_008, "<|eot_id|>": 128_009, "<|python_tag|>": 128_010}
+    known |= {"<|reserved_special_token_247|>": 128_255}
+    assert llama3_tokenizer.fast.convert_tokens_to_ids(list(known)) == list(known.values())
+
+
+@pytest.mark.parametrize("kind", ["llama3_tokenizer", "spm_tokenizer"])
+def test_a_saved_tokenizer_has_the_same_ids_and_adds_bos_once(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, real_texts: list[str]
+) -> None:
+    tokenizer: CorpusTokenizer = request.getfixturevalue(kind)
+    loaded = saved_and_loaded(tokenizer, tmp_path)
+    texts = [*real_texts[:20], *(text for text in HARD_STRINGS if "s>" not in text and "<unk>" not in text)]
+    without = ids_in_documents(tokenizer, texts)
+    assert loaded(texts, add_special_tokens=False)["input_ids"] == without
+    assert loaded(texts)["input_ids"] == [[tokenizer.bos_token_id, *ids] for ids in without]
+    assert loaded.decode(without[0]) == texts[0]
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+def test_a_tokenizer_json_is_taken_as_it_stands_and_keeps_its_chat_template(smollm2_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(smollm2_dir))
+    assert tokenizer.vocab_size == 49_152
+    loaded = saved_and_loaded(tokenizer, tmp_path)
+    assert loaded.chat_template == AutoTokenizer.from_pretrained(smollm2_dir).chat_template
+    assert loaded.chat_template
+
+
+def test_a_chat_template_beside_tokenizer_model_is_kept(spm_tokenizer_model: Path, tmp_path: Path) -> None:
+    shutil.copy(spm_tokenizer_model, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    loaded = saved_and_loaded(load_tokenizer(str(tmp_path)), tmp_path / "saved")
+    assert loaded.chat_template == "{{ messages }}"
+
+
+def without_special_tokens(source: Path, folder: Path, **kept: str) -> None:
+    shutil.copy(source / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}))
+
+
+def test_a_tokenizer_without_bos_is_used_without_and_one_without_eos_is_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    without_special_tokens(tiny_model_dir, tmp_path, eos_token="<|end_of_text|>")
+    assert load_tokenizer(str(tmp_path)).bos_token_id is None
+    without_special_tokens(tiny_model_dir, tmp_path, bos_token="<|begin_of_text|>")
+    with pytest.raises(InputError, match="no EOS token, so"):
+        load_tokenizer(str(tmp_path))
+    without_special_tokens(tiny_model_dir, tmp_path)
+    with pytest.raises(InputError, match="no EOS token and no BOS token"):
+        load_tokenizer(str(tmp_path))
+
+
+def rank_lines(count: int) -> bytes:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"%06d" % number for number in range(count - 256)]
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
+DAMAGED = {
+    "tokenizer.json": [
+        (b"{", "is not a tokenizer"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+    ],
+    "tokenizer.model": [
+        (b"", "neither"),
+        (b"PK\x03\x04 some archive", "neither"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+        (rank_lines(300), "300 ranks"),
+        (rank_lines(300) + b"no rank here\n", "line 301"),
+    ],
+    "model.safetensors": [(b"weights", "no tokenizer.json and no tokenizer.model")],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"), [(file, *case) for file, cases in DAMAGED.items() for case in cases]
+)
+def test_a_damaged_tokenizer_is_one_clear_line(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        load_tokenizer(str(tmp_path))
+    (fault,) = caught.value.faults
+    assert str(tmp_path) in fault
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/such/folder", "no such file or folder"), ("owner/name", "hub cannot be reached"), ("./here", "no such file")],
+)
+def test_a_tokenizer_that_is_nowhere_is_one_clear_line(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(name)
+
+
+def test_tokens_that_a_folder_adds_to_its_tokenizer_model_are_not_dropped_silently(
+    spm_tokenizer_model: Path, tmp_path: Path
+) -> None:
+    shutil.copy(spm_tokenizer_model, tmp_path / "tokenizer.model")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": 32000, "<s>": 1}))
+    with pytest.raises(InputError, match="adds <pad> to"):
+        load_tokenizer(str(tmp_path))
