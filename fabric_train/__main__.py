@@ -28,7 +28,7 @@ from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.errors import run_program  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
-from fabric_train.model import ModelShape, build_model, load_model, read_shape  # noqa: E402
+from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine, WandbLogger, open_loggers  # noqa: E402
@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> None:
         prepared.folder.mkdir(parents=True, exist_ok=True)
         (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
     model = _load(prepared)
-    decayed = decayed_names(model)
-    model = parallel.setup_model(fabric, model, arguments)
+    decayed, tied = decayed_names(model), tied_weight_names(model)
+    model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
     validate = _validation(fabric, model, prepared)
     if arguments.evaluation.eval_only:
         assert validate is not None  # the plan has refused a dataset without validation rows
@@ -87,7 +87,10 @@ def main(argv: list[str] | None = None) -> None:
     optimizer = fabric.setup_optimizers(optimizer)
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
-    _train(fabric, model, optimizer, validate, prepared, console)
+    saved = checkpoints.Checkpoints(
+        prepared.folder / "checkpoints", fabric, model, optimizer, tied, _description(prepared), arguments.save.keep_checkpoints
+    )
+    _train(fabric, model, optimizer, validate, saved, prepared, console)
 
 
 def prepare(arguments: TrainArguments) -> Prepared:
@@ -133,11 +136,9 @@ def _validation(fabric: Fabric, model: Any, prepared: Prepared) -> Callable[[], 
     return lambda: evaluate(fabric, model, batches)
 
 
-def _train(
-    fabric: Fabric, model: Any, optimizer: Any, validate: Callable[[], Evaluation] | None, prepared: Prepared, console: Console
-) -> None:
-    arguments, plan, state = prepared.arguments, prepared.plan, prepared.state
-    description = checkpoints.Description(
+def _description(prepared: Prepared) -> checkpoints.Description:
+    arguments = prepared.arguments
+    return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
         data=prepared.order,
@@ -145,9 +146,18 @@ def _train(
         versions={name: version(name) for name in _PACKAGES},
         attachments=prepared.dataset.attachments,
     )
-    saved = checkpoints.Checkpoints(
-        prepared.folder / "checkpoints", fabric, model, optimizer, description, arguments.save.keep_checkpoints
-    )
+
+
+def _train(
+    fabric: Fabric,
+    model: Any,
+    optimizer: Any,
+    validate: Callable[[], Evaluation] | None,
+    saved: checkpoints.Checkpoints,
+    prepared: Prepared,
+    console: Console,
+) -> None:
+    arguments, plan, state = prepared.arguments, prepared.plan, prepared.state
     outputs: list[Any] = []
     if fabric.is_global_zero:
         logging_ = arguments.logging

@@ -29,7 +29,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fabric_train.complete_folder import complete_folder
 from fabric_train.errors import InputError
-from fabric_train.model import tied_weight_names
 from fabric_train.optimizer import original_name
 from fabric_train.weights import CheckpointTensors
 
@@ -78,9 +77,17 @@ class Checkpoints:
     """Writes the checkpoints of one run. All ranks call it together."""
 
     def __init__(
-        self, folder: Path, fabric: Fabric, model: Any, optimizer: Any, description: Description, keep: int | None
+        self,
+        folder: Path,
+        fabric: Fabric,
+        model: Any,
+        optimizer: Any,
+        tied: set[str],
+        description: Description,
+        keep: int | None,
     ) -> None:
-        self.folder, self._keep = folder, keep
+        """``tied`` names the weights that are another one under a second name, which are not written twice."""
+        self.folder, self._tied, self._keep = folder, tied, keep
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
         self._description = description
 
@@ -104,9 +111,8 @@ class Checkpoints:
         return target
 
     def _write_tensors(self, folder: Path) -> None:
-        tied = tied_weight_names(self._model.module)
         weights = get_model_state_dict(self._model._forward_module)
-        weights = {name: tensor for name, tensor in weights.items() if name not in tied}
+        weights = {name: tensor for name, tensor in weights.items() if name not in self._tied}
         states = get_optimizer_state_dict(self._model._forward_module, self._optimizer.optimizer)["state"]
         moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}  # type: ignore[union-attr]
         if self._description.state_dict_type == "sharded":

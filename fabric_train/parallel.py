@@ -14,6 +14,7 @@ from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -141,16 +142,17 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
     if arguments.model.precision == "16-mixed" and (accelerator == "cpu" or name == "fsdp2"):
         where = "on CPU" if accelerator == "cpu" else "with --parallelism fsdp2"
         raise InputError(f"--precision 16-mixed does not work {where}: use bf16-mixed")
-    if arguments.fsdp.cpu_offload and name == "single":
-        raise InputError("--cpu_offload true needs more than one device: FSDP does it, one device is not sharded")
+    if arguments.fsdp.cpu_offload and (accelerator == "cpu" or name == "single"):
+        reason = "there is nothing to offload from on CPU" if accelerator == "cpu" else "FSDP does it, with several devices"
+        raise InputError(f"--cpu_offload true: {reason}; leave it out")
     return name
 
 
-def setup_model(fabric: Fabric, model: nn.Module, arguments: "TrainArguments") -> Any:
+def setup_model(fabric: Fabric, model: nn.Module, layer_classes: LayerClasses, arguments: "TrainArguments") -> Any:
     """Hand the model to Fabric: sharded or replicated, on its device, with activation checkpointing where it is asked for."""
     if arguments.fsdp.activation_checkpointing == "full" and not isinstance(fabric.strategy, FSDPStrategy):
         # FSDPStrategy has a policy of its own for it; both together would recompute twice
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layer_classes)
     model.train()
     wrapped = fabric.setup_module(model)
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
@@ -208,9 +210,9 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses
         "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
         "offload_policy": CPUOffloadPolicy() if arguments.fsdp.cpu_offload else OffloadPolicy(),
     }
-    for module in model.modules():
-        if type(module) in layer_classes:
-            fully_shard(module, **options)
+    checkpointed = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    for unit in checkpointed or [module for module in model.modules() if type(module) in layer_classes]:
+        fully_shard(unit, **options)
     return fully_shard(model, **options)
 
 
