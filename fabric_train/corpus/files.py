@@ -119,8 +119,8 @@ def _is_json_lines(path: Path) -> bool:
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
-        return isinstance(json.loads(first), dict)
-    except ValueError:
+        return first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
         return False
 
 
