@@ -1,4 +1,4 @@
-"""tokenize_dataset.py: documents in; out a complete token dataset with a balanced ledger, or a clear line and nothing."""
+"""tokenize_dataset.py: documents in; a complete token dataset with a balanced ledger out, or a clear line, nothing."""
 
 import bz2
 import gzip
@@ -58,7 +58,7 @@ def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
         if token == tokenizer.bos_token_id:
             start = position
         elif token == tokenizer.eos_token_id:
-            texts.append(tokenizer.decode(ids[start + 1 : position]))
+            texts.append(str(tokenizer.decode(ids[start + 1 : position])))
     return texts
 
 
@@ -232,6 +232,11 @@ def bytes_of(content: bytes) -> Write:
     return lambda path: path.write_bytes(content)
 
 
+def damaged_saved_dataset(path: Path) -> None:
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
+    next(path.glob("*.arrow")).unlink()
+
+
 BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "gzip called txt": ("a.txt", bytes_of(gzip.compress(b"text")), r"gzip-compressed, not \.txt"),
     "bzip2 called jsonl": ("a.jsonl", bytes_of(bz2.compress(b"text")), r"bzip2-compressed, not \.jsonl"),
@@ -277,7 +282,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
         lambda path: datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(path),
         r"\(train\): no column 'text'; there are: body",
     ),
-    "saved, damaged": ("a", lambda path: (path.mkdir(), (path / "state.json").write_text("{}")), "save_to_disk folder"),
+    "saved, damaged": ("a", damaged_saved_dataset, "not a whole save_to_disk folder"),
 }
 
 

@@ -79,7 +79,7 @@ def saved_and_loaded(tokenizer: CorpusTokenizer, folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def train_sentencepiece(folder: Path, texts: list[str], **options: object) -> Path:
+def train_sentencepiece(folder: Path, texts: list[str], **options: Any) -> Path:
     (folder / "corpus.txt").write_text("\n".join(texts[:60]), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "corpus.txt"),
