@@ -145,7 +145,7 @@ def _build_smollm2(part: Path, scratch: Path) -> None:
     settings = {key: value for key, value in quantized.config.to_dict().items() if key not in leave_out}
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     model.load_state_dict(quantized.state_dict())
-    model.to(torch.bfloat16).save_pretrained(part)
+    model.bfloat16().save_pretrained(part)
     tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
     # SmolLM2 splits digits from what stands before them ("  2" is "  ", "2"); transformers' GGUF reader does not
     digits = pre_tokenizers.Digits(individual_digits=True)

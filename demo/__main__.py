@@ -1,0 +1,138 @@
+"""``make demo``: SmolLM2-135M learns Shakespeare; every step is one of the project's own command lines."""
+
+import csv
+import json
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from demo import real_data
+from demo.loss_curve import draw_loss_curve
+from demo.stages import ROOT, StageError, run_stage
+
+FOLDER = Path("demo_run")
+TOKENS, BEFORE, RUN, EXPORT = FOLDER / "tokens", FOLDER / "before", FOLDER / "run", FOLDER / "model"
+PICTURE = FOLDER / "loss.png"
+PROMPT = "ROMEO.\nBut soft! what light"
+_LARGEST_SHARE = 0.9  # of the perplexity before, that the one after may have
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the training has brought: perplexities on the held-out works, tokens a second over all devices."""
+
+    loss_before: float
+    perplexity_before: float
+    perplexity_after: float
+    num_tokens: int
+    tokens_per_second: float
+
+
+def main() -> None:
+    """Run the stages one after the other and leave with the exit code of the one that fails."""
+    started = time.monotonic()
+    console = Console(highlight=False)
+    try:
+        result = _run_demo()
+        _summarize(result, time.monotonic() - started, console)
+    except (StageError, real_data.FetchError) as error:
+        sys.exit(_failed(str(error), getattr(error, "exit_code", 1)))
+    except KeyboardInterrupt:
+        sys.exit(_failed("interrupted; make demo starts again, with what is complete kept", 130))
+    if result.perplexity_after > _LARGEST_SHARE * result.perplexity_before:
+        sys.exit(
+            _failed(f"perplexity only went from {result.perplexity_before:.1f} to {result.perplexity_after:.1f}", 1)
+        )
+
+
+def _run_demo() -> Result:
+    _headline(1, "real data: SmolLM2-135M and Shakespeare")
+    model, documents = (path.relative_to(ROOT) for path in (real_data.smollm2(), real_data.shakespeare()))
+    print(f"{model} and {documents} are there", flush=True)
+
+    _headline(2, "tokenize: 42 works, 10 % of them held out")
+    if (ROOT / TOKENS).exists():
+        print(f"{TOKENS} is there", flush=True)
+    else:
+        tokenize = ["--dataset", documents, "--tokenizer_name", model, "--output_dir", TOKENS]
+        run_stage(
+            "tokenization", "python", "tokenize_dataset.py", *tokenize, "--max_length", 128, "--validation_split", 0.1
+        )
+    for leftover in (BEFORE, RUN, EXPORT):
+        shutil.rmtree(ROOT / leftover, ignore_errors=True)
+
+    _headline(3, "held-out perplexity before training")
+    _train("evaluation", model, BEFORE, "--eval_only", "true")
+    _headline(4, "train, evaluate, save")
+    _train("training", model, RUN)
+
+    _headline(5, "export the last checkpoint to Hugging Face format and verify it")
+    run_stage("conversion", "python", "convert_to_hf.py", "--checkpoint", RUN, "--output_dir", EXPORT)
+    _headline(6, "generate with the exported model")
+    run_stage("generation", "python", "generate.py", "--model_name", EXPORT, "--prompt", PROMPT, "--num_tokens", 60)
+
+    result = _read_result()
+    draw_loss_curve(ROOT / RUN / "metrics.csv", ROOT / PICTURE, "SmolLM2-135M on Shakespeare", result.loss_before)
+    return result
+
+
+def _train(name: str, model: Path, run: Path, *more: str) -> None:
+    """Run the training program on every GPU, or on two CPU ranks, with a port of its own."""
+    num_gpus = torch.cuda.device_count()
+    devices = ["--devices", num_gpus, "--accelerator", "cuda"] if num_gpus else ["--devices", 2, "--accelerator", "cpu"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # fp32 is the CPU's fastest precision; a GPU's is 16 bits over fp32 weights
+    precision = ["--precision", "bf16-mixed"] if num_gpus else []
+    paths = ["--train_data_dir", TOKENS, "--model_name", model, "--output_dir", run]
+    config = ["--config", "configs/demo.yaml"]
+    run_stage(name, "fabric", "run", "--main-port", port, "fabric_train", *devices, *precision, *config, *paths, *more)
+
+
+def _read_result() -> Result:
+    before = json.loads((ROOT / BEFORE / "evaluation.json").read_text(encoding="utf-8"))
+    with (ROOT / RUN / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    # the first step warms up; a rate is tokens over the time that they took
+    rates = [float(row["tokens_per_second"]) for row in rows[1:]]
+    return Result(
+        loss_before=before["loss"],
+        perplexity_before=before["perplexity"],
+        perplexity_after=float(rows[-1]["perplexity"]),
+        num_tokens=int(rows[-1]["num_tokens"]),
+        tokens_per_second=len(rates) / sum(1 / rate for rate in rates),
+    )
+
+
+def _summarize(result: Result, seconds: float, console: Console) -> None:
+    table = Table(title="\nThe demo, from text to a Hugging Face model", title_justify="left", show_header=False)
+    table.add_row("held-out perplexity before", f"{result.perplexity_before:.2f}")
+    table.add_row("held-out perplexity after", f"[bold green]{result.perplexity_after:.2f}")
+    table.add_row("trained on", f"{result.num_tokens:,} tokens at {result.tokens_per_second:,.0f} tokens/s")
+    table.add_row("took", f"{int(seconds) // 60} min {int(seconds) % 60} s")
+    table.add_row("loss curve", str(PICTURE))
+    table.add_row("exported model", str(EXPORT))
+    table.add_row("run: metrics, checkpoints", str(RUN))
+    table.add_row("token dataset", str(TOKENS))
+    console.print(table)
+
+
+def _headline(number: int, text: str) -> None:
+    Console(highlight=False).print(f"\n[bold]{number}/6  {text}")
+
+
+def _failed(reason: str, exit_code: int) -> int:
+    print(f"\nerror: demo: {reason}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+if __name__ == "__main__":
+    main()
