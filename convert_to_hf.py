@@ -1,0 +1,78 @@
+"""Checkpoint → verified Hugging Face folder → hub:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from arguments import ConvertArguments, parse
+from fabric_train.checkpoint import find_checkpoint, read_trainer_json
+from fabric_train.complete_folder import refuse_if_taken
+from fabric_train.errors import FAILURE, InputError, run_program
+from fabric_train.export.convert import convert
+from fabric_train.export.hub import PushError, push, refuse_push
+from fabric_train.export.verification import Report, VerificationError
+from fabric_train.model import quiet_transformers
+
+
+def main() -> None:
+    """Convert every checkpoint given, each verified before it gets its name; then push."""
+    arguments = parse(ConvertArguments)
+    if arguments.push_to_hub:
+        refuse_push(arguments.push_to_hub)
+    targets = plan_targets([Path(path) for path in arguments.checkpoint], Path(arguments.output_dir))
+    quiet_transformers()
+    try:
+        for target, checkpoint in targets.items():
+            report = convert(checkpoint, target, getattr(torch, arguments.dtype), arguments.max_shard_size)
+            print_report(report, target)
+            if arguments.push_to_hub:
+                message = f"Step {read_trainer_json(checkpoint)['step']}, exported by Fabric Train"
+                url = push(target, arguments.push_to_hub, private=arguments.private, message=message)
+                print(f"pushed to {url}")
+    except (VerificationError, PushError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FAILURE)
+
+
+def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
+    """Return the checkpoint for each folder to write: ``output_dir`` for one, a folder each beneath it for several.
+
+    Raises:
+        InputError: ``output_dir`` is taken, a path holds no checkpoint, or two have the same name.
+    """
+    refuse_if_taken(output_dir)
+    faults: list[str] = []
+    targets: dict[Path, Path] = {}
+    for path in paths:
+        try:
+            checkpoint = find_checkpoint(path)
+        except InputError as error:
+            faults += error.faults
+            continue
+        target = output_dir if len(paths) == 1 else output_dir / checkpoint.name
+        if target in targets:
+            faults.append(f"{targets[target]} and {checkpoint} have the same name: convert them one at a time")
+        targets[target] = checkpoint
+    if faults:
+        raise InputError(*faults)
+    return targets
+
+
+def print_report(report: Report, target: Path) -> None:
+    """Print what the verification compared and found."""
+    tensors, logits = report.tensors, report.logits
+    faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
+    table = Table("compared with the checkpoint", "found", title=f"{target}: verified by a fresh process")
+    table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
+    table.add_row("missing, unexpected, different", faulty)
+    table.add_row("largest difference of a weight", f"{tensors.max_difference:g}")
+    table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
+    table.add_row("tokenizer", report.tokenizer)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    run_program(main)

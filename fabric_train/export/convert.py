@@ -1,0 +1,91 @@
+"""A checkpoint → a Hugging Face folder that has been verified before it gets its name."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fabric_train.complete_folder import complete_folder
+from fabric_train.export.model_card import write_model_card
+from fabric_train.export.verification import Report, verify_in_fresh_process
+from fabric_train.weights import open_weights
+
+
+def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str) -> Report:
+    """Export ``checkpoint`` as the Hugging Face folder ``target``, there only if a fresh process found it right.
+
+    Args:
+        checkpoint: a complete checkpoint, full or sharded.
+        target: a folder that does not exist yet or is empty.
+        dtype: of the exported weights.
+        max_shard_size: of a safetensors file, such as 5GB; a larger tensor has a file of its own.
+
+    Raises:
+        InputError: the checkpoint is damaged or ``target`` is taken.
+        VerificationError: the export does not agree with the checkpoint; nothing is left under ``target``.
+    """
+    with complete_folder(target) as folder:
+        write_export(checkpoint, folder, target.name, dtype, max_shard_size)
+        return verify_in_fresh_process(folder, checkpoint, dtype)
+
+
+def write_export(checkpoint: Path, folder: Path, title: str, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write weights, configurations, tokenizer and model card into ``folder``, unverified."""
+    _write_weights(checkpoint, folder, dtype, max_shard_size)
+    _write_configurations(checkpoint, folder, dtype)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors lets nobody but the owner read what it writes
+    if (checkpoint / "tokenizer").is_dir():
+        # a copy, not a load and save: the chat template and every setting stay as they were
+        shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
+    write_model_card(checkpoint, folder, title)
+
+
+def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write ``model.safetensors``, or shards and their index, with one shard in memory at a time."""
+    weights = open_weights(checkpoint)
+    outline = {name: torch.empty(weights.shape(name), dtype=dtype, device="meta") for name in weights}
+    plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"writing {checkpoint.name}", total=plan.metadata["total_size"])
+        for filename, names in plan.filename_to_tensors.items():
+            shard = {}
+            for name in names:
+                shard[name] = weights.read(name).to(dtype)
+                progress.advance(task, shard[name].nbytes)
+            save_file(shard, folder / filename, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.dtype = dtype
+    config.use_cache = True  # training turns it off; generation without it is quadratic
+    config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    generation_config = checkpoint / "generation_config.json"
+    if generation_config.is_file():
+        shutil.copyfile(generation_config, folder / generation_config.name)
+    else:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

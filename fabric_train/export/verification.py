@@ -1,0 +1,227 @@
+"""An exported folder against its checkpoint: ``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE``.
+
+The export is loaded by plain transformers in a process that has just started, as its users will load it. Compared are
+the tensors' names, shapes, types and every bit, the logits on a fixed text, and the tokenizer. The models are in memory
+one after the other, never both.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fabric_train.errors import FAILURE, InputError, run_program
+from fabric_train.model import build_model, quiet_transformers, read_shape, tied_weight_names
+from fabric_train.weights import CheckpointTensors, open_weights
+
+REPORT_NAME = "verification.json"
+TEXT = (
+    "Now is the winter of our discontent made glorious summer by this sun of York; 1 + 1 = 2, naïve café, 東京.\n"
+    "def main() -> None:\n    print('Hello, world!')\n"
+)
+_LISTED = 5
+
+
+class VerificationError(RuntimeError):
+    """The export is not what the checkpoint holds; the message says in one line what differs."""
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """The tensors: how many were compared, and the names of those that do not agree. The difference is absolute."""
+
+    compared: int
+    parameters: int
+    missing: list[str]
+    unexpected: list[str]
+    different: list[str]
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class LogitsReport:
+    """The logits of every token of the fixed text; differences are absolute, NaN where logits are not finite."""
+
+    compared: int
+    max_logit: float
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared; ``tokenizer`` is equal, different or absent. ``faults`` is empty where the export is right."""
+
+    dtype: str
+    tensors: TensorReport
+    logits: LogitsReport
+    tokenizer: str
+    faults: list[str]
+
+
+def verify_in_fresh_process(folder: Path, checkpoint: Path, dtype: torch.dtype) -> Report:
+    """Compare ``folder`` with ``checkpoint`` in a new Python process, which leaves its report in ``folder`` too.
+
+    Raises:
+        VerificationError: they disagree, or the process could not come to an end.
+    """
+    report_file = folder / REPORT_NAME
+    command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
+    process = subprocess.run(command, check=False)
+    if not report_file.is_file():
+        reason = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+        raise VerificationError(
+            f"the export of {checkpoint} could not be verified: the verifying process ended with {reason}"
+        )
+    report = _read_report(report_file)
+    if report.faults:
+        raise VerificationError(f"the export of {checkpoint} does not agree with it: {'; '.join(report.faults)}")
+    return report
+
+
+def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> Report:
+    """Load the export in ``folder`` with plain transformers and compare it with ``checkpoint`` in ``dtype``."""
+    quiet_transformers()
+    stored = open_weights(checkpoint)
+    input_ids = _fixed_input(folder, read_shape(str(checkpoint)).vocab_size)
+    wanted, tied = _reference(checkpoint, stored, dtype, input_ids)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
+    )
+    exported, loading = loaded
+    tensors = _compare_tensors(exported, stored, open_weights(folder), tied, dtype)
+    found = _logits(exported, input_ids)
+    logits = LogitsReport(found.numel(), wanted.abs().max().item(), (found - wanted).abs().max().item())
+    report = Report(
+        dtype=str(dtype).removeprefix("torch."),
+        tensors=replace(
+            tensors,
+            missing=sorted({*tensors.missing, *map(str, loading["missing_keys"])}),
+            unexpected=sorted({*tensors.unexpected, *map(str, loading["unexpected_keys"])}),
+        ),
+        logits=logits,
+        tokenizer=_compare_tokenizers(folder, checkpoint / "tokenizer"),
+        faults=[],
+    )
+    ties = [] if tied_weight_names(exported) == tied else ["the export ties other weights than the checkpoint's model"]
+    return replace(report, faults=[*_faults(report, dtype), *ties])
+
+
+def _compare_tensors(
+    exported: PreTrainedModel, stored: CheckpointTensors, files: CheckpointTensors, tied: set[str], dtype: torch.dtype
+) -> TensorReport:
+    """Compare the loaded model, and its files' types, with the stored tensors cast to ``dtype``, one at a time."""
+    loaded, on_disk = exported.state_dict(), set(files)
+    common = [name for name in stored if name in loaded]
+    different, max_difference = [], 0.0
+    for name in track(common, "comparing tensors", console=Console(stderr=True)):
+        wanted, found = stored.read(name).to(dtype), loaded[name]
+        if name in on_disk and files.dtype(name) == dtype and same_bits(wanted, found):
+            continue
+        different.append(name)
+        if wanted.shape == found.shape:
+            max_difference = max(max_difference, (wanted.double() - found.double()).abs().max().item())
+    return TensorReport(
+        compared=len(common),
+        parameters=sum(loaded[name].numel() for name in common),
+        missing=[name for name in stored if name not in loaded],
+        unexpected=[name for name in loaded if name not in {*stored, *tied}],
+        different=different,
+        max_difference=max_difference,
+    )
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; unlike ``torch.equal``, a NaN equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _faults(report: Report, dtype: torch.dtype) -> list[str]:
+    """Say in words what does not agree."""
+    faults = []
+    for names, what in (
+        (report.tensors.missing, "missing"),
+        (report.tensors.unexpected, "not in the checkpoint"),
+        (report.tensors.different, "different in shape, type or value"),
+    ):
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            faults.append(f"tensors {what}: {', '.join(names[:_LISTED])}{more}")
+    # the same weights in the same code: only the order of summation may differ, by a rounding or two of the type
+    tolerance = max(1e-4, 2 * torch.finfo(dtype).eps) * report.logits.max_logit
+    if math.isnan(report.logits.max_difference):
+        faults.append(f"logits in {report.dtype} are not finite: choose another --dtype")
+    elif report.logits.max_difference > tolerance:
+        faults.append(f"logits differ by {report.logits.max_difference:.3g}, more than {tolerance:.3g}")
+    if report.tokenizer == "different":
+        faults.append("the tokenizer gives other tokens than the checkpoint's")
+    return faults
+
+
+def _read_report(file: Path) -> Report:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    tensors, logits = TensorReport(**content.pop("tensors")), LogitsReport(**content.pop("logits"))
+    return Report(tensors=tensors, logits=logits, **content)
+
+
+def _reference(
+    checkpoint: Path, stored: CheckpointTensors, dtype: torch.dtype, input_ids: torch.Tensor
+) -> tuple[torch.Tensor, set[str]]:
+    """Return the logits of the checkpoint's weights in ``dtype``, and the model's tied names; the model is freed."""
+    weights = {name: stored.read(name).to(dtype) for name in stored}
+    model = build_model(read_shape(str(checkpoint)), weights, dtype)
+    return _logits(model, input_ids), tied_weight_names(model)
+
+
+@torch.inference_mode()
+def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [1, T, V] in fp32 of input_ids [1, T]."""
+    logits: torch.Tensor = model.eval()(input_ids=input_ids, use_cache=False).logits
+    return logits.float()
+
+
+def _fixed_input(folder: Path, vocab_size: int) -> torch.Tensor:
+    """Return the ids [1, T] of the fixed text, or of some tokens where the export has no tokenizer."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return (torch.arange(64) * 7919 % vocab_size).unsqueeze(0)
+    ids: torch.Tensor = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
+    return ids
+
+
+def _compare_tokenizers(folder: Path, original: Path) -> str:
+    """Compare ids, decoded text, special tokens, vocabulary and chat template of the two tokenizers."""
+    if not original.is_dir():
+        return "absent"
+    traits = []
+    for place in (folder, original):
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        ids = tokenizer(TEXT)["input_ids"]
+        traits.append(
+            (ids, tokenizer.decode(ids), tokenizer.special_tokens_map, tokenizer.get_vocab(), tokenizer.chat_template)
+        )
+    return "equal" if traits[0] == traits[1] else "different"
+
+
+def main() -> None:
+    """Write the report into the export's folder and end with 0 where they agree, else with 1."""
+    if len(sys.argv) != 4:
+        raise InputError(f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16")
+    folder, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])
+    report = compare(folder, checkpoint, getattr(torch, sys.argv[3]))
+    (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    for fault in report.faults:
+        print(f"error: {fault}", file=sys.stderr)
+    sys.exit(FAILURE if report.faults else 0)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,138 @@
+"""A prompt through a checkpoint, an exported folder or a hub model: text, token by token as it comes."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, TextStreamer
+
+from fabric_train.checkpoint import find_checkpoint
+from fabric_train.errors import InputError
+from fabric_train.model import build_model, load_model, quiet_transformers, read_shape
+from fabric_train.weights import open_weights
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came of a prompt: its ids and the new ones, the text of both, and the seconds the new ones took."""
+
+    prompt_ids: list[int]
+    new_ids: list[int]
+    text: str
+    seconds: float
+
+
+def load_for_generation(name: str) -> tuple[Any, Any]:
+    """Load model and tokenizer from a checkpoint, a run folder (its newest one), a Hugging Face folder or the hub.
+
+    The weights are bfloat16 on a GPU and float32 on the CPU, where many processors are far slower in 16 bits.
+
+    Raises:
+        InputError: there is no such model, or its weights or its tokenizer are missing or damaged.
+    """
+    quiet_transformers()
+    folder = Path(name)
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise InputError(f"--model_name {name}: no such folder")
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    if folder.is_dir() and not _is_export(folder):
+        checkpoint = find_checkpoint(folder)
+        weights = open_weights(checkpoint)
+        tensors = {name: weights.read(name).to(dtype) for name in weights}
+        model: Any = build_model(read_shape(str(checkpoint)), tensors, dtype)
+        place = str(checkpoint / "tokenizer")
+    else:
+        model, place = load_model(read_shape(name), dtype), name
+    return model.to(device).eval(), _tokenizer(place)
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    stream: bool = False,
+) -> Generated:
+    """Continue ``prompt`` by at most ``num_tokens`` tokens, or until the model ends the text.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's; BOS is put before the prompt once, whatever the tokenizer does by itself.
+        prompt: text, not empty.
+        num_tokens: new tokens at most.
+        temperature: 0 takes the likeliest token each time, above 0 samples.
+        top_p: sample among the likeliest tokens that together have this probability.
+        seed: of the sampling; the same seed gives the same text on the same device.
+        stream: print prompt and text as they come.
+
+    Raises:
+        InputError: prompt and ``num_tokens`` exceed the model's positions, or an id of the prompt its vocabulary.
+    """
+    prompt_ids = encode_prompt(tokenizer, prompt)
+    _refuse_what_does_not_fit(model, prompt_ids, num_tokens)
+    torch.manual_seed(seed)
+    # not the model's own configuration: it may sample, cut at top_k or penalise repetition, which nobody asked for
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    ends = _end_ids(model, tokenizer)
+    model.generation_config = GenerationConfig(
+        max_new_tokens=num_tokens, eos_token_id=ends, pad_token_id=ends[0] if ends else 0, **sampling
+    )
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    input_ids = torch.tensor([prompt_ids], device=model.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer)
+    seconds = time.perf_counter() - start
+    ids = output[0].tolist()
+    return Generated(prompt_ids, ids[len(prompt_ids) :], tokenizer.decode(ids, skip_special_tokens=True), seconds)
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the prompt's ids with BOS before them exactly once, as at the start of a document in training."""
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
+    bos = tokenizer.bos_token_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether this is a Hugging Face model folder and not a checkpoint, which has trainer.json besides."""
+    return (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
+
+
+def _tokenizer(place: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"--model_name: no tokenizer can be loaded from {place}: {reason}") from error
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a text: the model's own and the tokenizer's EOS."""
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    ids = own if isinstance(own, list) else [own]
+    return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id) if id_ is not None})
+
+
+def _refuse_what_does_not_fit(model: Any, prompt_ids: list[int], num_tokens: int) -> None:
+    if not prompt_ids:
+        raise InputError("--prompt has no token in it: give some text")
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if max(prompt_ids) >= vocab_size:
+        raise InputError(
+            f"the tokenizer gives id {max(prompt_ids)}, the model's vocabulary ends at {vocab_size - 1}: "
+            "they do not belong together"
+        )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and len(prompt_ids) + num_tokens > positions:
+        raise InputError(
+            f"the prompt's {len(prompt_ids)} tokens and --num_tokens {num_tokens} exceed the model's {positions} "
+            "positions: shorten the prompt or give a smaller --num_tokens"
+        )

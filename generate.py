@@ -1,0 +1,31 @@
+"""Prompt → text:  python generate.py --model_name CHECKPOINT|RUN|HF_FOLDER|HUB_NAME --prompt TEXT"""
+
+import sys
+
+from arguments import GenerateArguments, parse
+from fabric_train.errors import run_program
+from fabric_train.generation import generate, load_for_generation
+
+
+def main() -> None:
+    """Print the prompt and its continuation as it comes, and a line about the speed on standard error."""
+    arguments = parse(GenerateArguments)
+    model, tokenizer = load_for_generation(arguments.model_name)
+    generated = generate(
+        model,
+        tokenizer,
+        arguments.prompt,
+        num_tokens=arguments.num_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stream=True,
+    )
+    count, kind = len(generated.new_ids), str(model.dtype).removeprefix("torch.")
+    speed = count / generated.seconds
+    line = f"{count} tokens in {generated.seconds:.1f} s, {speed:.1f} tokens/s ({model.device.type}, {kind})"
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_program(main)
