@@ -4,8 +4,8 @@ Run by ``make install`` with the Python to build on; needs its standard library 
 """
 
 import hashlib
-import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,10 +32,12 @@ def with_downloaded_pip(folder: str) -> None:
     """Fetch pip's own wheel, which runs as it is, from the package index and let it install itself."""
     python = _make_without_pip(folder)
     project = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/") + "/pip/"
-    request = urllib.request.Request(project, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        address = next(entry["url"] for entry in json.load(answer)["files"] if entry["filename"] == PIP_WHEEL)
-    with urllib.request.urlopen(urllib.parse.urljoin(project, address), timeout=60) as answer:
+    with urllib.request.urlopen(project, timeout=60) as answer:
+        link = re.search(rf'href="([^"]*/{re.escape(PIP_WHEEL)})[#"]', answer.read().decode())
+    if link is None:
+        raise ValueError(f"{project} has no {PIP_WHEEL}")
+    address = urllib.parse.urljoin(project, link[1])
+    with urllib.request.urlopen(address, timeout=60) as answer:
         content = answer.read()
     if hashlib.sha256(content).hexdigest() != PIP_SHA256:
         raise ValueError(f"{address} is not the file it should be")
@@ -65,7 +67,7 @@ def main() -> None:
         try:
             way(folder)
             _run(os.path.join(folder, "bin", "python"), "-m", "pip", "--version")
-        except (OSError, subprocess.SubprocessError, ValueError, StopIteration) as error:
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
             said = getattr(error, "stdout", None) or str(error)
             reasons.append((said.strip().splitlines() or [type(error).__name__])[-1])
         else:
