@@ -25,7 +25,7 @@ from fabric_train.corpus.manifest import (
     write_manifest,
 )
 from fabric_train.corpus.packing import pack_rows, write_dataset_dict, write_split
-from fabric_train.corpus.progress import Goal, show_progress
+from fabric_train.corpus.progress import Goal, Pulse, show_progress
 from fabric_train.corpus.sources import Source, open_sources, sha256
 from fabric_train.corpus.spool import Spool, draw_validation, fill_spool
 from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
@@ -110,10 +110,12 @@ def survey_sources(sources: list[Source], arguments: "TokenizeArguments") -> int
     """
     enough = arguments.max_tokens * _CHARACTERS_PER_TOKEN if arguments.max_tokens else math.inf
     num_documents = num_characters = 0
+    pulse = Pulse()
     for source in sources:
         print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
         documents_before = num_documents
         for text in source.documents(arguments.text_column):
+            pulse(f"reading {source.name}: {num_documents:,} documents, {num_characters:,} characters so far")
             if _has_text(text):
                 num_documents += 1
                 num_characters += len(text)

@@ -82,15 +82,15 @@ def encoding_processes(encoding: Encoding, num_proc: int) -> Iterator[ProcessPoo
 
 def encode_documents(
     documents: Iterable[Document], executor: ProcessPoolExecutor, num_proc: int
-) -> Iterator[EncodedDocument]:
-    """Yield the documents' ids in order, the same for any ``num_proc``; at most two batches a process are under way."""
+) -> Iterator[list[EncodedDocument]]:
+    """Yield the documents' ids in order, by batches, the same for any ``num_proc``; two a process are under way."""
     under_way: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for batch in _batches(documents):
         under_way.append((batch, executor.submit(_encode, [document.text for document in batch])))
         if len(under_way) >= 2 * num_proc:
-            yield from _finished(*under_way.popleft())
+            yield _finished(*under_way.popleft())
     while under_way:
-        yield from _finished(*under_way.popleft())
+        yield _finished(*under_way.popleft())
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -106,9 +106,11 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _finished(batch: list[Document], future: "Future[list[np.ndarray]]") -> Iterator[EncodedDocument]:
-    for document, input_ids in zip(batch, future.result(), strict=True):
-        yield EncodedDocument(input_ids, document.number, len(document.text))
+def _finished(batch: list[Document], future: "Future[list[np.ndarray]]") -> list[EncodedDocument]:
+    return [
+        EncodedDocument(input_ids, document.number, len(document.text))
+        for document, input_ids in zip(batch, future.result(), strict=True)
+    ]
 
 
 _tokenizer: "Tokenizer"

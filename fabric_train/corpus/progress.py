@@ -21,18 +21,20 @@ class Goal:
     total: int
 
 
-def show_progress(documents: Iterable[EncodedDocument], goal: Goal) -> Iterator[EncodedDocument]:
-    """Pass the documents on and show documents, tokens, tokens/s and the time left."""
+def show_progress(batches: Iterable[list[EncodedDocument]], goal: Goal) -> Iterator[EncodedDocument]:
+    """Pass the documents on, and show documents, tokens, tokens/s and the time left after each batch."""
     console = Console(stderr=True)
     with _bar(console, goal.total) if console.is_terminal else _lines(goal.total, console) as show:
         started = time.monotonic()
-        num_tokens = done = 0
-        for num_documents, document in enumerate(documents, 1):
-            num_tokens += len(document.input_ids)
-            done += len(document.input_ids) if goal.unit == "tokens" else document.num_characters
+        num_documents = num_tokens = num_characters = 0
+        for batch in batches:
+            num_documents += len(batch)
+            num_tokens += sum(len(document.input_ids) for document in batch)
+            num_characters += sum(document.num_characters for document in batch)
             rate = num_tokens / max(time.monotonic() - started, 1e-9)
+            done = num_tokens if goal.unit == "tokens" else num_characters
             show(done, f"{num_documents:,} documents, {num_tokens:,} tokens, {rate:,.0f} tokens/s")
-            yield document
+            yield from batch
 
 
 @contextmanager
@@ -45,16 +47,26 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
 
 @contextmanager
 def _lines(total: int, console: Console) -> Iterator[Callable[[int, str], None]]:
-    started = said = time.monotonic()
+    started = time.monotonic()
+    pulse = Pulse(console)
 
     def show(done: int, text: str) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said >= _SECONDS_BETWEEN_LINES:
-            said = now
-            left = (now - started) * (total - done) / max(done, 1)
-            console.print(
-                f"tokenizing: {min(done / total, 1):.0%}, {text}, about {max(left, 0):.0f} s left", soft_wrap=True
-            )
+        left = (time.monotonic() - started) * (total - done) / max(done, 1)
+        pulse(f"tokenizing: {min(done / total, 1):.0%}, {text}, about {max(left, 0):.0f} s left")
 
     yield show
+
+
+class Pulse:
+    """Prints a line given to it on standard error, when the last one is some seconds ago."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._said = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        """Print ``line`` or pass over it."""
+        now = time.monotonic()
+        if now - self._said >= _SECONDS_BETWEEN_LINES:
+            self._said = now
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
