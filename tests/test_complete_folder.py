@@ -19,7 +19,8 @@ def test_the_folder_has_its_name_only_after_the_block(tmp_path: Path) -> None:
         (temporary / "inner").mkdir()
         (temporary / "inner" / "file").write_text("whole")
         assert not target.exists()
-        assert temporary.parent == target.parent and temporary.name.startswith(".")
+        assert temporary.parent == target.parent
+        assert temporary.name.startswith(".")
     assert (target / "inner" / "file").read_text() == "whole"
     assert os.listdir(target.parent) == ["run"]
 
@@ -34,9 +35,13 @@ def test_an_empty_folder_may_be_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failure_of_any_kind_leaves_nothing_behind(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), complete_folder(tmp_path / "new" / "run") as temporary:
-        (temporary / "file").touch()
-        raise error
+    def fail() -> None:
+        with complete_folder(tmp_path / "new" / "run") as temporary:
+            (temporary / "file").touch()
+            raise error
+
+    with pytest.raises(error):
+        fail()
     assert os.listdir(tmp_path) == []
 
 
@@ -52,7 +57,7 @@ def test_a_folder_with_content_or_a_file_is_refused_and_kept(tmp_path: Path) -> 
 
 def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot write to .*file"), complete_folder(tmp_path / "file" / "run"):
+    with pytest.raises(InputError, match=r"cannot write to .*file"), complete_folder(tmp_path / "file" / "run"):
         raise AssertionError("the block must not be entered")
 
 
@@ -65,7 +70,8 @@ def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_kept(tmp_pat
     target = tmp_path / "run"
     killed = subprocess.run([sys.executable, "-c", program, str(target)], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(os.listdir(tmp_path)) == 1 and not target.exists()
+    assert len(os.listdir(tmp_path)) == 1
+    assert not target.exists()
     of_a_living_process = tmp_path / f".run.incomplete-{socket.gethostname()}-{os.getppid()}"
     of_a_living_process.mkdir()
     with complete_folder(target) as temporary:
