@@ -1,20 +1,24 @@
 """Every argument of every program, by group: what a user may set, its default, and what forbids a value.
 
-A field's docstring is its help text. ``faults`` of a group names what types cannot say; the programs report all faults of a
-command line and its ``--config`` file at once. Names and defaults are those of the system this project continues.
+A field's docstring is its help text. ``faults`` of a group names what types cannot say; the programs report all
+faults of a command line and its ``--config`` file at once. Names and defaults are those of the system this project
+continues.
 """
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from fabric_train.command_line import parse_arguments
 from fabric_train.errors import InputError
 from fabric_train.launch import launcher_arguments
 
 if TYPE_CHECKING:
-    PositiveInt = NonNegativeInt = int
-    PositiveFloat = NonNegativeFloat = ClosedUnitInterval = float
+    PositiveInt: TypeAlias = int
+    NonNegativeInt: TypeAlias = int
+    PositiveFloat: TypeAlias = float
+    NonNegativeFloat: TypeAlias = float
+    ClosedUnitInterval: TypeAlias = float
 else:
     from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -22,6 +26,7 @@ T = TypeVar("T")
 
 Precision = Literal["bf16-true", "bf16-mixed", "32-true", "16-mixed"]
 Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single"]
+LoggerName = Literal["csv", "tensorboard", "wandb"]
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
 
 
@@ -107,7 +112,8 @@ class CheckpointArguments:
     """Checkpoint"""
 
     resume: bool = False
-    """Go on from the newest complete checkpoint in --output_dir, or from --checkpoint; start anew where there is none."""
+    """Go on from the newest complete checkpoint in --output_dir, or from --checkpoint; start anew where there is none.
+    """
     checkpoint: str | None = None
     """Start from this checkpoint (step-... folder or a run folder) instead of the newest of --output_dir."""
     weights_only: bool = False
@@ -200,7 +206,7 @@ class LoggingArguments:
 
     log_step_interval: PositiveInt = 1
     """Optimizer steps between lines of metrics."""
-    loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=lambda: ["csv", "tensorboard"])  # type: ignore[arg-type]
+    loggers: list[LoggerName] = field(default_factory=lambda: ["csv", "tensorboard"])
     """Where metrics go beside RUN/metrics.csv, which is always written: csv alone, tensorboard, wandb."""
     entity: str | None = None
     """Weights & Biases team or user."""

@@ -63,7 +63,11 @@ def main(argv: list[str] | None = None) -> None:
     console = Console(quiet=global_rank() != 0)
     prepared = prepare(parse(TrainArguments, argv))
     arguments, plan = prepared.arguments, prepared.plan
-    start = f"{prepared.checkpoint}, step {prepared.state.step}" if prepared.checkpoint else "the pretrained weights, step 0"
+    start = (
+        f"{prepared.checkpoint}, step {prepared.state.step}"
+        if prepared.checkpoint
+        else "the pretrained weights, step 0"
+    )
     console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
     for note in plan.notes:
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
@@ -83,12 +87,17 @@ def main(argv: list[str] | None = None) -> None:
         assert validate is not None  # the plan has refused a dataset without validation rows
         _report(validate(), prepared, fabric, console)
         return
-    optimizer = build_optimizer(model.named_parameters(), decayed, arguments.training)
-    optimizer = fabric.setup_optimizers(optimizer)
+    optimizer = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
     saved = checkpoints.Checkpoints(
-        prepared.folder / "checkpoints", fabric, model, optimizer, tied, _description(prepared), arguments.save.keep_checkpoints
+        prepared.folder / "checkpoints",
+        fabric,
+        model,
+        optimizer,
+        tied,
+        _description(prepared),
+        arguments.save.keep_checkpoints,
     )
     _train(fabric, model, optimizer, validate, saved, prepared, console)
 
@@ -101,7 +110,10 @@ def prepare(arguments: TrainArguments) -> Prepared:
     """
     folder = Path(arguments.save.output_dir)
     checkpoint = checkpoints.choose_checkpoint(
-        folder, arguments.checkpoint.checkpoint, arguments.checkpoint.resume, anew=arguments.checkpoint.weights_only,
+        folder,
+        arguments.checkpoint.checkpoint,
+        arguments.checkpoint.resume,
+        anew=arguments.checkpoint.weights_only,
         only_reads=arguments.evaluation.eval_only,
     )
     accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
@@ -131,7 +143,12 @@ def _validation(fabric: Fabric, model: Any, prepared: Prepared) -> Callable[[], 
     if rows is None:
         return None
     batches = validation_batches(
-        rows, limits.eval_batch_size, fabric.world_size, fabric.global_rank, limits.eval_iters, prepared.arguments.data.num_workers
+        rows,
+        limits.eval_batch_size,
+        fabric.world_size,
+        fabric.global_rank,
+        limits.eval_iters,
+        prepared.arguments.data.num_workers,
     )
     return lambda: evaluate(fabric, model, batches)
 
@@ -161,10 +178,17 @@ def _train(
     outputs: list[Any] = []
     if fabric.is_global_zero:
         logging_ = arguments.logging
-        loggers = open_loggers(logging_.loggers, prepared.folder, state.step, logging_.project, logging_.entity, flatten(arguments))
+        loggers = open_loggers(
+            logging_.loggers, prepared.folder, state.step, logging_.project, logging_.entity, flatten(arguments)
+        )
         outputs = [*loggers, ProgressLine(state.step, plan.num_steps, console)]
     order = WindowOrder(
-        plan.num_rows, plan.rows_per_window, arguments.training.micro_batch_size, fabric.world_size, fabric.global_rank, arguments.data.seed
+        plan.num_rows,
+        plan.rows_per_window,
+        arguments.training.micro_batch_size,
+        fabric.world_size,
+        fabric.global_rank,
+        arguments.data.seed,
     )
 
     def log(metrics: Metrics) -> None:
@@ -177,7 +201,9 @@ def _train(
             if isinstance(output, WandbLogger) and arguments.logging.log_model == "all":
                 output.log_model(path)
 
-    batches = TrainBatches(prepared.dataset.train, order, arguments.data.num_workers, pin_memory=fabric.device.type == "cuda")
+    batches = TrainBatches(
+        prepared.dataset.train, order, arguments.data.num_workers, pin_memory=fabric.device.type == "cuda"
+    )
     started = time.monotonic()
     try:
         run = Run(fabric, model, optimizer, batches, plan.num_steps, saved, validate, log, saved_checkpoint)
@@ -204,8 +230,8 @@ def _report(evaluation: Evaluation, prepared: Prepared, fabric: Fabric, console:
         }
         path = prepared.folder / "evaluation.json"
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        line = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f} over {evaluation.num_tokens:,} tokens"
-        console.print(f"{line} → {path}", highlight=False, soft_wrap=True)
+        result = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}"
+        console.print(f"{result} over {evaluation.num_tokens:,} tokens → {path}", highlight=False, soft_wrap=True)
 
 
 def _quiet() -> None:

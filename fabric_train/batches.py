@@ -1,6 +1,7 @@
 """Token dataset → the micro-batches of each window, the rows that one optimizer step consumes over all ranks.
 
-The order of the rows is a function of (seed, epoch) and the window a function of the step, both without regard to the ranks.
+The order of the rows is a function of (seed, epoch) and the window a function of the step, both without regard to the
+ranks.
 A window of 5 rows, micro-batches of 1 row, 2 ranks:
 
     rows in order   17 4 23 8 11
@@ -14,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -31,7 +33,8 @@ VALIDATION_NAMES = ("validation", "valid")
 class Batch:
     """Rows of one forward pass on one rank.
 
-    ``input_ids`` and ``labels`` are [B, T] int64. A rank that has no row left in a window gets a row without supervised tokens.
+    ``input_ids`` and ``labels`` are [B, T] int64. A rank that has no row left in a window gets a row without
+    supervised tokens.
     """
 
     input_ids: torch.Tensor
@@ -90,7 +93,9 @@ class Rows(torch.utils.data.Dataset):
             return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
         table = self._table[list(indices)]
         rows = [row.values.to_numpy(zero_copy_only=False) for row in table.column("input_ids")]
-        labels = [row.values.to_numpy(zero_copy_only=False) for row in table.column("labels")] if self.has_labels else rows
+        labels = (
+            [row.values.to_numpy(zero_copy_only=False) for row in table.column("labels")] if self.has_labels else rows
+        )
         return Batch(_padded(rows, 0), _padded(labels, IGNORED_LABEL))
 
 
@@ -216,7 +221,9 @@ class TrainBatches:
 def validation_batches(
     rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, num_workers: int
 ) -> DataLoader:
-    """Return this rank's share of a split, each row once over all ranks; as many batches on every rank, at most ``limit``."""
+    """Return this rank's share of a split, each row once over all ranks; as many batches on every rank, at most
+    ``limit``.
+    """
     num_batches = math.ceil(len(rows) / (batch_size * world_size))
     starts = [(batch * world_size + rank) * batch_size for batch in range(min(num_batches, limit or num_batches))]
     indices = [list(range(start, min(start + batch_size, len(rows)))) for start in starts]
@@ -236,7 +243,7 @@ class _Epoch:
 def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
     return DataLoader(
         rows,
-        batch_sampler=indices,  # type: ignore[arg-type]
+        batch_sampler=indices,
         num_workers=num_workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
@@ -244,7 +251,7 @@ def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int,
     )
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     """``Rows.__getitems__`` has made the batch already."""
     return batch
 

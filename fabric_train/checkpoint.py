@@ -1,11 +1,12 @@
-"""Checkpoints: save, find, restore, prune. A folder under its final name is complete; everything else is a function of the step.
+"""Checkpoints: save, find, restore, prune. A folder under its final name is complete; everything else is a function
+of the step.
 
-    step-00000500/
-      trainer.json                          counters, losses, the data order's identity, arguments, versions
-      config.json  generation_config.json   of the model
-      tokenizer/  manifest.json             of the token dataset
-      model.safetensors  optimizer/         full: gathered on rank 0
-      model/  optimizer/                    sharded: one safetensors file a rank, each knowing its offsets
+step-00000500/
+  trainer.json                          counters, losses, the data order's identity, arguments, versions
+  config.json  generation_config.json   of the model
+  tokenizer/  manifest.json             of the token dataset
+  model.safetensors  optimizer/         full: gathered on rank 0
+  model/  optimizer/                    sharded: one safetensors file a rank, each knowing its offsets
 """
 
 import contextlib
@@ -48,7 +49,9 @@ class DataOrder:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands after ``step`` optimizer steps; ``epoch`` is that of the last one. Losses are of that very step."""
+    """Where a run stands after ``step`` optimizer steps; ``epoch`` is that of the last one. Losses are of that very
+    step.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -96,7 +99,7 @@ class Checkpoints:
         return self.folder / f"step-{state.step:08d}"
 
     def save(self, state: TrainerState) -> Path:
-        """Write a checkpoint, then remove what ``keep`` does not: never the newest, never the best by validation loss."""
+        """Write a checkpoint, then prune: the newest stay, and the best by validation loss."""
         target = self.path(state)
         with contextlib.ExitStack() as stack:
             temporary = stack.enter_context(complete_folder(target)) if self._fabric.is_global_zero else None
@@ -178,11 +181,13 @@ def choose_checkpoint(run: Path, given: str | None, resume: bool, anew: bool, on
     goes_on = chosen is not None and not anew and newest is not None and chosen.resolve() == newest.resolve()
     if newest is not None and not goes_on:
         raise InputError(
-            f"--output_dir {run} holds a run up to {newest.name}: --resume true goes on from there; else give another --output_dir"
+            f"--output_dir {run} holds a run up to {newest.name}: --resume true goes on from there; "
+            "else give another --output_dir"
         )
     if newest is None and (run / "metrics.csv").exists() and not resume:
         raise InputError(
-            f"--output_dir {run} holds a run that has saved nothing yet: --resume true begins it again; else give another folder"
+            f"--output_dir {run} holds a run that has saved nothing yet: --resume true begins it again; "
+            "else give another --output_dir"
         )
     return chosen
 
@@ -194,7 +199,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether this is a checkpoint with all its parts; a folder in the making has another name and lacks trainer.json."""
+    """Whether this is a checkpoint with all its parts; one in the making has another name and no trainer.json."""
     weights = (folder / "model.safetensors", folder / "model")
     return (folder / "trainer.json").is_file() and (folder / "optimizer").is_dir() and any(w.exists() for w in weights)
 
@@ -223,7 +228,9 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{checkpoint / 'trainer.json'}: cannot be read ({error}); use another checkpoint") from error
     if content.get("format") != FORMAT:
-        raise InputError(f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads")
+        raise InputError(
+            f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads"
+        )
     return content
 
 
@@ -251,8 +258,8 @@ def refuse_other_data(checkpoint: Path, data: DataOrder) -> None:
         "seed": "--seed differs",
     }
     faults = [
-        f"{checkpoint}: {advice[name]}: {saved[name]} there, {value} here; resume with the same, or take its weights alone "
-        "with --weights_only true"
+        f"{checkpoint}: {advice[name]}: {saved[name]} there, {value} here; resume with the same, "
+        "or take its weights alone with --weights_only true"
         for name, value in asdict(data).items()
         if saved[name] != value
     ]
@@ -276,7 +283,9 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
             state = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in _MOMENTS}
             count = tensors.read(f"{name}.step")
         except KeyError as error:
-            raise InputError(f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint") from error
+            raise InputError(
+                f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
+            ) from error
         optimizer.optimizer.state[parameter] = {"step": count.to(parameter.device), **state}
     fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint)["grad_scaler"])
 
@@ -292,18 +301,23 @@ def _gather(tensors: dict[str, Any], keep: bool) -> dict[str, torch.Tensor]:
     whole = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # offloaded shards are joined on the device
+            joined: Any = tensor.to(tensor.device_mesh.device_type)  # offloaded shards travel by way of the device
+            tensor = joined.full_tensor()
         if keep:
             whole[name] = tensor.detach().cpu().contiguous()
     return whole
 
 
 def _flat_shards(module: nn.Module) -> dict[int, tuple[int, int]]:
-    """For FSDP1's parameters, each a flat cut of the original: where the cut begins and ends in the flattened original."""
+    """For FSDP1's parameters, each a flat cut of the original: where the cut begins and ends in the flattened
+    original.
+    """
     cuts = {}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
-        flat = unit._handle.flat_param if unit._handle else None
-        for parameter, info in zip(flat._params, flat._shard_param_infos) if flat is not None else ():
+        if unit._handle is None:  # a unit without parameters of its own
+            continue
+        flat: Any = unit._handle.flat_param
+        for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True):
             begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
             cuts[id(parameter)] = (begin, end)
     return cuts
@@ -331,4 +345,6 @@ def _local_part(
 
 def _expect_same(stored: torch.Size, wanted: torch.Size, name: str) -> None:
     if stored != wanted:
-        raise InputError(f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(wanted)}; use another checkpoint")
+        raise InputError(
+            f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(wanted)}; use another checkpoint"
+        )

@@ -1,8 +1,8 @@
 """argv, a YAML file and the launcher's variables → a typed dataclass of arguments, or every fault of theirs at once.
 
-jsonargparse checks the types, writes the help and knows the defaults. Around it stand the things users expect of a command
-line and a YAML file together: hyphens or underscores, lists without brackets, the nearest name for a misspelt one, and all
-faults in one go instead of one a try.
+jsonargparse checks the types, writes the help and knows the defaults. Around it stand the things users expect of a
+command line and a YAML file together: hyphens or underscores, lists without brackets, the nearest name for a misspelt
+one, and all faults in one go instead of one a try.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
 def _from_command_line(argv: list[str], faults: list[str]) -> dict[str, Given]:
     """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d "true"; a flag alone is a switch turned on."""
     given: dict[str, Given] = {}
-    name, values = "", []
+    name, values = "", list[str]()
 
     def finish() -> None:
         if name:

@@ -25,7 +25,8 @@ class InputError(ValueError):
 
 
 def run_program(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` and leave the process with the project's exit codes: 0 done, 2 wrong input, 1 a failure of the system.
+    """Run ``main`` and leave the process with the project's exit codes: 0 done, 2 wrong input, 1 a failure of the
+    system.
 
     A programming error keeps its traceback; everything a user can mend is one line per fault, said by one rank.
     """
@@ -47,8 +48,9 @@ def run_program(main: Callable[[], None]) -> NoReturn:
 def _say_once(*lines: str) -> None:
     """Print the lines from rank 0.
 
-    The other ranks find the same fault, and a launcher stops every rank when the first one ends; so they give rank 0 the
-    time to speak, and speak themselves only when they are still alive, which means that rank 0 found nothing wrong.
+    The other ranks find the same fault, and a launcher stops every rank when the first one ends; so they give rank 0
+    the time to speak, and speak themselves only when they are still alive, which means that rank 0 found nothing
+    wrong.
     """
     rank = global_rank()
     if rank:

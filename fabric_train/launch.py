@@ -1,8 +1,9 @@
 """What the launcher (``fabric run``, torchrun, srun, mpiexec) has told this process through its environment.
 
-``fabric run`` takes ``--accelerator --strategy --devices --num-nodes --precision`` off the command line wherever they stand
-and hands them on as ``LT_*`` variables; torchrun says how many processes there are. Fabric itself would read the ``LT_*``
-variables behind our back, so they are read here, become arguments like any other, and are cleared before Fabric is built.
+``fabric run`` takes ``--accelerator --strategy --devices --num-nodes --precision`` off the command line wherever they
+stand and hands them on as ``LT_*`` variables; torchrun says how many processes there are. Fabric itself would read
+the ``LT_*`` variables behind our back, so they are read here, become arguments like any other, and are cleared before
+Fabric is built.
 """
 
 import os
@@ -20,7 +21,8 @@ _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
 class Given:
     """One value somebody gave, and where: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
 
-    ``is_default`` marks what a launcher sets when it was told nothing: it never overrides a value that somebody did give.
+    ``is_default`` marks what a launcher sets when it was told nothing: it never overrides a value that somebody did
+    give.
     """
 
     value: Any
@@ -45,7 +47,9 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
     Raises:
         ValueError: where ``LT_*`` variables are set and ``fabric run`` did not set them.
     """
-    options = {name: environment[f"LT_{name.upper()}"] for name in _FABRIC_OPTIONS if f"LT_{name.upper()}" in environment}
+    options = {
+        name: environment[f"LT_{name.upper()}"] for name in _FABRIC_OPTIONS if f"LT_{name.upper()}" in environment
+    }
     if options and not under_fabric_run(environment):
         names = ", ".join(f"LT_{name.upper()}" for name in options)
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
@@ -59,7 +63,9 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
             if value not in _PARALLELISM_OF_STRATEGY:
-                raise ValueError(f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single")
+                raise ValueError(
+                    f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+                )
             if value != "auto":
                 given["parallelism"] = Given(_PARALLELISM_OF_STRATEGY[value], where)
             continue

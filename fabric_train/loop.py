@@ -87,16 +87,18 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws what it would have drawn."""
+    """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws what it would have
+    drawn.
+    """
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
 def accumulate(fabric: Fabric, model: Any, window: Window) -> torch.Tensor:
     """Add the gradient of the window's mean token loss to the parameters and return that loss.
 
-    The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass: however the
-    window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their gradients, hence the factor
-    ``world_size``.
+    The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass:
+    however the window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their
+    gradients, hence the factor ``world_size``.
 
     Returns:
         The loss, a 0-dim fp32 tensor equal on all ranks.
@@ -105,7 +107,8 @@ def accumulate(fabric: Fabric, model: Any, window: Window) -> torch.Tensor:
     num_supervised = sum_over_ranks(fabric, num_supervised).clamp(min=1)
     total = torch.zeros((), device=fabric.device)
     for index, batch in enumerate(window.batches):
-        # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside it
+        # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
+        # it
         with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
             input_ids = batch.input_ids.to(fabric.device, non_blocking=True)
             loss = summed_loss(model, input_ids, batch.labels.to(fabric.device, non_blocking=True))
@@ -115,7 +118,9 @@ def accumulate(fabric: Fabric, model: Any, window: Window) -> torch.Tensor:
 
 
 def clip(fabric: Fabric, model: Any, optimizer: Any, largest: float) -> torch.Tensor:
-    """Scale the gradient to a global norm of at most ``largest`` (0: leave it) and return the norm before, a 0-dim tensor."""
+    """Scale the gradient to a global norm of at most ``largest`` (0: leave it) and return the norm before, a 0-dim
+    tensor.
+    """
     norm = fabric.clip_gradients(model, optimizer, max_norm=largest or torch.inf, error_if_nonfinite=False)
     assert norm is not None
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,9 +1,12 @@
-"""The Hugging Face causal language model: what its configuration says before it is built, and the model with its weights."""
+"""The Hugging Face causal language model: what its configuration says before it is built, and the model with its
+weights.
+"""
 
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +38,8 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS) -> ModelShap
     """Read the configuration of a hub name or folder and build the model without memory, on the meta device.
 
     Raises:
-        InputError: where there is no such model, it is no causal language model, or has no layer of class ``layer_class``.
+        InputError: where there is no such model, it is no causal language model, or has no layer of class
+        ``layer_class``.
     """
     quiet_transformers()
     config = _read_config(source)
@@ -62,12 +66,15 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
         InputError: where the weights are missing or are not those of the configuration.
     """
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(shape.source, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(shape.source, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"--model_name {shape.source}: cannot load its weights: {_first_line(error)}") from error
+    model, report = loaded
     if report["missing_keys"] or report.get("mismatched_keys"):
         wrong = sorted(str(key) for key in (*report["missing_keys"], *report.get("mismatched_keys", ())))
-        raise InputError(f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape, {wrong[0]} first")
+        raise InputError(
+            f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape, {wrong[0]} first"
+        )
     return model
 
 

@@ -50,8 +50,8 @@ def build_optimizer(
 def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> float:
     """Return the learning rate of optimizer step ``step``, counted from 1, of a run of ``num_steps``.
 
-    It rises linearly over the warm-up steps, reaches ``lr`` at the last of them (or at step 1), decays by the schedule and is
-    exactly ``min_lr`` at the last step. Cosine as in arXiv:1608.03983 without restarts.
+    It rises linearly over the warm-up steps, reaches ``lr`` at the last of them (or at step 1), decays by the
+    schedule and is exactly ``min_lr`` at the last step. Cosine as in arXiv:1608.03983 without restarts.
     """
     warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
     if step <= warmup:

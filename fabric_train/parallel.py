@@ -1,8 +1,8 @@
 """Arguments → Fabric: the strategy that cuts the model among devices, and the precision it computes and reduces in.
 
-Weights are held in the type they are loaded in (``weights_dtype``). What Fabric's own precision names would also cast, the
-rotary frequencies and the reduction of gradients, stays in fp32 here: at Llama-3's base of 5e5 bf16 frequencies are wrong by
-0.9 rad at position 512.
+Weights are held in the type they are loaded in (``weights_dtype``). What Fabric's own precision names would also
+cast, the rotary frequencies and the reduction of gradients, stays in fp32 here: at Llama-3's base of 5e5 bf16
+frequencies are wrong by 0.9 rad at position 512.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,18 @@ from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.errors import InputError
@@ -41,8 +50,8 @@ def compute_dtype(precision: str) -> torch.dtype:
 class ShardedStrategy(FSDPStrategy):
     """Fabric's ``FSDPStrategy`` over a device mesh, on CUDA and on CPU ranks.
 
-    The mesh makes state dicts hold ``DTensor``, the form that checkpoints are cut and joined in. On CPU, which Fabric's own
-    class refuses, torch wants ``device_id`` to be the CPU device itself instead of an index.
+    The mesh makes state dicts hold ``DTensor``, the form that checkpoints are cut and joined in. On CPU, which
+    Fabric's own class refuses, torch wants ``device_id`` to be the CPU device itself instead of an index.
     """
 
     def setup_environment(self) -> None:
@@ -61,7 +70,7 @@ class ShardedStrategy(FSDPStrategy):
                 cpu_offload=self.cpu_offload,
                 mixed_precision=self.mixed_precision_config,
                 sharding_strategy=self.sharding_strategy,
-                device_id=torch.device("cpu"),  # type: ignore[arg-type]
+                device_id=torch.device("cpu"),
                 **self._fsdp_kwargs,
             )
             self._fsdp_kwargs.pop("auto_wrap_policy")  # applied: the base class would warn that it is not
@@ -69,7 +78,9 @@ class ShardedStrategy(FSDPStrategy):
 
 
 class _AsLoaded(FSDPPrecision):
-    """FSDP precision that leaves the module in the types it was loaded in; the strategy's MixedPrecision does the rest."""
+    """FSDP precision that leaves the module in the types it was loaded in; the strategy's MixedPrecision does the
+    rest.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
@@ -96,7 +107,9 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     if not under_fabric_run():
         fabric.launch()
     if fabric.world_size != num_processes:
-        raise InputError(f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}")
+        raise InputError(
+            f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}"
+        )
     return fabric
 
 
@@ -109,7 +122,9 @@ def resolve_accelerator(accelerator: str) -> str:
     if accelerator == "auto":
         return "cuda" if CUDAAccelerator.is_available() else "cpu"
     if accelerator in ("cuda", "gpu") and not CUDAAccelerator.is_available():
-        raise InputError(f"--accelerator {accelerator}: torch finds no GPU here; use --accelerator cpu, or check the driver")
+        raise InputError(
+            f"--accelerator {accelerator}: torch finds no GPU here; use --accelerator cpu, or check the driver"
+        )
     return "cpu" if accelerator == "cpu" else "cuda"
 
 
@@ -143,18 +158,22 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
         where = "on CPU" if accelerator == "cpu" else "with --parallelism fsdp2"
         raise InputError(f"--precision 16-mixed does not work {where}: use bf16-mixed")
     if arguments.fsdp.cpu_offload and (accelerator == "cpu" or name == "single"):
-        reason = "there is nothing to offload from on CPU" if accelerator == "cpu" else "FSDP does it, with several devices"
+        reason = (
+            "there is nothing to offload from on CPU" if accelerator == "cpu" else "FSDP does it, with several devices"
+        )
         raise InputError(f"--cpu_offload true: {reason}; leave it out")
     return name
 
 
 def setup_model(fabric: Fabric, model: nn.Module, layer_classes: LayerClasses, arguments: "TrainArguments") -> Any:
-    """Hand the model to Fabric: sharded or replicated, on its device, with activation checkpointing where it is asked for."""
+    """Hand the model to Fabric: sharded or replicated, on its device, with activation checkpointing where it is asked
+    for.
+    """
     if arguments.fsdp.activation_checkpointing == "full" and not isinstance(fabric.strategy, FSDPStrategy):
         # FSDPStrategy has a policy of its own for it; both together would recompute twice
         apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layer_classes)
     model.train()
-    wrapped = fabric.setup_module(model)
+    wrapped: Any = fabric.setup_module(model)
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, _mean_in_fp32)
     return wrapped
@@ -164,7 +183,7 @@ def _mean_in_fp32(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
     """DDP communication hook: average a bucket of bf16 gradients over the ranks in fp32."""
     gradients = bucket.buffer()
     total = gradients.float().div_(dist.get_world_size())
-    future = dist.all_reduce(total, async_op=True).get_future()  # type: ignore[union-attr]
+    future = dist.all_reduce(total, async_op=True).get_future()
     return future.then(lambda reduced: gradients.copy_(reduced.value()[0]))
 
 
@@ -189,7 +208,9 @@ def _strategy(
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
-            mixed_precision=FSDPMixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32),
+            mixed_precision=FSDPMixedPrecision(
+                param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+            ),
         )
     if name == "fsdp2":
         return ModelParallelStrategy(
@@ -199,10 +220,14 @@ def _strategy(
         )
     if name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True)
-    return SingleDeviceStrategy(device=torch.device("cuda", _first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu")
+    return SingleDeviceStrategy(
+        device=torch.device("cuda", _first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
+    )
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses, arguments: "TrainArguments") -> nn.Module:
+def _fully_shard(
+    model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses, arguments: "TrainArguments"
+) -> nn.Module:
     """FSDP2: every decoder layer is a unit, and what is left (embeddings, last norm, head) the root's."""
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -210,10 +235,12 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses
         "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
         "offload_policy": CPUOffloadPolicy() if arguments.fsdp.cpu_offload else OffloadPolicy(),
     }
-    checkpointed = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
-    for unit in checkpointed or [module for module in model.modules() if type(module) in layer_classes]:
+    layers = [module for module in model.modules() if type(module) in layer_classes]
+    checkpointed: list[nn.Module] = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    for unit in checkpointed or layers:
         fully_shard(unit, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def _first_index(devices: int | str) -> int:

@@ -1,4 +1,6 @@
-"""What a run will do, worked out from the arguments, the model's configuration and the token dataset before anything is built."""
+"""What a run will do, worked out from the arguments, the model's configuration and the token dataset before anything
+is built.
+"""
 
 import math
 from dataclasses import dataclass
@@ -69,13 +71,16 @@ def _misfits(dataset: TokenDataset, shape: ModelShape, eval_only: bool) -> list[
     """Name what the model cannot take: rows beyond its positions, ids beyond its vocabulary."""
     faults = []
     if eval_only and dataset.validation is None:
-        faults.append(f"--eval_only true: {dataset.folder} has no validation split; tokenize with --validation_split above 0")
+        faults.append(
+            f"--eval_only true: {dataset.folder} has no validation split; tokenize with --validation_split above 0"
+        )
     for name, rows in (("train", dataset.train), ("validation", dataset.validation)):
         if rows is None:
             continue
         if shape.max_positions is not None and rows.longest() > shape.max_positions:
             faults.append(
-                f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes {shape.max_positions}; "
+                f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes "
+                f"{shape.max_positions}; "
                 f"tokenize with --max_length {shape.max_positions} or less"
             )
         highest = rows.highest_id()
@@ -92,11 +97,13 @@ def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int, dataset:
     training = arguments.training
     if training.max_step and training.max_step > in_epochs:
         notes.append(
-            f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step {in_epochs}, "
-            "where the learning rate ends too; raise --number_epochs to go further"
+            f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
+            f"{in_epochs}, where the learning rate ends too; raise --number_epochs to go further"
         )
     elif training.max_step and training.max_step < in_epochs:
-        notes.append(f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs ({in_epochs} steps)")
+        notes.append(
+            f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs, {in_epochs} steps"
+        )
     if training.warmup_steps > num_steps:
         notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
     if dataset.validation is None:

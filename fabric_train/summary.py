@@ -30,7 +30,9 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
         f"(micro-batch × accumulation × devices), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
     )
     table.add_row("steps", f"{plan.num_steps:,}; {plan.windows_per_epoch:,} an epoch")
-    table.add_row("learning rate", f"{schedule}, {training.lr:g} to {training.min_lr:g}, warm-up {training.warmup_steps}")
+    table.add_row(
+        "learning rate", f"{schedule}, {training.lr:g} to {training.min_lr:g}, warm-up {training.warmup_steps}"
+    )
     table.add_row("output", arguments.save.output_dir)
     return table
 
@@ -39,7 +41,10 @@ def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, check
     """What was reached, and the command that comes next."""
     table = _table("Done")
     table.add_row("steps", f"{state.step:,}, epoch {state.epoch + 1}")
-    table.add_row("tokens", f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves")
+    table.add_row(
+        "tokens",
+        f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
+    )
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:

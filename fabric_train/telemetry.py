@@ -6,6 +6,8 @@ import os
 import resource
 import sys
 import time
+import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,8 +26,8 @@ class Metrics:
     """One row of metrics.csv. None is an empty cell: not measured at this step.
 
     Losses in nats a token over all ranks; ``num_tokens`` consumed since the run's first step; ``step_time`` in seconds,
-    ``data_wait`` the share of it spent waiting for batches; ``peak_memory_gb`` in 1e9 bytes on rank 0: allocated on the GPU,
-    resident on CPU. ``mfu`` stays empty: it needs the device's peak FLOP/s.
+    ``data_wait`` the share of it spent waiting for batches; ``peak_memory_gb`` in 1e9 bytes on rank 0: allocated on
+    the GPU, resident on CPU. ``mfu`` stays empty: it needs the device's peak FLOP/s.
     """
 
     step: int
@@ -108,7 +110,7 @@ class WandbLogger:
 
         identity = folder / "wandb_run_id"  # one W&B run for a run folder, however often it is resumed
         if not identity.is_file():
-            identity.write_text(wandb.util.generate_id(), encoding="utf-8")
+            identity.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         self._run = wandb.init(
             project=project,
@@ -163,7 +165,9 @@ class ProgressLine:
         self._bar.update(self._task, completed=metrics.step, text=text)
         now = time.monotonic()
         if metrics.val_loss is not None:
-            validation = f"step {metrics.step}: validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
+            validation = (
+                f"step {metrics.step}: validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
+            )
             self._console.print(validation, highlight=False)
         if not self._console.is_terminal and (
             now - self._last_line > _SECONDS_BETWEEN_LINES or metrics.step == self._num_steps
@@ -217,7 +221,7 @@ class Stopwatch:
 
 
 def open_loggers(
-    names: list[str], folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]
+    names: Sequence[str], folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]
 ) -> list[Logger]:
     """Open metrics.csv and the loggers named.
 

@@ -1,4 +1,6 @@
-"""Held-out loss: every row of the validation split once, its tokens weighing the same whatever rank and batch they fall in."""
+"""Held-out loss: every row of the validation split once, its tokens weighing the same whatever rank and batch they
+fall in.
+"""
 
 import math
 from collections.abc import Iterable
@@ -32,7 +34,9 @@ def perplexity(loss: float) -> float:
 
 @torch.no_grad()
 def evaluate(fabric: Fabric, model: Any, batches: Iterable[Batch]) -> Evaluation:
-    """Evaluate on this rank's batches and sum over the ranks; every rank must have as many. Leaves the model in training mode."""
+    """Evaluate on this rank's batches and sum over the ranks; every rank must have as many. Leaves the model in
+    training mode.
+    """
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
     for batch in batches:
