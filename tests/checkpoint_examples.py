@@ -86,7 +86,6 @@ def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step
         "num_samples": step,
         "train_loss": 3.25,
         "val_loss": 3.5,
-        "best_val_loss": 3.5,
         "state_dict_type": state_dict_type,
         "weights_dtype": "float32",
         "arguments": {

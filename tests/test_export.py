@@ -16,6 +16,7 @@ import convert_to_hf
 from fabric_train.complete_folder import complete_folder
 from fabric_train.errors import InputError
 from fabric_train.export.convert import write_export
+from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
 
 SHARD_SIZE = "100KB"
@@ -111,6 +112,19 @@ def test_model_card_tells_the_training_and_nothing_of_the_machine(exports: dict[
         assert not any(
             private in text for private in ("/home/someone", "someone", str(run), str(exports["full"].parent))
         )
+
+
+def test_model_card_counts_the_training_data_of_the_manifest(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
+    checkpoint = shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
+    shutil.copyfile(tiny_tokens_dir / "manifest.json", checkpoint / "manifest.json")
+    write_model_card(checkpoint, tmp_path, "tiny")
+    card = (tmp_path / "README.md").read_text()
+    for name, split in json.loads((checkpoint / "manifest.json").read_text())["ledger"].items():
+        if isinstance(split, dict) and "rows" in split:
+            counts = (split[count] for count in ("documents", "characters", "tokens_in_rows", "rows"))
+            assert f"| {name} | " + " | ".join(f"{count:,}" for count in counts) + " |" in card
+    assert "Sources: `slice.jsonl`." in card
+    assert str(tiny_tokens_dir.parent) not in card
 
 
 def _flip_a_value(folder: Path) -> None:

@@ -17,7 +17,7 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
 from arguments import TrainingArguments
-from fabric_train.checkpoint import read_trainer_json
+from fabric_train.checkpoint import TrainerState, read_trainer_json, read_trainer_state
 from fabric_train.corpus.manifest import Manifest, read_manifest
 
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
@@ -44,7 +44,7 @@ def write_model_card(checkpoint: Path, folder: Path, title: str) -> None:
         f"`{public_name(base)}` trained further with Fabric Train. See the base model for its licence.",
         _usage(title),
         _training_data(manifest),
-        _results(trainer),
+        _results(read_trainer_state(checkpoint)),
         "## Hyperparameters\n\n" + _table("argument | value", _hyperparameters(trainer["arguments"])),
         "## Versions\n\n" + _table("package | training | export", _versions(trainer["versions"])),
         "## Verification\n\nBefore this folder got its name, a fresh process loaded it with plain transformers and "
@@ -87,17 +87,13 @@ def _training_data(manifest: Manifest | None) -> str:
     )
 
 
-def _results(trainer: dict[str, Any]) -> str:
-    rows = [("optimizer steps", f"{trainer['step']:,}"), ("tokens trained on", f"{trainer['num_tokens']:,}")]
-    for name, label in (
-        ("train_loss", "training loss"),
-        ("val_loss", "validation loss"),
-        ("best_val_loss", "best validation loss"),
-    ):
-        if trainer[name] is not None:
-            rows.append((label, f"{trainer[name]:.4f}"))
-    if trainer["val_loss"] is not None:
-        rows.append(("validation perplexity", f"{math.exp(trainer['val_loss']):.2f}"))
+def _results(state: TrainerState) -> str:
+    rows = [("optimizer steps", f"{state.step:,}"), ("tokens trained on", f"{state.num_tokens:,}")]
+    if state.train_loss is not None:
+        rows.append(("training loss", f"{state.train_loss:.4f}"))
+    if state.val_loss is not None:
+        rows.append(("validation loss", f"{state.val_loss:.4f}"))
+        rows.append(("validation perplexity", f"{math.exp(state.val_loss):.2f}"))
     return "## Results\n\n" + _table("measure | value", rows)
 
 
