@@ -1,0 +1,95 @@
+"""Run by the tests under torchrun: set up a model as a run does and report what is inside, one JSON line from rank 0.
+
+Reports the types of the weights, of the rotary frequencies and of what enters a matrix product, of the optimizer's
+moments, and of every gradient handed to a reducing collective.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from arguments import TrainArguments, parse
+from fabric_train import parallel
+from fabric_train.batches import Batch, Window
+from fabric_train.loop import accumulate, clip
+from fabric_train.model import load_model, read_shape
+from fabric_train.optimizer import build_optimizer, decayed_names
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def main() -> None:
+    """Report for each precision in turn."""
+    report = {precision: inside([*sys.argv[1:], "--precision", precision]) for precision in PRECISIONS}
+    if dist.get_rank() == 0:
+        print(json.dumps(report))
+
+
+def inside(options: list[str]) -> dict[str, list[str]]:
+    arguments = parse(TrainArguments, options)
+    shape = read_shape(arguments.model.model_name)
+    fabric = parallel.build_fabric(arguments, shape.layer_classes)
+    model: Any = load_model(shape, parallel.weights_dtype(arguments.model.precision))
+    decayed = decayed_names(model)
+    model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
+    optimizer = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
+    seen = watch(model)
+    ids = torch.randint(0, shape.vocab_size, (1, 32), generator=torch.Generator().manual_seed(fabric.global_rank))
+    window = Window(1, 0, False, 4, 128, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
+    if arguments.fsdp.parallelism == "ddp" and arguments.model.precision != "bf16-true":
+        # DDP's own all-reduce, in C++ threads that a dispatch mode cannot follow, takes the gradients as they are
+        loss = accumulate(fabric, model, window)
+        seen["reduced"] = {str(parameter.grad.dtype) for parameter in model.parameters()}
+    else:
+        with Reductions() as reductions:
+            loss = accumulate(fabric, model, window)
+        seen["reduced"] = reductions.types
+    clip(fabric, model, optimizer, 1.0)
+    optimizer.step()
+    seen["loss"] = {str(loss.dtype)}
+    seen["weights"] = {str(parameter.dtype) for parameter in model.parameters()}
+    moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    seen["moments"] = {str(moment.dtype) for moment in moments}
+    return {name: sorted(types) for name, types in seen.items()}
+
+
+def watch(model: Any) -> dict[str, set[str]]:
+    """Collect types while the model runs."""
+    seen: dict[str, set[str]] = {"rotary": set(), "products": set()}
+
+    def rotary(module: Any, *_: Any) -> None:
+        seen["rotary"].add(str(module.inv_freq.dtype))
+
+    def product(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen["products"].add(str(output.dtype))
+
+    for name, module in model.named_modules():
+        if name.endswith("rotary_emb"):
+            module.register_forward_hook(rotary)
+        elif name.endswith("q_proj"):
+            module.register_forward_hook(product)
+
+    return seen
+
+
+class Reductions(TorchDispatchMode):
+    """Notes the type of every gradient that a reducing collective is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "reduce" in func.__name__ and func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.types |= {str(tensor.dtype) for tensor in tensors if tensor.numel() > 64}  # no counts, no norms
+        return func(*args, **(kwargs or {}))
+
+
+if __name__ == "__main__":
+    main()
