@@ -7,6 +7,8 @@ one, and all faults in one go instead of one a try.
 
 import dataclasses
 import difflib
+import math
+import re
 import sys
 from pathlib import Path
 from types import UnionType
@@ -45,7 +47,7 @@ def parse_arguments(
         raise SystemExit(0)
     faults: list[str] = []
     on_line = _from_command_line(argv, faults)
-    given = _from_file(str(on_line.pop("config").value), faults) if "config" in on_line else {}
+    given = _from_file(on_line.pop("config").value, faults) if "config" in on_line else {}
     given = _merge(given, on_line, launcher or {}, faults)
 
     values: dict[str, Any] = {}
@@ -55,8 +57,8 @@ def parse_arguments(
             continue
         try:
             values[name] = _typed(name, types[name], item.value)
-        except ArgumentError:
-            faults.append(f"{item.where}: expected {describe(types[name])}, got {item.value!r}")
+        except (ArgumentError, ValueError):
+            faults.append(f"{item.where}: expected {describe(types[name])}, got {_shown(item, types[name])}")
 
     built: dict[str, Any] = {}
     for field_name, group in groups.items():
@@ -65,7 +67,9 @@ def parse_arguments(
         faults += [f"--{name} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
-            faults += built[field_name].faults() if hasattr(group, "faults") else []
+            refused = built[field_name].faults() if hasattr(group, "faults") else []
+            wrong = [name for name in given if name not in values]  # their defaults stand in for them: not the user's
+            faults += [fault for fault in refused if not any(re.search(rf"--{re.escape(name)}\b", fault) for name in wrong)]
     if faults:
         raise InputError(*faults)
     return built[""] if "" in built else arguments(**built)
@@ -125,12 +129,11 @@ def _merge(
     for name, item in launcher.items():
         other = given.get(name) if item.is_default else on_line.get(name)
         if other and str(other.value) not in ("auto", str(item.value)):
-            default = " (its default)" if item.is_default else ""
-            option = item.where.split()[-1]
-            faults.append(
-                f"{other.where} {other.value} contradicts {item.where} {item.value}{default}: "
-                f"give the launcher {option} {other.value}, or leave one of them out"
-            )
+            default, advice = "", "leave one of them out"
+            if item.is_default:
+                default = " (its default)"
+                advice = f"give the launcher {item.where.split()[-1]} {other.value}, or leave {name} out"
+            faults.append(f"{other.where} {other.value} contradicts {item.where} {item.value}{default}: {advice}")
         given[name] = item
     return given
 
@@ -148,28 +151,32 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
     """Convert one value; each has a parser of its own, so that one fault does not hide the others.
 
     Raises:
-        ArgumentError: where the value is not of that type.
+        ArgumentError, ValueError: where the value is not of that type.
     """
+    if value is None and type(None) not in get_args(kind):  # which jsonargparse takes for "not given"
+        raise ValueError("null")
     if get_origin(kind) is list and isinstance(value, str) and not value.startswith("["):
         value = [value]  # a list may be given without brackets, also when it has one element
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{name}", type=kind)
     value = parser.parse_object({name: value})[name]
+    if isinstance(value, float) and math.isinf(value):
+        raise ValueError("infinite")
     plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
     return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
 
 
 def _from_command_line(argv: list[str], faults: list[str]) -> dict[str, Given]:
-    """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d "true"; a flag alone is a switch turned on."""
+    """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d True; a flag alone is a switch turned on."""
     given: dict[str, Given] = {}
     name, values = "", list[str]()
 
     def finish() -> None:
         if name:
-            given[name] = Given(values[0] if len(values) == 1 else (values or "true"), f"--{name}")
+            given[name] = Given(values[0] if len(values) == 1 else (values or True), f"--{name}")
 
     for token in argv:
-        if token.startswith("--") and len(token) > 2:
+        if re.match("--[^=]", token):
             finish()
             flag, equals, value = token[2:].partition("=")
             name, values = flag.replace("-", "_"), [value] if equals else []
@@ -177,15 +184,20 @@ def _from_command_line(argv: list[str], faults: list[str]) -> dict[str, Given]:
                 faults.append(f"--{name} is given twice")
         elif name:
             values.append(token)
-        elif token != "--":
+        else:
             faults.append(f"{token!r} belongs to no argument: write --argument value")
     finish()
     return given
 
 
-def _from_file(path: str, faults: list[str]) -> dict[str, Given]:
+def _from_file(path: Any, faults: list[str]) -> dict[str, Given]:
+    if not isinstance(path, str):
+        faults.append("--config: expected one YAML file")
+        return {}
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        document: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         faults.append(f"--config {path}: {error.strerror}")
         return {}
@@ -197,12 +209,27 @@ def _from_file(path: str, faults: list[str]) -> dict[str, Given]:
     if not isinstance(content, dict):
         faults.append(f"--config {path}: expected lines of the form 'argument: value'")
         return {}
+    names = [key.value.replace("-", "_") for key, _ in document.value]  # YAML itself lets the last of equal keys win
+    faults += [f"{path}: {name} is given twice" for name in sorted(set(names)) if names.count(name) > 1]
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
     return {name: Given(value, f"{path}: {name}") for name, value in named.items()}
 
 
+def _shown(item: Given, kind: Any) -> str:
+    """A refused value as the user wrote it, with what is likely to be meant."""
+    if item.where.startswith("--"):
+        if item.value is True:
+            return "nothing"
+        if isinstance(item.value, list) and get_origin(kind) is not list:
+            return f"{' '.join(item.value)!r}; put a value with spaces in quotes"
+    if describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
+        return f"{item.value}; put it in quotes"
+    return repr(item.value)
+
+
 def _nearest(name: str, known: dict[str, Any]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    initials = "".join(word[:1] for word in name.split("_"))
+    nearest = [initials] if len(initials) > 1 and initials in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
 
 

@@ -44,10 +44,11 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, dataset: TokenData
     if training.total_batch_size is not None:
         accumulation = training.total_batch_size // together
         if training.total_batch_size % together:
+            nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
             faults.append(
                 f"--total_batch_size {training.total_batch_size} is no multiple of {together}, "
                 f"--micro_batch_size {training.micro_batch_size} on {world_size} devices; "
-                f"the nearest are {together * max(accumulation, 1)} and {together * (accumulation + 1)}"
+                f"nearest: {' or '.join(map(str, nearest))}"
             )
     if faults:
         raise InputError(*faults)

@@ -177,10 +177,6 @@ class ProgressLine:
             line = f"step {metrics.step}/{self._num_steps} {text} eta {int(left) // 60}:{int(left) % 60:02d}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(text, highlight=False, soft_wrap=True)
-
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._bar.stop()
