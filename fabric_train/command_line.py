@@ -68,8 +68,9 @@ def parse_arguments(
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
             refused = built[field_name].faults() if hasattr(group, "faults") else []
-            wrong = [name for name in given if name not in values]  # their defaults stand in for them: not the user's
-            faults += [fault for fault in refused if not any(re.search(rf"--{re.escape(name)}\b", fault) for name in wrong)]
+            # defaults stand in for wrong values: a fault that names one of these is none of the user's
+            wrong = "|".join(re.escape(name) for name in given if name not in values)
+            faults += [fault for fault in refused if not (wrong and re.search(rf"--({wrong})\b", fault))]
     if faults:
         raise InputError(*faults)
     return built[""] if "" in built else arguments(**built)
@@ -229,7 +230,9 @@ def _shown(item: Given, kind: Any) -> str:
 
 def _nearest(name: str, known: dict[str, Any]) -> str:
     initials = "".join(word[:1] for word in name.split("_"))
-    nearest = [initials] if len(initials) > 1 and initials in known else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if len(initials) > 1 and initials in known:  # learning_rate → lr
+        nearest = [initials]
     return f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
 
 
