@@ -20,7 +20,7 @@ from demo.stages import ROOT, StageError, run_stage
 FOLDER = Path("demo_run")
 TOKENS, BEFORE, RUN, EXPORT = FOLDER / "tokens", FOLDER / "before", FOLDER / "run", FOLDER / "model"
 PICTURE = FOLDER / "loss.png"
-PROMPT = "ROMEO.\nBut soft! what light"
+PROMPT = "But soft! what light through yonder window"
 _LARGEST_SHARE = 0.9  # of the perplexity before, that the one after may have
 
 
@@ -76,7 +76,8 @@ def _run_demo() -> Result:
     _headline(5, "export the last checkpoint to Hugging Face format and verify it")
     run_stage("conversion", "python", "convert_to_hf.py", "--checkpoint", RUN, "--output_dir", EXPORT)
     _headline(6, "generate with the exported model")
-    run_stage("generation", "python", "generate.py", "--model_name", EXPORT, "--prompt", PROMPT, "--num_tokens", 60)
+    sampling = ["--num_tokens", 80, "--temperature", 0.8, "--top_p", 0.95]
+    run_stage("generation", "python", "generate.py", "--model_name", EXPORT, "--prompt", PROMPT, *sampling)
 
     result = _read_result()
     draw_loss_curve(ROOT / RUN / "metrics.csv", ROOT / PICTURE, "SmolLM2-135M on Shakespeare", result.loss_before)

@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
-_BLUE, _ORANGE, _GREY = "#3b6fb6", "#d9782d", "#555555"
+_BLUE, _ORANGE, _GREY = "#7ea3d4", "#d9782d", "#555555"
 
 
 def draw_loss_curve(metrics: Path, picture: Path, title: str, loss_before: float) -> None:
@@ -24,7 +24,7 @@ def draw_loss_curve(metrics: Path, picture: Path, title: str, loss_before: float
     train = [(int(row["step"]), float(row["train_loss"])) for row in rows if row["train_loss"]]
     validation = [(0, loss_before)] + [(int(row["step"]), float(row["val_loss"])) for row in rows if row["val_loss"]]
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=150, layout="constrained")
-    axes.plot(*zip(*train, strict=True), color=_BLUE, linewidth=1.6, label="train, each step")
+    axes.plot(*zip(*train, strict=True), "o-", color=_BLUE, linewidth=1, markersize=3, label="train, each step")
     axes.plot(
         *zip(*validation, strict=True), "o-", color=_ORANGE, linewidth=2, markersize=6, label="validation, held out"
     )
@@ -37,6 +37,7 @@ def draw_loss_curve(metrics: Path, picture: Path, title: str, loss_before: float
             ha="center",
             color=_ORANGE,
             weight="bold",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
         )
     axes.set_title(title, loc="left", weight="bold")
     axes.set_xlabel("optimizer step")

@@ -38,6 +38,6 @@ def test_the_loss_curve_is_a_picture_with_both_losses(tmp_path: Path) -> None:
     metrics.write_text("step,train_loss,val_loss\n1,4.0,\n2,3.8,3.9\n3,3.5,\n4,3.4,3.6\n")
     draw_loss_curve(metrics, tmp_path / "loss.png", "a title", loss_before=4.1)
     picture = imread(tmp_path / "loss.png")[..., :3]
-    for red, green, blue in ((0x3B, 0x6F, 0xB6), (0xD9, 0x78, 0x2D)):
+    for red, green, blue in ((0x7E, 0xA3, 0xD4), (0xD9, 0x78, 0x2D)):
         near = abs(picture * 255 - (red, green, blue)).max(axis=-1) < 2
         assert near.sum() > 200
