@@ -55,7 +55,7 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     """
     warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
     if step <= warmup:
-        return peak * step / warmup
+        return peak * (step / warmup)  # in this order exactly lr at the last
     if not arguments.lr_decay or arguments.lr_schedule == "constant":
         return peak
     first = max(warmup, 1)  # the step at the peak
