@@ -1,0 +1,178 @@
+"""The learning rate is a pure function of the step; weight decay is on matrices alone."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from arguments import Schedule, TrainingArguments
+from fabric_train.optimizer import build_optimizer, decayed_names, learning_rate, original_name, set_learning_rate
+
+DECAYING = [schedule for schedule in get_args(Schedule) if schedule != "constant"]
+
+
+@st.composite
+def runs(draw: st.DrawFn, schedules: list[str] = DECAYING) -> tuple[int, TrainingArguments]:
+    """Steps of a run and its training arguments, min_lr at most lr."""
+    num_steps = draw(st.integers(1, 2000))
+    lr = draw(st.floats(1e-8, 10))
+    schedule: Any = draw(st.sampled_from(schedules))
+    lowest = lr * 1e-6 if schedule == "exponential" else 0.0
+    min_lr = draw(st.floats(lowest, lr) | st.sampled_from([lowest, lr]))
+    warmup = draw(st.integers(0, num_steps))
+    return num_steps, TrainingArguments(lr=lr, min_lr=min_lr, lr_schedule=schedule, warmup_steps=warmup)
+
+
+def rates(num_steps: int, arguments: TrainingArguments) -> list[float]:
+    return [learning_rate(step, num_steps, arguments) for step in range(1, num_steps + 1)]
+
+
+@given(runs())
+def test_every_schedule_but_constant_ends_exactly_on_min_lr(run: tuple[int, TrainingArguments]) -> None:
+    num_steps, arguments = run
+    assume(num_steps > max(arguments.warmup_steps, 1))  # there is a step to decay in
+    assert learning_rate(num_steps, num_steps, arguments) == arguments.min_lr
+
+
+@given(runs(["constant"]))
+def test_a_constant_schedule_stays_at_lr(run: tuple[int, TrainingArguments]) -> None:
+    num_steps, arguments = run
+    assert set(rates(num_steps, arguments)[arguments.warmup_steps :]) <= {arguments.lr}
+
+
+@given(runs(list(get_args(Schedule))))
+def test_without_decay_every_schedule_is_constant(run: tuple[int, TrainingArguments]) -> None:
+    num_steps, arguments = run
+    held = TrainingArguments(
+        lr=arguments.lr, lr_decay=False, lr_schedule=arguments.lr_schedule, warmup_steps=arguments.warmup_steps
+    )
+    assert set(rates(num_steps, held)[held.warmup_steps :]) <= {held.lr}
+
+
+@given(runs(list(get_args(Schedule))))
+def test_the_rate_rises_linearly_to_lr_and_then_never_rises_nor_leaves_its_bounds(
+    run: tuple[int, TrainingArguments],
+) -> None:
+    num_steps, arguments = run
+    warmup, all_rates = arguments.warmup_steps, rates(num_steps, arguments)
+    for step in range(1, warmup + 1):
+        assert math.isclose(all_rates[step - 1], arguments.lr * step / warmup, rel_tol=1e-12)
+    peak = max(warmup, 1)
+    assert all_rates[peak - 1] == arguments.lr
+    after = all_rates[peak - 1 :]
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(after))
+    lowest = arguments.min_lr if arguments.lr_schedule != "constant" else arguments.lr
+    assert all(lowest * (1 - 1e-12) <= rate <= arguments.lr for rate in after)
+
+
+@given(runs(list(get_args(Schedule))), st.data())
+def test_the_rate_of_a_step_does_not_depend_on_what_was_asked_before(
+    run: tuple[int, TrainingArguments], data: st.DataObject
+) -> None:
+    num_steps, arguments = run
+    in_order = rates(num_steps, arguments)
+    for step in data.draw(st.lists(st.integers(1, num_steps), max_size=20)):
+        assert learning_rate(step, num_steps, arguments) == in_order[step - 1]
+
+
+def test_cosine_is_the_one_worked_out_by_hand() -> None:
+    # Warm-up to step 10, then 80 steps of half a cosine from 1 to 0.2. cos(π/4) = 0.70710678:
+    #   a quarter, step 30: 0.2 + 0.8 · (1 + 0.70710678) / 2 = 0.88284271
+    #   half,      step 50: 0.2 + 0.8 · (1 + 0) / 2          = 0.6
+    #   3 quarters, step 70: 0.2 + 0.8 · (1 - 0.70710678) / 2 = 0.31715729
+    arguments = TrainingArguments(lr=1.0, min_lr=0.2, warmup_steps=10)
+    found = [learning_rate(step, 90, arguments) for step in (1, 5, 10, 30, 50, 70, 90)]
+    assert found == pytest.approx([0.1, 0.5, 1.0, 0.88284271, 0.6, 0.31715729, 0.2], abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    "schedule, min_lr, expected",
+    [
+        # steps 1, 3, 5, 7, 9 of 9: the start, a quarter, half, three quarters, the end
+        ("linear", 0.0, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("exponential", 0.0001, [1.0, 0.1, 0.01, 0.001, 0.0001]),
+        ("step", 0.0, [1.0, 2 / 3, 1 / 3, 0.0, 0.0]),
+        ("step", 0.001, [1.0, 0.1, 0.01, 0.001, 0.001]),
+        ("cosine", 0.0, [1.0, 0.85355339, 0.5, 0.14644661, 0.0]),
+    ],
+)
+def test_schedules_are_the_ones_worked_out_by_hand(schedule: Any, min_lr: float, expected: list[float]) -> None:
+    arguments = TrainingArguments(lr=1.0, min_lr=min_lr, lr_schedule=schedule)
+    assert [learning_rate(step, 9, arguments) for step in (1, 3, 5, 7, 9)] == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_a_run_of_one_step_trains_at_lr(schedule: Any) -> None:
+    for warmup in (0, 1):
+        arguments = TrainingArguments(lr=0.5, min_lr=0.01, lr_schedule=schedule, warmup_steps=warmup)
+        assert learning_rate(1, 1, arguments) == 0.5
+
+
+def test_every_group_gets_the_rate_of_the_step(tiny_model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    optimizer = build_optimizer(model.named_parameters(), decayed_names(model), TrainingArguments())
+    set_learning_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+def test_weight_decay_is_on_matrices_alone_and_every_parameter_is_in_one_group(tiny_model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    arguments = TrainingArguments(weight_decay=0.1, beta1=0.8, beta2=0.99, lr=0.25)
+    optimizer = build_optimizer(model.named_parameters(), decayed_names(model), arguments)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {
+        group["weight_decay"]: [names[id(parameter)] for parameter in group["params"]]
+        for group in optimizer.param_groups
+    }
+    assert set(groups) == {0.1, 0.0}
+    # 2 layers of 2 norms, and the last norm; 7 matrices a layer, and the embedding, which is the head too
+    assert len(groups[0.0]) == 5
+    assert all("norm" in name for name in groups[0.0])
+    assert len(groups[0.1]) == 15
+    assert not any("norm" in name for name in groups[0.1])
+    assert sorted(groups[0.0] + groups[0.1]) == sorted(names.values())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert groups[0.1].count("model.embed_tokens.weight") == 1
+    assert all(group["betas"] == (0.8, 0.99) and group["lr"] == 0.25 for group in optimizer.param_groups)
+
+
+def test_biases_have_no_weight_decay() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Embedding(4, 2))
+    assert decayed_names(model) == {"0.weight", "2.weight"}
+    optimizer = build_optimizer(model.named_parameters(), decayed_names(model), TrainingArguments(weight_decay=0.5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+            parameter.grad = torch.zeros_like(parameter)
+    set_learning_rate(optimizer, 0.1)
+    optimizer.step()  # a gradient of 0 leaves the decay alone: 1 - 0.1 · 0.5
+    for name, parameter in model.named_parameters():
+        expected = 0.95 if name in ("0.weight", "2.weight") else 1.0
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, expected))
+
+
+def test_a_model_without_norms_or_biases_has_one_group() -> None:
+    model = torch.nn.Embedding(4, 2)
+    optimizer = build_optimizer(model.named_parameters(), decayed_names(model), TrainingArguments())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "_forward_module.module.model.layers.0.self_attn.q_proj.weight",
+        "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.self_attn.q_proj.weight",
+        "model.layers.0._orig_mod.self_attn.q_proj.weight",
+        "module.model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+    ],
+)
+def test_a_wrapped_parameter_is_known_by_its_own_name(wrapped: str) -> None:
+    assert original_name(wrapped) == "model.layers.0.self_attn.q_proj.weight"
+    assert original_name("model.submodule.weight") == "model.submodule.weight"
