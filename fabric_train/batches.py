@@ -19,6 +19,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch.utils.data import DataLoader
@@ -125,7 +126,7 @@ def open_dataset(folder: str) -> TokenDataset:
     """Open the folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
 
     Raises:
-        InputError: where it is no such folder, has no ``input_ids`` or no rows.
+        InputError: where it is no such folder, has no rows or columns that hold no tokens.
     """
     path = Path(folder)
     if not (path / "dataset_dict.json").is_file():
@@ -135,16 +136,36 @@ def open_dataset(folder: str) -> TokenDataset:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise InputError(f"--train_data_dir {folder}: damaged, {str(error).splitlines()[0]}; tokenize again") from error
+    except IndexError as error:  # what datasets raises for a split that it saved without rows, and so without a file
+        raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
     if "train" not in splits:
         raise InputError(f"--train_data_dir {folder}: no train split, only {', '.join(splits)}")
     validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
     for name, split in (("train", splits["train"]), ("validation", validation)):
-        if split is not None and "input_ids" not in split.column_names:
-            raise InputError(f"--train_data_dir {folder}: {name} has no column input_ids, only {split.column_names}")
+        fault = _fault_of_columns(split) if split is not None else None
+        if fault:
+            raise InputError(f"--train_data_dir {folder}: {name} has {fault}")
     if len(splits["train"]) == 0:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows")
     has_validation = validation is not None and len(validation) > 0
     return TokenDataset(path, Rows(splits["train"]), Rows(validation) if has_validation else None)
+
+
+def _fault_of_columns(split: datasets.Dataset) -> str | None:
+    """Name what keeps a split's columns from being tokens and, where there are any, their labels."""
+    if "input_ids" not in split.column_names:
+        return f"no column input_ids, only {split.column_names}"
+    columns = [name for name in ("input_ids", "labels") if name in split.column_names]
+    for name in columns:
+        kind = split.data.column(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if not is_list or not pa.types.is_integer(kind.value_type):
+            return f"a column {name} of {kind}, not of lists of token ids"
+    lengths = [pc.list_value_length(split.data.column(name)).to_numpy() for name in columns]
+    if len(lengths) == 2 and (lengths[0] != lengths[1]).any():
+        first = int((lengths[0] != lengths[1]).argmax())
+        return f"rows whose labels are not as many as their input_ids, row {first} first"
+    return None
 
 
 @dataclass(frozen=True)
@@ -262,7 +283,7 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _padded(rows: list[np.ndarray], filler: int) -> torch.Tensor:
-    longest = max(len(row) for row in rows)
+    longest = max(1, *(len(row) for row in rows))
     padded = np.full((len(rows), longest), filler, dtype=np.int64)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row

@@ -1,0 +1,313 @@
+"""Every row once an epoch, the same rows in a window however many ranks there are, and the same ones after a resume."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric_train.batches import (
+    Batch,
+    Rows,
+    TrainBatches,
+    Window,
+    WindowOrder,
+    open_dataset,
+    validation_batches,
+)
+from fabric_train.errors import InputError
+from fabric_train.loss import IGNORED_LABEL, count_supervised
+
+Labels = list[list[int]] | None
+
+
+def rows_of(rows: list[list[int]], labels: Labels = None) -> Rows:
+    columns = {"input_ids": rows} | ({"labels": labels} if labels else {})
+    return Rows(datasets.Dataset.from_dict(columns))
+
+
+def numbered(num_rows: int, length: int = 3) -> Rows:
+    """Rows that hold nothing but their own number."""
+    return rows_of([[row] * length for row in range(num_rows)])
+
+
+def row_numbers(batch: Batch) -> list[int]:
+    """The numbers of a batch's rows; a row without supervised tokens is no row."""
+    supervised = (batch.labels != IGNORED_LABEL).all(dim=1)
+    return batch.input_ids[supervised, 0].tolist()
+
+
+def train_windows(
+    rows: Rows,
+    steps: tuple[int, int],
+    *,
+    rows_per_window: int = 4,
+    micro_batch_size: int = 1,
+    world_size: int = 1,
+    rank: int = 0,
+    seed: int = 0,
+    num_workers: int = 0,
+) -> list[Window]:
+    order = WindowOrder(len(rows), rows_per_window, micro_batch_size, world_size, rank, seed)
+    return list(TrainBatches(rows, order, num_workers, pin_memory=False).windows(*steps))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> dict[str, int]:
+    """Rows, and the ways a window of them may be cut."""
+    micro_batch_size, world_size = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    accumulation = draw(st.integers(1, 4))
+    return {
+        "num_rows": draw(st.integers(1, 60)),
+        "rows_per_window": micro_batch_size * world_size * accumulation,
+        "micro_batch_size": micro_batch_size,
+        "world_size": world_size,
+        "seed": draw(st.integers(0, 2**32)),
+    }
+
+
+def windows_of_rank(cut: dict[str, int], rank: int, epoch: int) -> list[list[list[int]]]:
+    """The micro-batches of every window of an epoch on a rank."""
+    order = WindowOrder(**cut, rank=rank)
+    batches = order.batches(epoch, 0)
+    windows = [[next(batches) for _ in range(order.num_batches_in(w))] for w in range(order.windows_per_epoch)]
+    assert next(batches, None) is None
+    return windows
+
+
+@given(cuts(), st.integers(0, 3))
+def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, int], epoch: int) -> None:
+    seen: list[int] = []
+    for rank in range(cut["world_size"]):
+        for window in windows_of_rank(cut, rank, epoch):
+            seen += itertools.chain.from_iterable(window)
+    assert sorted(seen) == list(range(cut["num_rows"]))
+
+
+@given(cuts(), cuts(), st.integers(0, 3))
+def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, int], other: dict[str, int], epoch: int) -> None:
+    # two cuts of the same window: only micro-batches and ranks differ
+    other = other | {name: cut[name] for name in ("num_rows", "rows_per_window", "seed")}
+    windows = []
+    for one in (cut, other):
+        ranks = [windows_of_rank(one, rank, epoch) for rank in range(one["world_size"])]
+        windows.append([sorted(itertools.chain(*itertools.chain(*parts))) for parts in zip(*ranks, strict=True)])
+    assert windows[0] == windows[1]
+
+
+@given(cuts())
+def test_every_rank_has_as_many_micro_batches_and_none_is_too_large(cut: dict[str, int]) -> None:
+    ranks = [windows_of_rank(cut, rank, 0) for rank in range(cut["world_size"])]
+    assert len({tuple(len(window) for window in windows) for windows in ranks}) == 1
+    sizes = [len(batch) for windows in ranks for window in windows for batch in window]
+    assert max(sizes) <= cut["micro_batch_size"]
+
+
+@given(cuts())
+def test_the_last_window_holds_what_is_left(cut: dict[str, int]) -> None:
+    order = WindowOrder(**cut, rank=0)
+    sizes = [order.num_rows_in(window) for window in range(order.windows_per_epoch)]
+    assert sizes[:-1] == [cut["rows_per_window"]] * (len(sizes) - 1)
+    assert 0 < sizes[-1] <= cut["rows_per_window"]
+    assert sum(sizes) == cut["num_rows"]
+    assert [len(order.rows_in(0, window)) for window in range(len(sizes))] == sizes
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
+    order = WindowOrder(1000, 8, 1, 1, 0, seed=7)
+    same = WindowOrder(1000, 20, 2, 5, 3, seed=7)
+    np.testing.assert_array_equal(order.epoch_order(1), same.epoch_order(1))
+    orders = {tuple(WindowOrder(1000, 8, 1, 1, 0, seed).epoch_order(epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    assert tuple(range(1000)) not in orders
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_at_any_step_yields_the_windows_that_were_left(num_workers: int) -> None:
+    rows = numbered(11)
+    cut: dict[str, Any] = {"rows_per_window": 4, "micro_batch_size": 2, "world_size": 2, "rank": 1, "seed": 3}
+    uninterrupted = train_windows(rows, (0, 8), **cut)
+    for step in range(9) if num_workers == 0 else (4,):
+        resumed = train_windows(rows, (step, 8), num_workers=num_workers, **cut)
+        assert len(resumed) == 8 - step
+        for again, window in zip(resumed, uninterrupted[step:], strict=True):
+            assert (again.step, again.epoch, again.ends_epoch) == (window.step, window.epoch, window.ends_epoch)
+            assert (again.num_rows, again.num_tokens) == (window.num_rows, window.num_tokens)
+            for one, other in zip(again.batches, window.batches, strict=True):
+                assert torch.equal(one.input_ids, other.input_ids)
+                assert torch.equal(one.labels, other.labels)
+
+
+def test_windows_count_steps_epochs_rows_and_tokens_of_all_ranks() -> None:
+    rows = numbered(11, length=5)
+    for world_size, rank in ((1, 0), (2, 1), (4, 3)):
+        windows = train_windows(rows, (0, 7), rows_per_window=4, world_size=world_size, rank=rank)
+        assert [window.step for window in windows] == [1, 2, 3, 4, 5, 6, 7]
+        assert [window.epoch for window in windows] == [0, 0, 0, 1, 1, 1, 2]
+        assert [window.ends_epoch for window in windows] == [False, False, True, False, False, True, False]
+        assert [window.num_rows for window in windows] == [4, 4, 3, 4, 4, 3, 4]
+        assert [window.num_tokens for window in windows] == [20, 20, 15, 20, 20, 15, 20]
+
+
+def test_tokens_of_a_window_are_those_of_its_rows_when_rows_differ_in_length() -> None:
+    rows = rows_of([[row] * (row + 1) for row in range(10)])
+    windows = train_windows(rows, (0, 3), rows_per_window=4, micro_batch_size=4)
+    for window in windows:
+        (batch,) = window.batches
+        lengths = [number + 1 for number in batch.input_ids[:, 0].tolist()]
+        assert window.num_tokens == sum(lengths)
+        assert batch.input_ids.shape == (window.num_rows, max(lengths))
+    assert sum(window.num_tokens for window in windows) == 55
+
+
+def test_a_rank_without_rows_in_the_last_window_gets_a_batch_that_supervises_nothing() -> None:
+    last = [train_windows(numbered(5), (0, 2), world_size=4, rank=rank)[1] for rank in range(4)]
+    assert [len(window.batches) for window in last] == [1, 1, 1, 1]
+    assert sorted(itertools.chain(*(row_numbers(window.batches[0]) for window in last)))[0] in range(5)
+    supervised = [int(count_supervised(window.batches[0].labels)) for window in last]
+    assert supervised == [2, 0, 0, 0]
+    assert [tuple(window.batches[0].input_ids.shape) for window in last[1:]] == [(1, 2)] * 3
+
+
+def test_worker_processes_read_the_same_batches() -> None:
+    rows = rows_of([[row] * (1 + row % 4) for row in range(23)])
+    cut: dict[str, Any] = {"rows_per_window": 6, "micro_batch_size": 2, "seed": 1}
+    alone = train_windows(rows, (0, 8), num_workers=0, **cut)
+    helped = train_windows(rows, (0, 8), num_workers=2, **cut)
+    for window, other in zip(alone, helped, strict=True):
+        for one, same in zip(window.batches, other.batches, strict=True):
+            assert torch.equal(one.input_ids, same.input_ids)
+            assert torch.equal(one.labels, same.labels)
+
+
+def test_shorter_rows_are_padded_at_the_end_and_the_padding_is_not_supervised() -> None:
+    batch = rows_of([[7, 8, 9], [5], []]).__getitems__([0, 1, 2])  # what a DataLoader calls
+    assert batch.input_ids.tolist() == [[7, 8, 9], [5, 0, 0], [0, 0, 0]]
+    assert batch.labels.tolist() == [[7, 8, 9], [5, IGNORED_LABEL, IGNORED_LABEL], [IGNORED_LABEL] * 3]
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert rows_of([[]]).__getitems__([0]).input_ids.shape == (1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------- validation
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(1, 6))
+def test_validation_takes_each_row_once_over_all_ranks(
+    num_rows: int, batch_size: int, world_size: int, limit: int | None
+) -> None:
+    rows = numbered(num_rows)
+    ranks = [
+        list(validation_batches(rows, batch_size, world_size, rank, limit, num_workers=0)) for rank in range(world_size)
+    ]
+    seen = [number for batches in ranks for batch in batches for number in row_numbers(batch)]
+    expected = min(num_rows, (limit or num_rows) * batch_size * world_size)
+    assert sorted(seen) == list(range(expected))
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(len(batches) <= (limit or num_rows) for batches in ranks)
+
+
+# --------------------------------------------------------------------------------------------------- folders on disk
+
+
+def save(folder: Path, **splits: datasets.Dataset) -> str:
+    datasets.DatasetDict(splits).save_to_disk(str(folder))
+    return str(folder)
+
+
+def test_a_token_dataset_is_read_as_it_was_written(tiny_tokens_dir: Path) -> None:
+    dataset = open_dataset(str(tiny_tokens_dir))
+    assert dataset.validation is not None
+    raw = datasets.load_from_disk(str(tiny_tokens_dir))
+    for rows, split in ((dataset.train, raw["train"]), (dataset.validation, raw["validation"])):
+        assert len(rows) == split.num_rows
+        assert rows.longest() == 64
+        assert rows.highest_id() == max(map(max, split["input_ids"]))
+        assert rows.num_tokens(np.arange(len(rows))) == 64 * split.num_rows
+        batch = rows.__getitems__([2, 0])
+        assert batch.input_ids.tolist() == [split[2]["input_ids"], split[0]["input_ids"]]
+        assert torch.equal(batch.labels, batch.input_ids)
+    assert {path.name for path in dataset.attachments} == {"manifest.json", "tokenizer"}
+
+
+def test_an_older_folder_with_valid_split_and_labels_of_unequal_lengths_works(tmp_path: Path) -> None:
+    train = datasets.Dataset.from_dict(
+        {
+            "input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9]],
+            "attention_mask": [[1, 1, 1], [1, 1], [1, 1, 1, 1]],
+            "labels": [[-100, 2, 3], [4, -100], [-100, -100, 8, 9]],
+        }
+    )
+    valid = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
+    dataset = open_dataset(save(tmp_path / "old", train=train, valid=valid))
+    assert dataset.validation is not None
+    assert (len(dataset.train), len(dataset.validation)) == (3, 1)
+    assert (dataset.train.longest(), dataset.train.highest_id()) == (4, 9)
+    batch = dataset.train.__getitems__([2, 1])
+    assert batch.input_ids.tolist() == [[6, 7, 8, 9], [4, 5, 0, 0]]
+    assert batch.labels.tolist() == [[-100, -100, 8, 9], [4, -100, -100, -100]]
+    assert dataset.attachments == ()
+    (window,) = train_windows(dataset.train, (0, 1), rows_per_window=3, micro_batch_size=3)
+    assert (window.num_rows, window.num_tokens) == (3, 9)
+
+
+def test_another_dataset_has_another_fingerprint_and_the_same_one_the_same(tmp_path: Path) -> None:
+    first = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    second = datasets.Dataset.from_dict({"input_ids": [[1, 3]]})
+    folders = [save(tmp_path / "a", train=first), save(tmp_path / "b", train=second)]
+    one, other = (open_dataset(folder).fingerprint for folder in folders)
+    assert one != other
+    assert open_dataset(folders[0]).fingerprint == one
+    (tmp_path / "a" / "manifest.json").write_text("{}")
+    (tmp_path / "b" / "manifest.json").write_text("{}")
+    assert open_dataset(folders[0]).fingerprint == open_dataset(folders[1]).fingerprint != one
+
+
+def test_a_folder_without_validation_split_has_no_validation(tmp_path: Path) -> None:
+    train = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    assert open_dataset(save(tmp_path / "tokens", train=train)).validation is None
+
+
+def refusal(folder: Path | str) -> str:
+    with pytest.raises(InputError) as error:
+        open_dataset(str(folder))
+    (fault,) = error.value.faults
+    assert "\n" not in fault
+    assert fault.startswith(f"--train_data_dir {folder}: ")
+    return fault.removeprefix(f"--train_data_dir {folder}: ")
+
+
+def test_a_folder_that_is_no_token_dataset_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "missing").startswith("no such folder; make one with tokenize_dataset.py")
+    assert refusal(tmp_path).startswith("the folder holds no dataset_dict.json; make one with")
+    good = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+    assert refusal(save(tmp_path / "a", test=good)) == "no train split, only test"
+    text = datasets.Dataset.from_dict({"text": ["a"]})
+    assert refusal(save(tmp_path / "b", train=text)) == "train has no column input_ids, only ['text']"
+    assert refusal(save(tmp_path / "c", train=good, valid=text)).startswith("validation has no column input_ids")
+    empty = datasets.Dataset.from_dict({"input_ids": []}, features=good.features)
+    for number, splits in enumerate(({"train": empty}, {"train": good, "validation": empty})):
+        assert "split has no rows" in refusal(save(tmp_path / f"empty{number}", **splits))
+
+
+def test_columns_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
+    for name, ids in (("text", ["1 2"]), ("numbers", [1]), ("floats", [[0.5]]), ("words", [["a"]])):
+        wrong = datasets.Dataset.from_dict({"input_ids": ids})
+        assert refusal(save(tmp_path / name, train=wrong)).startswith("train has a column input_ids of ")
+    labelled = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3, 4]]})
+    assert refusal(save(tmp_path / "labels", train=labelled)) == (
+        "train has rows whose labels are not as many as their input_ids, row 1 first"
+    )
+
+
+def test_a_damaged_dataset_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "tokens", train=datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 100}))
+    arrow = next(Path(folder).rglob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:100])
+    assert refusal(folder).startswith("damaged, ")
+    arrow.unlink()
+    assert refusal(folder).startswith("damaged, ")
