@@ -38,7 +38,7 @@ class DeviceArguments:
     """Devices"""
 
     devices: int | str = "auto"
-    """How many devices on this machine, or their indices (0,2,3); auto is every GPU, else one CPU process."""
+    """How many devices on this machine, or their indices (0,2,3); auto or -1 is every GPU, else one CPU process."""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     """Where to compute; auto is CUDA where there is a GPU."""
     num_nodes: PositiveInt = 1
@@ -49,7 +49,7 @@ class DeviceArguments:
     def faults(self) -> list[str]:
         """Name what the types let through."""
         faults = []
-        if not re.fullmatch(r"auto|[1-9]\d*|\d+(,\d+)+", str(self.devices)):
+        if not re.fullmatch(r"auto|-1|[1-9]\d*|\d+(,\d+)+", str(self.devices)):
             faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
         if self.tpu:
             faults.append("--tpu true: training on TPU is not available; leave it out to train on GPU or CPU")
@@ -284,7 +284,7 @@ class ConvertArguments:
     checkpoint: list[str]
     """Checkpoints (step-... folders), or run folders, whose newest checkpoint is taken."""
     output_dir: str
-    """Folder to write; with several checkpoints, one folder each beneath it."""
+    """Folder to write; with several checkpoints, one folder each beneath it, named step-...."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the exported weights."""
     max_shard_size: str = "5GB"
@@ -297,7 +297,7 @@ class ConvertArguments:
     def faults(self) -> list[str]:
         """Name what can be seen to be wrong before any work."""
         faults = []
-        if not re.fullmatch(r"\d+(\.\d+)?\s*([KMGT]i?)?B", self.max_shard_size, re.IGNORECASE):
+        if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", self.max_shard_size):
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
         if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")

@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         else "the pretrained weights, step 0"
     )
     console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
-    for note in plan.notes:
+    idle = parallel.unused_gpus(arguments.device.devices, parallel.resolve_accelerator(arguments.device.accelerator))
+    for note in (*plan.notes, *([idle] if idle else [])):
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     if prepared.state.step >= plan.num_steps:
         console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")

@@ -108,6 +108,9 @@ class Checkpoints:
             if self._fabric.is_global_zero:
                 self._write_description(folder, state)
             self._fabric.barrier()  # every rank's shard is written before the folder gets its name
+            if self._fabric.is_global_zero:
+                for file in folder.rglob("*.safetensors"):  # safetensors lets nobody but the owner read what it writes
+                    shutil.copymode(folder / "trainer.json", file)
         if self._fabric.is_global_zero and self._keep is not None:
             prune(self.folder, self._keep)
         self._fabric.barrier()

@@ -3,12 +3,12 @@ weights.
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import disable_progress_bars
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -106,7 +106,7 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 
 def quiet_transformers() -> None:
     """Leave transformers' errors and drop its advice and bars, which would drown our own lines on every rank."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    disable_progress_bars()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -135,13 +135,22 @@ def count_devices(devices: int | str, accelerator: str) -> int:
         InputError: where there are fewer GPUs than asked for.
     """
     there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
-    if devices == "auto":
+    if str(devices) in ("auto", "-1"):
         return there
     indices = [int(index) for index in str(devices).split(",")]
     wanted, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
     if accelerator == "cuda" and highest > there:
         raise InputError(f"--devices {devices}: only {there} GPU{'s are' if there > 1 else ' is'} here")
     return wanted
+
+
+def unused_gpus(devices: int | str, accelerator: str) -> str | None:
+    """Return a line for the user where the run leaves GPUs of this machine idle."""
+    there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
+    used = count_devices(devices, accelerator)
+    if used >= there:
+        return None
+    return f"{used} of this machine's {there} GPUs are used; fabric run takes one unless told --devices {there}"
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:

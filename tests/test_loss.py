@@ -1,6 +1,5 @@
 """The loss and its gradient are those of the window's tokens, however the window is cut."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,8 +32,8 @@ class Bigram(nn.Module):
 
 
 @pytest.fixture
-def fabric() -> Iterator[Fabric]:
-    yield Fabric(accelerator="cpu", devices=1)
+def fabric() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1)
 
 
 def window(*batches: Batch) -> Window:
@@ -46,7 +45,7 @@ def batch(input_ids: list[list[int]], labels: list[list[int]] | None = None) -> 
 
 
 def test_gradient_of_a_window_is_the_one_worked_out_by_hand(fabric: Fabric) -> None:
-    # Uniform logits: every token costs log 5, and its gradient in row "previous" is 1/5 everywhere, minus 1 at the target.
+    # Uniform logits: every token costs log 5; its gradient in row "previous" is 1/5 everywhere, minus 1 at the target.
     # Micro-batch 1 supervises one token (0→1), micro-batch 2 three (0→2, 2→2, 2→3): 4 in all, each weighs 1/4.
     #   row 0: 2 tokens: 2/4 · 1/5 = 0.1 everywhere, minus 1/4 at 1 and at 2  → [0.1, -0.15, -0.15, 0.1, 0.1]
     #   row 2: 2 tokens: 0.1 everywhere, minus 1/4 at 2 and at 3              → [0.1, 0.1, -0.15, -0.15, 0.1]

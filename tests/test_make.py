@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.conftest import ROOT
+from conftest import ROOT
 
 
 def _make(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

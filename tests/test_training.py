@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -296,9 +297,9 @@ def test_another_family_is_sharded_by_its_own_layers(
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    size = {"vocab_size": 1000, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    GPT2LMHeadModel(GPT2Config(**size, **dropout)).save_pretrained(tmp_path / "gpt2")
+    size: dict[str, Any] = {"vocab_size": 1000, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    no_dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(**size, **no_dropout)).save_pretrained(tmp_path / "gpt2")
     options = {"model_name": tmp_path / "gpt2", "max_step": 2, "activation_checkpointing": activation_checkpointing}
     name = f"gpt2-{activation_checkpointing}"
     one = trainer(f"{name}-one", 1, **options)

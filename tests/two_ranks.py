@@ -37,7 +37,7 @@ def inside(options: list[str]) -> dict[str, list[str]]:
     model: Any = load_model(shape, parallel.weights_dtype(arguments.model.precision))
     decayed = decayed_names(model)
     model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
-    optimizer = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
+    optimizer: Any = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
     seen = watch(model)
     ids = torch.randint(0, shape.vocab_size, (1, 32), generator=torch.Generator().manual_seed(fabric.global_rank))
     window = Window(1, 0, False, 4, 128, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
