@@ -64,7 +64,11 @@ class CSVLogger:
         kept: list[dict[str, str]] = []
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
-                kept = [row for row in csv.DictReader(file) if row["step"] and int(row["step"]) <= last_step]
+                kept = [
+                    row
+                    for row in csv.DictReader(file)
+                    if None not in row.values() and int(row["step"]) <= last_step  # a crash may have cut the last row
+                ]
         temporary = path.with_suffix(".csv.new")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="ignore")
@@ -131,9 +135,10 @@ class WandbLogger:
     def log_model(self, checkpoint: Path) -> None:
         """Upload a checkpoint without its optimizer as an artifact."""
         artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"checkpoint": checkpoint.name})
-        for path in checkpoint.iterdir():
-            if path.name != "optimizer":
-                (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path), name=path.name)
+        for path in sorted(checkpoint.rglob("*")):
+            name = path.relative_to(checkpoint)
+            if path.is_file() and name.parts[0] != "optimizer":
+                artifact.add_file(str(path), name=name.as_posix())
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
@@ -168,7 +173,7 @@ class ProgressLine:
             validation = (
                 f"step {metrics.step}: validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
             )
-            self._console.print(validation, highlight=False)
+            self._console.print(validation, highlight=False, soft_wrap=True)
         if not self._console.is_terminal and (
             now - self._last_line > _SECONDS_BETWEEN_LINES or metrics.step == self._num_steps
         ):
