@@ -237,7 +237,7 @@ def _report(evaluation: Evaluation, prepared: Prepared, fabric: Fabric, console:
 
 def _quiet() -> None:
     """Drop what the libraries say on every rank about things that are as they should be."""
-    for name in ("lightning.fabric", "lightning_utilities.core.rank_zero", "torch.distributed"):
+    for name in ("lightning.fabric", "lightning.pytorch", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*FSDP.state_dict_type.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")
