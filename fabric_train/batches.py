@@ -82,10 +82,12 @@ class Rows(torch.utils.data.Dataset):
         """Tokens in these rows together."""
         return int(self._lengths[indices].sum())
 
-    def highest_id(self) -> int:
-        """Highest token id there is; reads the whole split."""
+    def id_range(self) -> tuple[int, int]:
+        """Lowest and highest token id there is; reads the whole split."""
         chunks = self.split.data.column("input_ids").chunks
-        return max(pc.max(chunk.flatten()).as_py() for chunk in chunks if len(chunk))
+        flat = [tokens for tokens in (chunk.flatten() for chunk in chunks) if len(tokens)]
+        lowest = min((pc.min(tokens).as_py() for tokens in flat), default=0)
+        return lowest, max((pc.max(tokens).as_py() for tokens in flat), default=0)
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the rows as one batch, shorter rows padded at the end with unsupervised tokens."""

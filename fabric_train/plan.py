@@ -84,7 +84,11 @@ def _misfits(dataset: TokenDataset, shape: ModelShape, eval_only: bool) -> list[
                 f"{shape.max_positions}; "
                 f"tokenize with --max_length {shape.max_positions} or less"
             )
-        highest = rows.highest_id()
+        lowest, highest = rows.id_range()
+        if lowest < 0:
+            faults.append(
+                f"{dataset.folder}: {name} holds token id {lowest}; pad with a token of the model and mask it in labels"
+            )
         if highest >= shape.vocab_size:
             faults.append(
                 f"{dataset.folder}: {name} holds token id {highest}, {shape.source} has {shape.vocab_size} tokens; "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arguments import (
@@ -310,6 +310,7 @@ WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_
 FLOATS = st.floats(0, 1, allow_subnormal=False)
 
 
+@settings(deadline=None)
 @given(
     device=st.builds(DeviceArguments, devices=POSITIVE | st.sampled_from(["auto", "0,1"]), num_nodes=POSITIVE),
     data=st.builds(DataArguments, train_data_dir=WORDS, seed=st.integers(0, 2**64)),

@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.batches import (
@@ -80,6 +80,7 @@ def windows_of_rank(cut: dict[str, int], rank: int, epoch: int) -> list[list[lis
     return windows
 
 
+@settings(deadline=None)
 @given(cuts(), st.integers(0, 3))
 def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, int], epoch: int) -> None:
     seen: list[int] = []
@@ -89,6 +90,7 @@ def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, int], epo
     assert sorted(seen) == list(range(cut["num_rows"]))
 
 
+@settings(deadline=None)
 @given(cuts(), cuts(), st.integers(0, 3))
 def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, int], other: dict[str, int], epoch: int) -> None:
     # two cuts of the same window: only micro-batches and ranks differ
@@ -100,6 +102,7 @@ def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, int], oth
     assert windows[0] == windows[1]
 
 
+@settings(deadline=None)
 @given(cuts())
 def test_every_rank_has_as_many_micro_batches_and_none_is_too_large(cut: dict[str, int]) -> None:
     ranks = [windows_of_rank(cut, rank, 0) for rank in range(cut["world_size"])]
@@ -108,6 +111,7 @@ def test_every_rank_has_as_many_micro_batches_and_none_is_too_large(cut: dict[st
     assert max(sizes) <= cut["micro_batch_size"]
 
 
+@settings(deadline=None)
 @given(cuts())
 def test_the_last_window_holds_what_is_left(cut: dict[str, int]) -> None:
     order = WindowOrder(**cut, rank=0)
@@ -191,11 +195,13 @@ def test_shorter_rows_are_padded_at_the_end_and_the_padding_is_not_supervised() 
     assert batch.labels.tolist() == [[7, 8, 9], [5, IGNORED_LABEL, IGNORED_LABEL], [IGNORED_LABEL] * 3]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert rows_of([[]]).__getitems__([0]).input_ids.shape == (1, 1)
+    assert rows_of([[]]).id_range() == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------- validation
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(1, 6))
 def test_validation_takes_each_row_once_over_all_ranks(
     num_rows: int, batch_size: int, world_size: int, limit: int | None
@@ -226,7 +232,7 @@ def test_a_token_dataset_is_read_as_it_was_written(tiny_tokens_dir: Path) -> Non
     for rows, split in ((dataset.train, raw["train"]), (dataset.validation, raw["validation"])):
         assert len(rows) == split.num_rows
         assert rows.longest() == 64
-        assert rows.highest_id() == max(map(max, split["input_ids"]))
+        assert rows.id_range() == (min(map(min, split["input_ids"])), max(map(max, split["input_ids"])))
         assert rows.num_tokens(np.arange(len(rows))) == 64 * split.num_rows
         batch = rows.__getitems__([2, 0])
         assert batch.input_ids.tolist() == [split[2]["input_ids"], split[0]["input_ids"]]
@@ -246,7 +252,7 @@ def test_an_older_folder_with_valid_split_and_labels_of_unequal_lengths_works(tm
     dataset = open_dataset(save(tmp_path / "old", train=train, valid=valid))
     assert dataset.validation is not None
     assert (len(dataset.train), len(dataset.validation)) == (3, 1)
-    assert (dataset.train.longest(), dataset.train.highest_id()) == (4, 9)
+    assert (dataset.train.longest(), dataset.train.id_range()) == (4, (1, 9))
     batch = dataset.train.__getitems__([2, 1])
     assert batch.input_ids.tolist() == [[6, 7, 8, 9], [4, 5, 0, 0]]
     assert batch.labels.tolist() == [[-100, -100, 8, 9], [4, -100, -100, -100]]

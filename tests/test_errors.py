@@ -36,7 +36,11 @@ for number, line in enumerate(lines):
         for stream in (1, 2):
             os.dup2(os.open(f"{sys.argv[1]}/{number}.{stream}", os.O_CREAT | os.O_WRONLY), stream)
         sys.argv = ["fabric_train", *line]
-        run_program(main)
+        try:
+            run_program(main)
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code)  # at once: taking down what has been imported takes seconds
     codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 print(json.dumps(codes))
 """
@@ -107,6 +111,7 @@ def there(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pat
     write_tokens(folder / "tokens", train=[[1, 2, 3]] * 8, validation=[[1, 2, 3]])
     write_tokens(folder / "unsplit", train=[[1, 2, 3]] * 8)
     write_tokens(folder / "other-vocabulary", train=[[1, 5000, 3]], validation=[[1, 2, 1000]])
+    write_tokens(folder / "negative", train=[[1, 2], [3, -100]])
     write_tokens(folder / "long", train=[[1] * 300], validation=[[1] * 256])
     (folder / "no-config").mkdir()
     for name, config in {
@@ -157,6 +162,10 @@ WRONG: dict[str, tuple[dict[str, str], list[str]]] = {
             "other-vocabulary: validation holds token id 1000, model has 1000 tokens; "
             "tokenize with the model's own tokenizer",
         ],
+    ),
+    "padding that is no token": (
+        {"train_data_dir": "negative"},
+        ["negative: train holds token id -100; pad with a token of the model and mask it in labels"],
     ),
     "rows beyond the positions": (
         {"train_data_dir": "long", "total_batch_size": "3", "micro_batch_size": "2"},
@@ -218,6 +227,7 @@ def command_line(**changed: str) -> list[str]:
     return [word for name, value in (GOOD | changed).items() for word in (f"--{name}", value)]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_is_told_in_a_line_and_nothing_is_written(there: Path) -> None:
     before = snapshot(there)
     refused_by_transformers = {
@@ -237,6 +247,7 @@ def test_what_cannot_be_trained_is_told_in_a_line_and_nothing_is_written(there: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_the_module_refuses_a_gpu_that_is_not_there(there: Path) -> None:
     before = snapshot(there)
     finished = subprocess.run(

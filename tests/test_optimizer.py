@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -33,6 +33,7 @@ def rates(num_steps: int, arguments: TrainingArguments) -> list[float]:
     return [learning_rate(step, num_steps, arguments) for step in range(1, num_steps + 1)]
 
 
+@settings(deadline=None)
 @given(runs())
 def test_every_schedule_but_constant_ends_exactly_on_min_lr(run: tuple[int, TrainingArguments]) -> None:
     num_steps, arguments = run
@@ -40,12 +41,14 @@ def test_every_schedule_but_constant_ends_exactly_on_min_lr(run: tuple[int, Trai
     assert learning_rate(num_steps, num_steps, arguments) == arguments.min_lr
 
 
+@settings(deadline=None)
 @given(runs(["constant"]))
 def test_a_constant_schedule_stays_at_lr(run: tuple[int, TrainingArguments]) -> None:
     num_steps, arguments = run
     assert set(rates(num_steps, arguments)[arguments.warmup_steps :]) <= {arguments.lr}
 
 
+@settings(deadline=None)
 @given(runs(list(get_args(Schedule))))
 def test_without_decay_every_schedule_is_constant(run: tuple[int, TrainingArguments]) -> None:
     num_steps, arguments = run
@@ -55,6 +58,7 @@ def test_without_decay_every_schedule_is_constant(run: tuple[int, TrainingArgume
     assert set(rates(num_steps, held)[held.warmup_steps :]) <= {held.lr}
 
 
+@settings(deadline=None)
 @given(runs(list(get_args(Schedule))))
 def test_the_rate_rises_linearly_to_lr_and_then_never_rises_nor_leaves_its_bounds(
     run: tuple[int, TrainingArguments],
@@ -71,6 +75,7 @@ def test_the_rate_rises_linearly_to_lr_and_then_never_rises_nor_leaves_its_bound
     assert all(lowest * (1 - 1e-12) <= rate <= arguments.lr for rate in after)
 
 
+@settings(deadline=None)
 @given(runs(list(get_args(Schedule))), st.data())
 def test_the_rate_of_a_step_does_not_depend_on_what_was_asked_before(
     run: tuple[int, TrainingArguments], data: st.DataObject
