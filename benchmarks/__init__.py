@@ -1,0 +1,1 @@
+"""What the programs cost, measured beside the usual way of doing the same."""

@@ -1,0 +1,67 @@
+"""``make benchmark`` or ``python -m benchmarks [NAME …]``: measure, print a table, write a file into results/."""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import tokenization, training
+from benchmarks.measure import ROOT
+from benchmarks.report import Report, this_machine, write_report
+from demo import real_data
+from fabric_train.errors import InputError, run_program
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``measure(work)`` runs the systems with its files in the folder ``work``; ``table`` shows what it has found."""
+
+    measure: Callable[[Path], Report]
+    table: Callable[[Report], Table]
+
+
+BENCHMARKS = {
+    "tokenization": Benchmark(tokenization.measure, tokenization.table),
+    "training": Benchmark(training.measure, training.table),
+}
+_IDLE = 0.25  # load average a core
+
+
+def main() -> None:
+    """Run the benchmarks named, or all.
+
+    Raises:
+        InputError: there is no benchmark of that name.
+        ConnectionError: the real data could not be fetched.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project beside its peers.")
+    parser.add_argument("names", nargs="*", help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all")
+    names = parser.parse_args().names
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        raise InputError(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+
+    console = Console(highlight=False, soft_wrap=True)
+    machine = this_machine()
+    if machine.load_average > _IDLE * machine.cores:
+        busy = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores: what else runs here "
+        console.print(busy + "slows what is measured", style="yellow")
+    real_data.CACHE.mkdir(exist_ok=True)
+    for name in names or BENCHMARKS:
+        # on the project's own disk, since the systems write what they make
+        with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
+            try:
+                report = BENCHMARKS[name].measure(Path(folder).relative_to(ROOT))
+            except real_data.FetchError as error:
+                raise ConnectionError(str(error)) from error
+        path = write_report(report, machine)
+        console.print(BENCHMARKS[name].table(report))
+        console.print(f"written {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,102 @@
+"""A benchmark's result as a file in benchmarks/results: what was run, on what, and every raw number."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.measure import ROOT, Command
+from fabric_train.corpus.encoder import available_cores
+
+RESULTS = ROOT / "benchmarks" / "results"
+_VERSIONS_OF = ("torch", "lightning", "transformers", "datasets", "tokenizers", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured; ``load_average`` is that of the minute before: above 0 others were at work too."""
+
+    kind: str
+    cores: int
+    cpu: str
+    memory_bytes: int
+    system: str
+    python: str
+    load_average: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark has found: ``runs`` holds a list of dataclasses a system, ``summary`` one dataclass."""
+
+    name: str
+    settings: Mapping[str, Any]
+    commands: Mapping[str, Command]
+    runs: Mapping[str, Sequence[Any]]
+    summary: Any
+
+
+def this_machine() -> Machine:
+    """Describe this machine, as it is before anything is measured."""
+    cores = available_cores()
+    return Machine(
+        kind=f"cpu{cores}",
+        cores=cores,
+        cpu=_cpu_model(),
+        memory_bytes=psutil.virtual_memory().total,
+        system=platform.platform(),
+        python=platform.python_version(),
+        load_average=psutil.getloadavg()[0],
+    )
+
+
+def write_report(report: Report, machine: Machine) -> Path:
+    """Write ``results/NAME-DATE-MACHINE.json``, in place of an earlier one of that day, and return its path."""
+    now = datetime.now(timezone.utc)
+    content = {
+        "benchmark": report.name,
+        "date": now.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": asdict(machine),
+        "versions": {name: version(name) for name in _VERSIONS_OF},
+        "settings": dict(report.settings),
+        "commands": {system: str(command) for system, command in report.commands.items()},
+        "summary": asdict(report.summary),
+        "runs": {system: [asdict(run) for run in runs] for system, runs in report.runs.items()},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{report.name}-{now:%Y-%m-%d}-{machine.kind}.json"
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _cpu_model() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the commit that was measured, with ``-dirty`` where files differ from it; None outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        finished = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no repository
+        return None
+    return finished.stdout.strip()
