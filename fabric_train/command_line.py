@@ -158,6 +158,8 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         raise ValueError("null")
     if get_origin(kind) is list and isinstance(value, str) and not value.startswith("["):
         value = [value]  # a list may be given without brackets, also when it has one element
+    if isinstance(value, str) and set(get_args(kind)) == {str, type(None)}:
+        return None if value == "null" else value  # jsonargparse reads it as YAML, where "#1" is a comment
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{name}", type=kind)
     value = parser.parse_object({name: value})[name]

@@ -146,6 +146,8 @@ def test_text_stays_text_whatever_it_looks_like() -> None:
     for text in ("123", "true", "null", "[a]", "a: b", "1e-3", "é", "a=b", "-", "# no comment"):
         assert train("--project", text)["project"] == text
         assert train(f"--project={text}")["project"] == text
+    for text in ("123", "~", "#1", "[a]"):
+        assert train("--entity", text)["entity"] == text
 
 
 @pytest.mark.parametrize(

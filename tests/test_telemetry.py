@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fabric_train.telemetry import (
     CSVLogger,
