@@ -73,6 +73,7 @@ def measure(work: Path) -> Report:
         ChildProcessError: a system failed, or the losses are not the same.
     """
     tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
+    print("training: making the token dataset", flush=True)
     run(_tokenize_command(model, tokens))
     commands = {
         OURS: _our_command(model, tokens, work / OURS),
