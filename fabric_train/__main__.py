@@ -5,6 +5,7 @@ What can be refused is refused before any process group exists; then every rank 
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -25,7 +26,7 @@ from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
 from fabric_train.batches import TokenDataset, TrainBatches, WindowOrder, open_dataset, validation_batches  # noqa: E402
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.errors import run_program  # noqa: E402
+from fabric_train.errors import InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
@@ -77,10 +78,11 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
+    model = _load(prepared)
     if fabric.is_global_zero:
         prepared.folder.mkdir(parents=True, exist_ok=True)
-        (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
-    model = _load(prepared)
+        if not arguments.evaluation.eval_only:
+            (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
     decayed, tied = decayed_names(model), tied_weight_names(model)
     model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
     validate = _validation(fabric, model, prepared)
@@ -110,6 +112,10 @@ def prepare(arguments: TrainArguments) -> Prepared:
         InputError: for whatever the user can mend.
     """
     folder = Path(arguments.save.output_dir)
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "is not writable" if nearest.is_dir() else "is a file"
+        raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
     checkpoint = checkpoints.choose_checkpoint(
         folder,
         arguments.checkpoint.checkpoint,

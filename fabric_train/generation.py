@@ -34,9 +34,6 @@ def load_for_generation(name: str) -> tuple[Any, Any]:
     """
     quiet_transformers()
     folder = Path(name)
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if looks_local and not folder.is_dir():
-        raise InputError(f"--model_name {name}: no such folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if folder.is_dir() and not _is_export(folder):
         checkpoint = find_checkpoint(folder)

@@ -69,6 +69,8 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
             if value != "auto":
                 given["parallelism"] = Given(_PARALLELISM_OF_STRATEGY[value], where)
             continue
+        if name == "devices" and value == "auto":  # which is one process there, whatever GPUs there are
+            value = environment.get("LOCAL_WORLD_SIZE", "1")
         value = _PRECISION_ALIASES.get(value, value) if name == "precision" else value
         given[name] = Given(value, where, is_default=name in ("devices", "num_nodes") and value == "1")
     return given

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -66,12 +68,19 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
         InputError: where the weights are missing or are not those of the configuration.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(shape.source, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            shape.source,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in one line
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(f"--model_name {shape.source}: cannot load its weights: {_first_line(error)}") from error
     model, report = loaded
     if report["missing_keys"] or report.get("mismatched_keys"):
-        wrong = sorted(str(key) for key in (*report["missing_keys"], *report.get("mismatched_keys", ())))
+        mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
+        wrong = sorted([*report["missing_keys"], *mismatched])
         raise InputError(
             f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape, {wrong[0]} first"
         )
@@ -107,6 +116,7 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 def quiet_transformers() -> None:
     """Leave transformers' errors and drop its advice and bars, which would drown our own lines on every rank."""
     disable_progress_bars()
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
@@ -116,8 +126,10 @@ def _read_config(source: str) -> PretrainedConfig:
     folder = Path(source)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"--model_name {source}: the folder has no config.json; give a Hugging Face model folder")
+    if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
+        raise InputError(f"--model_name {source}: no such folder")  # no hub name looks like this
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         hint = "" if folder.is_dir() else "no such folder, and the hub does not give it: "
         raise InputError(f"--model_name {source}: {hint}{_first_line(error)}") from error
