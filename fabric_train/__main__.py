@@ -166,7 +166,7 @@ def _description(prepared: Prepared) -> checkpoints.Description:
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
         data=prepared.order,
-        arguments=flatten(arguments),
+        arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
         versions={name: version(name) for name in _PACKAGES},
         attachments=prepared.dataset.attachments,
     )

@@ -182,6 +182,8 @@ def test_a_checkpoint_stands_on_its_own_and_is_plain_hugging_face(trainer: Train
     checkpoint = uninterrupted / "checkpoints" / f"step-{MAX_STEP:08d}"
     for name in ("config.json", "generation_config.json", "manifest.json", "tokenizer/tokenizer.json", "trainer.json"):
         assert (checkpoint / name).is_file()
+    described = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+    assert described["arguments"]["gradient_accumulation_steps"] == 3  # 12 rows in micro-batches of 2 on 2 ranks
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     dataset = open_dataset(str(trainer.tokens))
     assert dataset.validation is not None
