@@ -78,6 +78,13 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
+    _run(fabric, prepared, console)
+    parallel.leave_process_group(fabric)
+
+
+def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
+    """Build what the loop drives and train, or evaluate alone."""
+    arguments = prepared.arguments
     model = _load(prepared)
     if fabric.is_global_zero:
         prepared.folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """How a program of this project ends: the error a user can mend, and what is printed for it."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from fabric_train.launch import global_rank
@@ -29,6 +31,10 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     system.
 
     A programming error keeps its traceback; everything a user can mend is one line per fault, said by one rank.
+
+    The process ends without the interpreter's finalization, for which ``main`` must leave nothing to do: a native
+    thread (gloo's, arrow's) that asks for the interpreter meanwhile aborts the process, and taking down what has been
+    imported lasts up to seconds.
     """
     code = 0
     try:
@@ -42,7 +48,10 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         code = INTERRUPTED
         _say_once("interrupted")
-    sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # whoever read it has gone
+            stream.flush()
+    os._exit(code)
 
 
 def _say_once(*lines: str) -> None:

@@ -188,6 +188,13 @@ def setup_model(fabric: Fabric, model: nn.Module, layer_classes: LayerClasses, a
     return wrapped
 
 
+def leave_process_group(fabric: Fabric) -> None:
+    """Wait until every rank has come to its end and take down what connects them."""
+    fabric.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _mean_in_fp32(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: average a bucket of bf16 gradients over the ranks in fp32."""
     gradients = bucket.buffer()
