@@ -27,6 +27,7 @@ T = TypeVar("T")
 Precision = Literal["bf16-true", "bf16-mixed", "32-true", "16-mixed"]
 Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
+DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
 
 
@@ -62,6 +63,9 @@ class DataArguments:
 
     train_data_dir: str
     """Token dataset made by tokenize_dataset.py (train/ and validation/ in one folder)."""
+    isolate_documents: bool = True
+    """Let no document of a packed row see another: attention ends and positions begin at its border; false joins them.
+    """
     num_workers: NonNegativeInt = 1
     """Processes that read batches ahead of the loop, on each rank; 0 reads in the loop."""
     seed: NonNegativeInt = 0
@@ -74,6 +78,8 @@ class ModelArguments:
 
     model_name: str = "meta-llama/Meta-Llama-3-8B"
     """Hugging Face causal language model: a hub name or a folder."""
+    attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
+    """Implementation of attention; flash_attention_2 needs a GPU and the package flash-attn."""
     precision: Precision = "bf16-true"
     """bf16-true holds weights and optimizer in bfloat16; the mixed ones keep fp32 weights and compute in 16 bits."""
 
@@ -245,35 +251,60 @@ class TokenizeArguments:
     """Tokenization"""
 
     dataset: list[str]
-    """Files (txt, md, csv, json, jsonl, parquet), folders of these, a save_to_disk folder, or hub names."""
+    """Files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk folders, or hub
+    names.
+    """
     tokenizer_name: str
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
     max_length: PositiveInt = 2048
     """Tokens in a row."""
-    packing: Literal["concat"] = "concat"
-    """concat joins documents and cuts at row ends."""
+    packing: Literal["concat", "best_fit", "none"] = "concat"
+    """concat joins documents and cuts at row ends; best_fit fills rows with whole documents; none is one a row, padded.
+    """
+    overlap: NonNegativeInt = 0
+    """Tokens of a document that are repeated at the start of a row that goes on with it; not supervised again."""
+    data_format: DataFormat = "auto"
+    """What a row holds: text in --text_column, or a chat or instruction; auto finds out from the first row."""
     text_column: str = "text"
     """Column that holds the text in csv, json, jsonl, parquet and datasets."""
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+    """Tokens of a chat that are supervised: the assistant's turns, all tokens, or the assistant's last turn."""
+    too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
+    """Chats beyond --max_length lose turns from the end, or from the start after the system's, or are dropped."""
     validation_split: ClosedUnitInterval = 0.05
     """Share of the documents that goes to validation/; 0 makes none."""
+    validation_dataset: list[str] | None = None
+    """Sources of validation/, instead of a split; read like --dataset."""
+    weights: list[PositiveFloat] | None = None
+    """Share of each --dataset in the tokens of train/, in any unit; left out, every document is taken once."""
+    deduplicate: bool = False
+    """Leave out documents whose content has been read before."""
+    on_bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do about rows that cannot be read: stop and say where, or count and leave them out."""
+    stream: bool = False
+    """Read hub datasets as a stream instead of downloading them first."""
     num_proc: PositiveInt | None = None
     """Processes that encode; left out, one a core."""
     seed: NonNegativeInt = 0
-    """Seed of the validation split."""
+    """Seed of the validation split and of the sampling by --weights."""
     max_documents: PositiveInt | None = None
     """Stop after so many documents."""
     max_tokens: PositiveInt | None = None
-    """Stop after the document with which so many tokens have been read."""
+    """Stop after the document with which so many tokens have been read; with --weights, tokens of train/."""
 
     def faults(self) -> list[str]:
-        """Name what leaves nothing to train on."""
+        """Name what leaves nothing to train on, and what contradicts itself."""
         faults = []
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        if self.overlap >= self.max_length > 1:
+            faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
+        if self.weights and len(self.weights) != len(self.dataset):
+            faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
         return faults
 
 

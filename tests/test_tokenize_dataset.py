@@ -375,7 +375,7 @@ def test_a_damaged_manifest_is_refused_and_an_absent_one_is_none(tiny_tokens_dir
     content["ledger"]["train"]["rows"] += 1
     for damaged, message in [
         (whole[:-20], "damaged"),
-        (whole.replace('"format": 1', '"format": 2'), "format 2"),
+        (whole.replace('"format": 2', '"format": 3'), "format 3"),
         (json.dumps(content), "is not"),
         (whole.replace('"seed"', '"sead"'), "damaged"),
         ("[]", "damaged"),

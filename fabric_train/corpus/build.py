@@ -163,6 +163,9 @@ def _count_split(spool: Spool, chosen: np.ndarray, max_length: int) -> SplitLedg
         documents=int(chosen.sum()),
         characters=int(spool.characters[chosen].sum()),
         tokens_in=tokens,
+        tokens_repeated=0,
+        tokens_padding=0,
+        tokens_supervised=rows * max_length,
         tokens_in_rows=rows * max_length,
         tokens_dropped={LAST_INCOMPLETE_ROW: tokens - rows * max_length},
         rows=rows,
@@ -184,6 +187,9 @@ def _count(splits: dict[str, SplitLedger], documents_kept: int, documents_read: 
         documents_read=documents_read,
         documents_kept=documents_kept,
         documents_skipped={EMPTY: skipped} if skipped else {},
+        documents_repeated=0,
+        documents_unsampled=0,
+        tokens_cut={},
     )
 
 
@@ -195,5 +201,6 @@ def _describe(tokenizer: CorpusTokenizer, folder: Path) -> TokenizerRecord:
         eos_token_id=tokenizer.eos_token_id,
         bos_token=tokenizer.fast.bos_token,
         eos_token=tokenizer.fast.eos_token,
+        encoder="encode_batch_fast",
         sha256={file.name: sha256(file) for file in sorted(folder.iterdir())},
     )

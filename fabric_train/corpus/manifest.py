@@ -8,10 +8,14 @@ from typing import Any
 
 from fabric_train.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "manifest.json"
-LAST_INCOMPLETE_ROW = "last_incomplete_row"
+LAST_INCOMPLETE_ROW = "last_incomplete_row"  # reasons of the ledger
 EMPTY = "empty"
+BAD_ROW = "bad_row"
+DUPLICATE = "duplicate"
+TOO_LONG = "too_long"
+NOTHING_SUPERVISED = "nothing_supervised"
 
 
 @dataclass(frozen=True)
@@ -25,18 +29,31 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source of --dataset. ``kind`` is files, saved_dataset or hub; ``revision`` is a hub dataset's fingerprint."""
+    """A source of --dataset or --validation_dataset.
+
+    ``kind`` is files, saved_dataset or hub; ``revision`` is a hub dataset's fingerprint. ``documents`` and ``tokens``
+    are those kept of it; ``weight`` is its share in train/ where --weights was given, and ``epochs`` how often its
+    documents for training are in there on average.
+    """
 
     name: str
     kind: str
     files: tuple[SourceFile, ...]
     splits: tuple[str, ...]
     revision: str | None
+    documents: int = 0
+    tokens: int = 0
+    weight: float | None = None
+    epochs: float = 1.0
 
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer; ``vocab_size`` is its largest id plus one, ``sha256`` the hash of each file in ``tokenizer/``."""
+    """The tokenizer; ``vocab_size`` is its largest id plus one, ``sha256`` the hash of each file in ``tokenizer/``.
+
+    ``encoder`` is tiktoken, or encode_batch_fast and why. ``chat_template_sha256`` and ``end_of_turn_token_id`` are of
+    the template that chats were rendered with, None where there were none.
+    """
 
     name: str
     vocab_size: int
@@ -45,6 +62,9 @@ class TokenizerRecord:
     bos_token: str | None
     eos_token: str
     sha256: dict[str, str]
+    encoder: str
+    chat_template_sha256: str | None = None
+    end_of_turn_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +73,16 @@ class Settings:
 
     max_length: int
     packing: str
+    overlap: int
+    data_format: str
     text_column: str
+    train_on: str
+    too_long: str
     validation_split: float
+    validation_dataset: list[str] | None
+    weights: list[float] | None
+    deduplicate: bool
+    on_bad_rows: str
     seed: int
     max_documents: int | None
     max_tokens: int | None
@@ -62,35 +90,51 @@ class Settings:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """What went into a split and what came of it; ``tokens_in`` counts BOS and EOS, characters are code points."""
+    """What went into a split and what came of it; ``tokens_in`` counts BOS and EOS, characters are code points.
+
+    ``tokens_repeated`` are in rows a second time for --overlap; ``tokens_supervised`` have a label of their own.
+    """
 
     documents: int
     characters: int
     tokens_in: int
+    tokens_repeated: int
     tokens_in_rows: int
+    tokens_padding: int
+    tokens_supervised: int
     tokens_dropped: dict[str, int]
     rows: int
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The documents read, skipped by reason, and kept, which lie in the splits."""
+    """The documents read, skipped by reason, and kept, which lie in the splits.
+
+    Sampling by --weights puts ``documents_repeated`` there again and leaves ``documents_unsampled`` out.
+    ``tokens_cut`` are tokens of turns that were taken off chats, by reason; they count in no split.
+    """
 
     splits: dict[str, SplitLedger]
     documents_read: int
     documents_kept: int
     documents_skipped: dict[str, int]
+    documents_repeated: int
+    documents_unsampled: int
+    tokens_cut: dict[str, int]
 
     def imbalances(self, max_length: int) -> list[str]:
         """Return the sums that do not balance, in words; none when all do."""
+        sampled = self.documents_kept + self.documents_repeated - self.documents_unsampled
         sums = [
             ("documents read", self.documents_read, self.documents_kept + sum(self.documents_skipped.values())),
-            ("documents kept", self.documents_kept, sum(split.documents for split in self.splits.values())),
+            ("documents sampled", sampled, sum(split.documents for split in self.splits.values())),
         ]
         for name, split in self.splits.items():
             dropped = sum(split.tokens_dropped.values())
-            sums.append((f"tokens into {name}", split.tokens_in, split.tokens_in_rows + dropped))
-            sums.append((f"tokens in rows of {name}", split.tokens_in_rows, split.rows * max_length))
+            filled = split.tokens_in_rows + split.tokens_padding
+            placed = split.tokens_in_rows + dropped
+            sums.append((f"tokens into {name}", split.tokens_in + split.tokens_repeated, placed))
+            sums.append((f"tokens in rows of {name}", filled, split.rows * max_length))
         return [f"{name}: {total:,} is not {parts:,}" for name, total, parts in sums if total != parts]
 
 
