@@ -24,6 +24,7 @@ from rich.console import Console  # noqa: E402
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
+from fabric_train.attention import refuse_leaking, refuse_unusable  # noqa: E402
 from fabric_train.batches import TokenDataset, TrainBatches, WindowOrder, open_dataset, validation_batches  # noqa: E402
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.errors import InputError, run_program  # noqa: E402
@@ -86,12 +87,14 @@ def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
     """Build what the loop drives and train, or evaluate alone."""
     arguments = prepared.arguments
     model = _load(prepared)
+    decayed, tied = decayed_names(model), tied_weight_names(model)
+    model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
+    if prepared.dataset.train.isolates:
+        refuse_leaking(fabric, model, prepared.shape.source)
     if fabric.is_global_zero:
         prepared.folder.mkdir(parents=True, exist_ok=True)
         if not arguments.evaluation.eval_only:
             (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
-    decayed, tied = decayed_names(model), tied_weight_names(model)
-    model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
     validate = _validation(fabric, model, prepared)
     if arguments.evaluation.eval_only:
         assert validate is not None  # the plan has refused a dataset without validation rows
@@ -133,8 +136,10 @@ def prepare(arguments: TrainArguments) -> Prepared:
     accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
     world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
-    dataset = open_dataset(arguments.data.train_data_dir)
-    shape = read_shape(str(checkpoint or arguments.model.model_name), arguments.fsdp.auto_wrap_policy)
+    refuse_unusable(arguments, accelerator)
+    dataset = open_dataset(arguments.data.train_data_dir, arguments.data.isolate_documents)
+    source = str(checkpoint or arguments.model.model_name)
+    shape = read_shape(source, arguments.fsdp.auto_wrap_policy, arguments.model.attention)
     plan = make_plan(arguments, shape, dataset, world_size)
     order = checkpoints.DataOrder(dataset.fingerprint, plan.num_rows, plan.rows_per_window, arguments.data.seed)
     state = checkpoints.TrainerState()

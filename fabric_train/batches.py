@@ -24,8 +24,9 @@ import pyarrow.compute as pc
 import torch
 from torch.utils.data import DataLoader
 
+from fabric_train.corpus.manifest import Manifest, read_manifest
 from fabric_train.errors import InputError
-from fabric_train.loss import IGNORED_LABEL
+from fabric_train.loss import IGNORED_LABEL, Documents
 
 VALIDATION_NAMES = ("validation", "valid")
 
@@ -34,16 +35,24 @@ VALIDATION_NAMES = ("validation", "valid")
 class Batch:
     """Rows of one forward pass on one rank.
 
-    ``input_ids`` and ``labels`` are [B, T] int64. A rank that has no row left in a window gets a row without
+    ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no
+    row holds more than one, or all shall see each other. A rank that has no row left in a window gets a row without
     supervised tokens.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    documents: Documents | None = None
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory (the DataLoader calls this)."""
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory())
+        documents = self.documents and self.documents.pin_memory()
+        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on a device."""
+        input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
+        return Batch(input_ids, labels, self.documents and self.documents.to(device))
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,17 @@ class Window:
 
 
 class Rows(torch.utils.data.Dataset):
-    """One split of a token dataset: its rows by index, an index list at a time."""
+    """One split of a token dataset: its rows by index, an index list at a time.
 
-    def __init__(self, split: datasets.Dataset) -> None:
+    With ``isolate_documents``, and where the split has ``document_starts``, the batches keep its documents apart.
+    """
+
+    def __init__(self, split: datasets.Dataset, isolate_documents: bool = True) -> None:
         self.split = split
         self.has_labels = "labels" in split.column_names
-        columns = ["input_ids", "labels"] if self.has_labels else ["input_ids"]
+        self.has_borders = "document_starts" in split.column_names
+        self.isolates = isolate_documents and self.has_borders
+        columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.isolates)]
         self._table = split.select_columns(columns).with_format("arrow")
         self._lengths = pc.list_value_length(split.data.column("input_ids")).to_numpy()
 
@@ -77,6 +91,10 @@ class Rows(torch.utils.data.Dataset):
     def longest(self) -> int:
         """Tokens in the longest row."""
         return int(self._lengths.max())
+
+    def shortest(self) -> int:
+        """Tokens in the shortest row."""
+        return int(self._lengths.min())
 
     def num_tokens(self, indices: np.ndarray) -> int:
         """Tokens in these rows together."""
@@ -95,11 +113,37 @@ class Rows(torch.utils.data.Dataset):
             nothing = torch.zeros(1, 2, dtype=torch.int64)
             return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
         table = self._table[list(indices)]
-        rows = [row.values.to_numpy(zero_copy_only=False) for row in table.column("input_ids")]
-        labels = (
-            [row.values.to_numpy(zero_copy_only=False) for row in table.column("labels")] if self.has_labels else rows
-        )
-        return Batch(_padded(rows, 0), _padded(labels, IGNORED_LABEL))
+        input_ids = _padded(_lists(table, "input_ids"), 0)
+        labels = _padded(_lists(table, "labels" if self.has_labels else "input_ids"), IGNORED_LABEL)
+        starts = _lists(table, "document_starts") if self.isolates else []
+        if not any(start for row in starts for start in row[:2]):  # the first may be 0, the second is above
+            return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
+        return isolate(input_ids, labels, starts)
+
+
+def isolate(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
+    """Make a batch in which no document sees another, and none's first token is predicted from another's last.
+
+    Rows of 5 in which documents begin at 3, and at 0, 1 and 4::
+
+        position_ids  0 1 2 0 1    borders  0 3 5 6 9 10    labels  . . . -100 .
+                      0 0 1 2 0                                     . -100 . . -100
+
+    Args:
+        input_ids: int64 [B, T].
+        labels: int64 [B, T]; those at the documents' starts are overwritten.
+        document_starts: integers [any number] for each row, ascending: the positions at which documents begin.
+    """
+    num_rows, length = input_ids.shape
+    rows = np.repeat(np.arange(num_rows), [len(starts) for starts in document_starts])
+    columns = np.concatenate(document_starts)
+    begins = np.zeros((num_rows, length), dtype=np.int64)
+    begins[rows, columns] = columns  # the largest one up to a token is where its document begins
+    position_ids = np.arange(length) - np.maximum.accumulate(begins, axis=1)
+    labels[rows[columns > 0], columns[columns > 0]] = IGNORED_LABEL
+    borders = np.append(np.flatnonzero(position_ids == 0), num_rows * length).astype(np.int32)
+    documents = Documents(torch.from_numpy(position_ids), torch.from_numpy(borders), int(np.diff(borders).max()))
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
 
 
 @dataclass(frozen=True)
@@ -109,6 +153,11 @@ class TokenDataset:
     folder: Path
     train: Rows
     validation: Rows | None
+
+    @functools.cached_property
+    def manifest(self) -> Manifest | None:
+        """What ``manifest.json`` says; None for an older folder without one. See ``read_manifest`` for the errors."""
+        return read_manifest(self.folder)
 
     @property
     def fingerprint(self) -> str:
@@ -124,8 +173,12 @@ class TokenDataset:
         return tuple(path for path in (self.folder / "manifest.json", self.folder / "tokenizer") if path.exists())
 
 
-def open_dataset(folder: str) -> TokenDataset:
+def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     """Open the folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
+
+    Args:
+        folder: of the token dataset.
+        isolate_documents: whether batches keep the documents of a row apart, where the folder says where they begin.
 
     Raises:
         InputError: where it is no such folder, has no rows or columns that hold no tokens.
@@ -150,20 +203,21 @@ def open_dataset(folder: str) -> TokenDataset:
     if len(splits["train"]) == 0:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows")
     has_validation = validation is not None and len(validation) > 0
-    return TokenDataset(path, Rows(splits["train"]), Rows(validation) if has_validation else None)
+    held_out = Rows(validation, isolate_documents) if has_validation else None
+    return TokenDataset(path, Rows(splits["train"], isolate_documents), held_out)
 
 
 def _fault_of_columns(split: datasets.Dataset) -> str | None:
     """Name what keeps a split's columns from being tokens and, where there are any, their labels."""
     if "input_ids" not in split.column_names:
         return f"no column input_ids, only {split.column_names}"
-    columns = [name for name in ("input_ids", "labels") if name in split.column_names]
+    columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]
     for name in columns:
         kind = split.data.column(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not is_list or not pa.types.is_integer(kind.value_type):
-            return f"a column {name} of {kind}, not of lists of token ids"
-    lengths = [pc.list_value_length(split.data.column(name)).to_numpy() for name in columns]
+            return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
+    lengths = [pc.list_value_length(split.data.column(name)).to_numpy() for name in columns if "start" not in name]
     if len(lengths) == 2 and (lengths[0] != lengths[1]).any():
         first = int((lengths[0] != lengths[1]).argmax())
         return f"rows whose labels are not as many as their input_ids, row {first} first"
@@ -284,9 +338,13 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def _padded(rows: list[np.ndarray], filler: int) -> torch.Tensor:
+def _lists(table: pa.Table, column: str) -> list[np.ndarray]:
+    return [row.values.to_numpy(zero_copy_only=False) for row in table.column(column)]
+
+
+def _padded(rows: list[np.ndarray], filler: int) -> np.ndarray:
     longest = max(1, *(len(row) for row in rows))
     padded = np.full((len(rows), longest), filler, dtype=np.int64)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
-    return torch.from_numpy(padded)
+    return padded

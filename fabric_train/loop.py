@@ -110,8 +110,8 @@ def accumulate(fabric: Fabric, model: Any, window: Window) -> torch.Tensor:
         # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
         # it
         with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
-            input_ids = batch.input_ids.to(fabric.device, non_blocking=True)
-            loss = summed_loss(model, input_ids, batch.labels.to(fabric.device, non_blocking=True))
+            batch = batch.to(fabric.device)
+            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents)
             fabric.backward(loss * fabric.world_size / num_supervised)
         total += loss.detach()
     return sum_over_ranks(fabric, total) / num_supervised

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens a row, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,30 @@ import torch.nn.functional as F
 from lightning import Fabric
 
 IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in a batch [B, T]; a row is at least one, and none goes from one row into the next.
+
+    ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: where
+    they begin when the rows are laid end to end, and the end of all; ``longest`` is the length of the longest one.
+    Flash-attention takes the latter two, the other implementations see a new document in positions that restart.
+    """
+
+    position_ids: torch.Tensor
+    borders: torch.Tensor
+    longest: int
+
+    def pin_memory(self) -> "Documents":
+        """Return the same in page-locked memory."""
+        return Documents(self.position_ids.pin_memory(), self.borders.pin_memory(), self.longest)
+
+    def to(self, device: torch.device) -> "Documents":
+        """Return the same on a device."""
+        return Documents(
+            self.position_ids.to(device, non_blocking=True), self.borders.to(device, non_blocking=True), self.longest
+        )
 
 
 def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -22,20 +47,35 @@ def count_supervised(labels: torch.Tensor) -> torch.Tensor:
     return (labels[:, 1:] != IGNORED_LABEL).sum()
 
 
-def summed_loss(model: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def summed_loss(
+    model: Any, input_ids: torch.Tensor, labels: torch.Tensor, documents: Documents | None = None
+) -> torch.Tensor:
     """Cross entropy of the next token, summed over the supervised tokens.
 
     Args:
-        model: causal language model set up by Fabric; sees every earlier token of its row.
+        model: causal language model set up by Fabric.
         input_ids: [B, T] int64.
         labels: [B, T] int64, aligned with ``input_ids``; -100 is not supervised.
+        documents: what a token sees is its document's earlier tokens; None for all earlier ones of its row.
 
     Returns:
         A 0-dim fp32 tensor, 0 where nothing is supervised.
     """
-    logits = model(input_ids=input_ids, use_cache=False).logits  # [B, T, V]
+    logits = next_token_logits(model, input_ids, documents)
     targets = next_token_labels(labels)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    """Return the model's logits [B, T, V]; see :func:`summed_loss`."""
+    # with a cache, transformers would take restarting positions for one sequence and let documents see each other
+    arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    if documents is not None:
+        arguments["position_ids"] = documents.position_ids
+        if "flash" in model.config._attn_implementation:  # it would look at the positions in batches of one row alone
+            arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
+            arguments |= {"max_length_q": documents.longest, "max_length_k": documents.longest}
+    return model(**arguments).logits
 
 
 def sum_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:

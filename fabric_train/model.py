@@ -12,7 +12,13 @@ from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.errors import InputError
@@ -36,21 +42,30 @@ class ModelShape:
     max_positions: int | None
 
 
-def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS) -> ModelShape:
+def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None) -> ModelShape:
     """Read the configuration of a hub name or folder and build the model without memory, on the meta device.
 
+    Args:
+        source: hub name or folder.
+        layer_class: of the repeated layer.
+        attention: implementation of attention, which goes into ``config``; None leaves it to transformers.
+
     Raises:
-        InputError: where there is no such model, it is no causal language model, or has no layer of class
-        ``layer_class``.
+        InputError: where there is no such model, it is no causal language model, has no layer of class
+        ``layer_class``, or cannot compute attention so.
     """
     quiet_transformers()
     config = _read_config(source)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise InputError(f"--model_name {source}: a {kind} is not a causal language model: give one that is")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        kind = getattr(config, "model_type", type(config).__name__)
-        raise InputError(f"--model_name {source}: a {kind} is not a causal language model: give one that is") from error
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ImportError, ValueError) as error:
+        wanted = f" with --attention {attention}" if attention else ""
+        mend = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
+        raise InputError(f"--model_name {source}{wanted}: {_first_line(error).rstrip('.')}; {mend}") from error
     return ModelShape(
         source=source,
         config=config,
@@ -71,6 +86,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             shape.source,
             dtype=dtype,
+            attn_implementation=shape.config._attn_implementation,
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in one line

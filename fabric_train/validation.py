@@ -40,9 +40,9 @@ def evaluate(fabric: Fabric, model: Any, batches: Iterable[Batch]) -> Evaluation
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
     for batch in batches:
-        labels = batch.labels.to(fabric.device, non_blocking=True)
-        totals[0] += summed_loss(model, batch.input_ids.to(fabric.device, non_blocking=True), labels)
-        totals[1] += count_supervised(labels)
+        batch = batch.to(fabric.device)
+        totals[0] += summed_loss(model, batch.input_ids, batch.labels, batch.documents)
+        totals[1] += count_supervised(batch.labels)
     model.train()
     summed, num_tokens = sum_over_ranks(fabric, totals).tolist()
     return Evaluation(loss=summed / num_tokens if num_tokens else math.nan, num_tokens=int(num_tokens))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,16 @@ def timeless(run: Path) -> list[tuple[str, ...]]:
     return [tuple(row[name] for name in names) for row in metrics(run)]
 
 
+def mean_loss(model: Any, split: Any, rows: Sequence[int]) -> torch.Tensor:
+    """The loss over rows of a token dataset whose documents the model is given one at a time."""
+    losses = []
+    for row in rows:
+        ids, starts = torch.tensor(split[row]["input_ids"]), split[row]["document_starts"]
+        for document in ids.tensor_split([start for start in starts if start > 0]):
+            losses.append(F.cross_entropy(model(document[None]).logits[0, :-1], document[1:], reduction="none"))
+    return torch.cat(losses).mean()
+
+
 def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[float], float]:
     """The same training written out, whole windows on one device: losses, gradient norms, last validation loss."""
     dataset = open_dataset(str(tokens_dir))
@@ -140,10 +150,9 @@ def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[
             step += 1
             if step > MAX_STEP:
                 break
-            ids = torch.tensor(dataset.train.split[rows]["input_ids"])
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, MAX_STEP, schedule)
-            loss = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss = mean_loss(model, dataset.train.split, rows)
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
@@ -151,8 +160,7 @@ def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[
             losses.append(loss.item())
     assert dataset.validation is not None
     with torch.no_grad():
-        ids = torch.tensor(dataset.validation.split[:]["input_ids"])
-        held_out = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        held_out = mean_loss(model, dataset.validation.split, range(len(dataset.validation)))
     return losses, norms, float(held_out)
 
 
@@ -187,9 +195,8 @@ def test_a_checkpoint_stands_on_its_own_and_is_plain_hugging_face(trainer: Train
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     dataset = open_dataset(str(trainer.tokens))
     assert dataset.validation is not None
-    ids = torch.tensor(dataset.validation.split[:]["input_ids"])
     with torch.no_grad():
-        held_out = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        held_out = mean_loss(model, dataset.validation.split, range(len(dataset.validation)))
     assert column(uninterrupted, "val_loss")[-1] == pytest.approx(float(held_out), abs=1e-5)
 
 
@@ -271,7 +278,9 @@ def test_evaluation_alone_gives_the_loss_of_the_run_at_that_checkpoint(trainer: 
     assert result["step"] == MAX_STEP
     dataset = open_dataset(str(trainer.tokens))
     assert dataset.validation is not None
-    assert result["num_tokens"] == len(dataset.validation) * 63  # every row once, its 63 predictions
+    starts = [start for row in dataset.validation.split["document_starts"] for start in row if start > 0]
+    # every row once, its 63 predictions less those of a document's first token from another's last
+    assert result["num_tokens"] == len(dataset.validation) * 63 - len(starts)
 
 
 def test_the_saved_configuration_can_be_given_back(trainer: Trainer, uninterrupted: Path) -> None:

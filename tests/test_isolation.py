@@ -1,0 +1,386 @@
+"""Documents that share a row are trained as if each were alone: same loss, same gradient, no look across a border."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning import Fabric
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from arguments import DataArguments, ModelArguments, TrainArguments, parse
+from fabric_train.attention import refuse_leaking, refuse_unusable
+from fabric_train.batches import Batch, Rows, Window, isolate
+from fabric_train.errors import InputError
+from fabric_train.loop import accumulate
+from fabric_train.loss import IGNORED_LABEL, count_supervised, next_token_logits, summed_loss
+from fabric_train.model import load_model, read_shape
+from fabric_train.validation import evaluate
+
+ROW_LENGTH = 40
+PAD = 1
+# rows of documents' lengths; the second row begins within a document, the third ends in padding, the last is one piece
+LENGTHS = [[7, 1, 19, 13], [23, 17], [5, 2, 1, 12], [40]]
+BEGINS_WITHIN = 1
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:_compile flag on create_block_mask:DeprecationWarning", "ignore:flex_attention called without torch.compile"
+)
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+no_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[torch.Tensor]]:
+    """The documents, or pieces of them, of each row."""
+    generator = torch.Generator().manual_seed(0)
+    return [[torch.randint(0, 1000, (n,), generator=generator) for n in lengths] for lengths in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def split(documents: list[list[torch.Tensor]]) -> datasets.Dataset:
+    """The same documents as rows of a token dataset."""
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "document_starts": []}
+    for row, pieces in enumerate(documents):
+        ids = torch.cat(pieces).tolist()
+        padding = ROW_LENGTH - len(ids)
+        starts = np.cumsum([0, *map(len, pieces[:-1])]).tolist()
+        columns["input_ids"].append(ids + [PAD] * padding)
+        columns["labels"].append(ids + [IGNORED_LABEL] * padding)
+        columns["document_starts"].append(starts[1:] if row == BEGINS_WITHIN else starts)
+    return datasets.Dataset.from_dict(columns)
+
+
+def packed(split: datasets.Dataset, isolate_documents: bool = True) -> Batch:
+    return Rows(split, isolate_documents).__getitems__(range(len(split)))
+
+
+def load(folder: Path, attention: str) -> Any:
+    return load_model(read_shape(str(folder), attention=attention), torch.float32)
+
+
+@contextmanager
+def flash_attention_by_definition(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put what flash-attention computes, written with torch's own attention, where transformers calls its kernels."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, softmax_scale: float) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, head size]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def varlen(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        assert cu_seqlens_q[-1] == len(q)
+        cuts = [x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)]
+        parts = [
+            dense(*(x[None] for x in part), causal=causal, softmax_scale=softmax_scale)[0]
+            for part in zip(*cuts, strict=True)
+        ]
+        return torch.cat(parts)
+
+    functions = (dense, varlen, None, None, None), (flash._lazy_define_process_function(varlen), None)
+    with monkeypatch.context() as patched:
+        patched.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: functions)
+        yield
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The tiny model with the implementation of attention that the test names."""
+    if request.param != "flash_attention_2":
+        with torch.compiler.set_stance("force_eager" if request.param == "flex_attention" else "default"):
+            yield load(tiny_model_dir, request.param)
+        return
+    loaded = load(tiny_model_dir, "sdpa")
+    loaded.config._attn_implementation = request.param  # loading would look for the package
+    with flash_attention_by_definition(monkeypatch):
+        yield loaded
+
+
+def loss_and_gradient(model: Any, batches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean over the supervised tokens of all batches."""
+    model.zero_grad()
+    device = next(model.parameters()).device
+    num_supervised = sum(int(count_supervised(batch.labels)) for batch in batches)
+    batches = [batch.to(device) for batch in batches]
+    losses = [summed_loss(model, batch.input_ids, batch.labels, batch.documents) for batch in batches]
+    loss = torch.stack(losses).sum() / num_supervised
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def alone(documents: list[list[torch.Tensor]]) -> list[Batch]:
+    """Every document of more than one token in a batch of its own."""
+    return [Batch(piece[None], piece[None]) for row in documents for piece in row if len(piece) > 1]
+
+
+def assert_same(one: Any, other: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(one[0], other[0], rtol=0, atol=tolerance)
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(gradient, other[1][name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("model", ["sdpa", "eager", "flash_attention_2"], indirect=True)
+def test_packed_documents_have_loss_and_gradient_of_the_documents_alone(
+    model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
+) -> None:
+    expected = loss_and_gradient(model, alone(documents))
+    assert_same(loss_and_gradient(model, [packed(split)]), expected)
+    rows = Rows(split)
+    one_by_one = [rows.__getitems__([row]) for row in range(len(split))]
+    assert [batch.documents is None for batch in one_by_one] == [False, False, False, True]
+    assert_same(loss_and_gradient(model, one_by_one), expected)
+
+
+@pytest.mark.parametrize("model", ["sdpa"], indirect=True)
+def test_plain_concatenation_has_another_loss_and_another_gradient(
+    model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
+) -> None:
+    loss, gradient = loss_and_gradient(model, [packed(split, isolate_documents=False)])
+    expected_loss, expected_gradient = loss_and_gradient(model, alone(documents))
+    assert abs(loss - expected_loss) > 1e-3
+    assert max((gradient[name] - expected_gradient[name]).abs().max() for name in gradient) > 1e-3
+    # nor is it enough to leave the documents' first tokens unsupervised
+    isolated = packed(split)
+    loss, gradient = loss_and_gradient(model, [Batch(isolated.input_ids, isolated.labels)])
+    assert max((gradient[name] - expected_gradient[name]).abs().max() for name in gradient) > 1e-3
+
+
+@pytest.mark.parametrize("model", ["flex_attention"], indirect=True)
+def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
+    model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
+) -> None:
+    with torch.no_grad():
+        batch = packed(split)
+        loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents)
+        expected = sum(summed_loss(model, one.input_ids, one.labels) for one in alone(documents))
+    torch.testing.assert_close(loss / count_supervised(batch.labels), expected / count_supervised(batch.labels))
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("attention", "dtype", "tolerance"),
+    [
+        ("sdpa", torch.float32, 1e-5),
+        ("eager", torch.float32, 1e-5),
+        ("flex_attention", torch.float32, 1e-5),
+        pytest.param("flash_attention_2", torch.bfloat16, 2e-2, marks=no_flash),
+    ],
+)
+def test_on_cuda_packed_documents_have_loss_and_gradient_of_the_documents_alone(
+    tiny_model_dir: Path,
+    documents: list[list[torch.Tensor]],
+    split: datasets.Dataset,
+    attention: str,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    model: Any = load_model(read_shape(str(tiny_model_dir), attention=attention), dtype)
+    model.cuda()
+    expected = loss_and_gradient(model, alone(documents))
+    assert_same(loss_and_gradient(model, [packed(split)]), expected, tolerance)
+
+
+@pytest.mark.parametrize("model", ["sdpa", "eager", "flex_attention", "flash_attention_2"], indirect=True)
+def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, split: datasets.Dataset) -> None:
+    batch = packed(split)
+    model.requires_grad_(False)
+    for row, lengths in enumerate(LENGTHS):
+        for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
+            other = batch.input_ids.clone()
+            other[row, begin:end] = (other[row, begin:end] + 1) % 1000
+            before, after = (next_token_logits(model, ids, batch.documents) for ids in (batch.input_ids, other))
+            elsewhere = torch.ones_like(other, dtype=torch.bool)
+            elsewhere[row, begin : ROW_LENGTH if end == sum(lengths) else end] = False  # padding follows the last one
+            torch.testing.assert_close(after[elsewhere], before[elsewhere], rtol=0, atol=1e-5)
+            assert (after[row, begin:end] - before[row, begin:end]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("model", ["sdpa"], indirect=True)
+def test_a_window_and_an_evaluation_count_what_isolation_leaves_supervised(
+    model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
+) -> None:
+    expected, gradient = loss_and_gradient(model, alone(documents))
+    num_supervised = sum(length - 1 for lengths in LENGTHS for length in lengths)
+    model.zero_grad()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    wrapped = fabric.setup_module(model)
+    rows = Rows(split)
+    batches = [rows.__getitems__([0, 1, 2]), rows.__getitems__([3]), rows.__getitems__([])]
+    loss = accumulate(fabric, wrapped, Window(1, 0, False, 4, 160, batches))
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradient[name], rtol=0, atol=1e-5)
+    evaluation = evaluate(fabric, wrapped, batches)
+    assert evaluation.num_tokens == num_supervised
+    assert evaluation.loss == pytest.approx(float(expected), abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+@st.composite
+def rows_with_starts(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    length = draw(st.integers(1, 12))
+    row = st.lists(st.integers(0, length - 1), unique=True).map(sorted)
+    return length, draw(st.lists(row, min_size=1, max_size=4))
+
+
+@settings(deadline=None)
+@given(rows_with_starts())
+def test_positions_labels_and_borders_are_those_counted_token_by_token(case: tuple[int, list[list[int]]]) -> None:
+    length, starts = case
+    ids = np.arange(100, 100 + len(starts) * length).reshape(len(starts), length)
+    positions, labels, borders = [], [], []
+    for row, begins in enumerate(starts):
+        position = 0
+        for column in range(length):
+            position = 0 if column == 0 or column in begins else position + 1
+            positions.append(position)
+            labels.append(IGNORED_LABEL if column in begins and column > 0 else int(ids[row, column]))
+            if position == 0:
+                borders.append(row * length + column)
+    borders.append(len(positions))
+    batch = isolate(ids, ids.copy(), [np.array(begins, dtype=np.int32) for begins in starts])
+    assert batch.documents is not None
+    assert batch.documents.position_ids.dtype == torch.int64
+    assert batch.documents.position_ids.shape == batch.input_ids.shape
+    assert batch.documents.position_ids.flatten().tolist() == positions
+    assert batch.labels.flatten().tolist() == labels
+    assert batch.documents.borders.tolist() == borders
+    assert batch.documents.longest == max(np.diff(borders))
+
+
+def test_rows_of_one_document_and_rows_without_borders_take_the_plain_way() -> None:
+    rows = [[1, 2, 3], [4, 5, 6]]
+    whole = Rows(datasets.Dataset.from_dict({"input_ids": rows, "document_starts": [[0], []]}))
+    older = Rows(datasets.Dataset.from_dict({"input_ids": rows}))
+    joined = Rows(datasets.Dataset.from_dict({"input_ids": rows, "document_starts": [[0, 1], []]}), False)
+    for split in (whole, older, joined):
+        batch = split.__getitems__([0, 1])
+        assert batch.documents is None
+        assert batch.labels.tolist() == rows
+    assert [split.isolates for split in (whole, older, joined)] == [True, False, False]
+
+
+def test_isolation_is_what_a_run_does_unless_told_otherwise() -> None:
+    assert DataArguments(train_data_dir="tokens").isolate_documents
+    assert ModelArguments().attention == "sdpa"
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+LLAMA: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "leaks"),
+    [
+        (LlamaConfig(**LLAMA), False),
+        (MistralConfig(**LLAMA, sliding_window=3), False),
+        (Qwen2Config(**LLAMA), False),
+        (GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2), False),
+        (OPTConfig(**SMALL, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32), True),
+        (BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2), True),
+        (MambaConfig(**SMALL), True),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "leaks" if value else "isolates",
+)
+def test_a_family_whose_documents_see_each_other_whatever_the_positions_say_is_refused(
+    config: PretrainedConfig, leaks: bool
+) -> None:
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup_module(AutoModelForCausalLM.from_config(config)).train()
+    if not leaks:
+        refuse_leaking(fabric, model, "model")
+        assert model.training
+        return
+    with pytest.raises(InputError, match=f"^--isolate_documents true: in model, a {config.model_type}, documents of a"):
+        refuse_leaking(fabric, model, "model")
+
+
+@pytest.mark.parametrize(
+    ("options", "accelerator", "fault"),
+    [
+        (["--attention", "flash_attention_2"], "cpu", "--attention flash_attention_2 needs a GPU; use"),
+        (
+            ["--attention", "flash_attention_2", "--precision", "32-true"],
+            "cuda",
+            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true: use",
+        ),
+        (["--attention", "flex_attention"], "cpu", "--attention flex_attention cannot train on CPU: torch has no"),
+    ],
+)
+def test_attention_that_cannot_run_here_is_refused(options: list[str], accelerator: str, fault: str) -> None:
+    given = ["--train_data_dir", "tokens", "--output_dir", "run"]
+    with pytest.raises(InputError) as error:
+        refuse_unusable(parse(TrainArguments, [*given, *options]), accelerator)
+    assert str(error.value).startswith(fault)
+    assert "\n" not in str(error.value)
+
+
+def test_flex_attention_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", "--eval_only", "true"])
+    refuse_unusable(arguments, "cpu")
+    arguments = parse(
+        TrainArguments,
+        ["--train_data_dir", "t", "--output_dir", "r", "--eval_only", "true", "--attention", "flex_attention"],
+    )
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match="finds no compiler no-such-compiler; install"):
+        refuse_unusable(arguments, "cpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_attention_without_its_package_is_refused_before_anything_is_built(tiny_model_dir: Path) -> None:
+    with pytest.raises(InputError) as error:
+        read_shape(str(tiny_model_dir), attention="flash_attention_2")
+    (fault,) = error.value.faults
+    assert fault.startswith(f"--model_name {tiny_model_dir} with --attention flash_attention_2: ")
+    assert fault.endswith("install it or use --attention sdpa")
+    assert "\n" not in fault
+
+
+def test_the_implementation_of_attention_is_the_one_asked_for_and_does_not_go_into_a_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    for attention in ("sdpa", "eager", "flex_attention"):
+        model = load(tiny_model_dir, attention)
+        assert model.config._attn_implementation == attention
+        model.config.save_pretrained(tmp_path)
+        assert attention not in (tmp_path / "config.json").read_text(encoding="utf-8")
