@@ -139,7 +139,7 @@ def _sharded_command(model: Path, tokens: Path, target: Path) -> Command:
 def _our_options(model: Path, tokens: Path, target: Path) -> list[str]:
     options = f"--accelerator cpu --precision 32-true --model_name {model} --train_data_dir {tokens}"
     options += f" --output_dir {target} --max_step {STEPS} --micro_batch_size 1 --total_batch_size {ACCUMULATION}"
-    options += f" --lr {LR} --lr_schedule constant --loggers csv"
+    options += f" --lr {LR} --lr_schedule constant --loggers csv --isolate_documents false"  # nor does the peer
     return options.split()
 
 

@@ -208,6 +208,17 @@ WRONG: dict[str, tuple[dict[str, str], list[str]]] = {
         ["--parallelism single takes one device, not 2: use fsdp, fsdp2 or ddp"],
     ),
     "fp16 on CPU": ({"precision": "16-mixed"}, ["--precision 16-mixed does not work on CPU: use bf16-mixed"]),
+    "flash-attention on CPU": (
+        {"attention": "flash_attention_2"},
+        ["--attention flash_attention_2 needs a GPU; use --attention sdpa on CPU"],
+    ),
+    "training with flex attention on CPU": (
+        {"attention": "flex_attention"},
+        [
+            "--attention flex_attention cannot train on CPU: torch has no backward pass for it there; "
+            "use --attention sdpa"
+        ],
+    ),
     "offloading from CPU": (
         {"cpu_offload": "true"},
         ["--cpu_offload true: there is nothing to offload from on CPU; leave it out"],
