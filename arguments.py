@@ -7,9 +7,10 @@ continues.
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from fabric_train.command_line import parse_arguments
+from fabric_train.command_line import POSITIONAL, parse_arguments
 from fabric_train.errors import InputError
 from fabric_train.launch import launcher_arguments
 
@@ -362,6 +363,45 @@ class GenerateArguments:
         if self.top_p == 0:
             faults.append("--top_p 0 leaves no token to choose from: give a number above 0")
         return faults
+
+
+@dataclass(frozen=True)
+class InspectArguments:
+    """Show what is in a token dataset; the exit code is 0, or 1 where there is something to complain of"""
+
+    dataset_dir: str = field(metadata=POSITIONAL)
+    """Token dataset: the folder that tokenize_dataset.py wrote."""
+    split: Literal["train", "validation"] = "train"
+    """Split whose document lengths and rows are shown; all are examined."""
+    rows: NonNegativeInt = 3
+    """Rows to show."""
+    start: NonNegativeInt = 0
+    """The first row to show, from 0."""
+    html: str | None = None
+    """Write it all as one page into this file, too."""
+
+    def faults(self) -> list[str]:
+        """Name a page that has no place."""
+        page = Path(self.html) if self.html is not None else None
+        if page and (page.is_dir() or not page.parent.is_dir()):
+            return [f"--html {self.html}: expected a file in a folder that is there, such as page.html"]
+        return []
+
+
+@dataclass(frozen=True)
+class MergeArguments:
+    """Join token datasets that were made with the same tokenizer and --max_length"""
+
+    dataset_dirs: list[str] = field(metadata=POSITIONAL)
+    """Token datasets, in the order in which their rows are to lie."""
+    output_dir: str
+    """Token dataset to write; must not exist yet."""
+
+    def faults(self) -> list[str]:
+        """Name what leaves nothing to join."""
+        if len(self.dataset_dirs) < 2:
+            return ["--dataset_dirs: give two token datasets or more"]
+        return []
 
 
 # ---------------------------------------------------------------------------------------------------- parsing

@@ -22,6 +22,9 @@ from fabric_train.launch import Given
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+POSITIONAL = {"positional": True}
+"""Metadata of the one field of a dataclass whose value may stand on the command line without its name."""
+
 T = TypeVar("T")
 
 
@@ -46,7 +49,7 @@ def parse_arguments(
         _print_help(groups, arguments.__doc__ or "")
         raise SystemExit(0)
     faults: list[str] = []
-    on_line = _from_command_line(argv, faults)
+    on_line = _from_command_line(argv, types, _positional(groups), faults)
     given = _from_file(on_line.pop("config").value, faults) if "config" in on_line else {}
     given = _merge(given, on_line, launcher or {}, faults)
 
@@ -64,7 +67,8 @@ def parse_arguments(
     for field_name, group in groups.items():
         fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
         missing = [field.name for field in fields if _is_required(field) and field.name not in values]
-        faults += [f"--{name} is required" for name in missing if name not in given]
+        shown = {name: name.upper() if name == _positional(groups) else f"--{name}" for name in missing}
+        faults += [f"{shown[name]} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
             refused = built[field_name].faults() if hasattr(group, "faults") else []
@@ -122,6 +126,12 @@ def _groups(arguments: type) -> dict[str, type]:
     return hints if all(dataclasses.is_dataclass(kind) for kind in hints.values()) else {"": arguments}
 
 
+def _positional(groups: dict[str, type]) -> str | None:
+    """The argument that may be given without its name."""
+    fields = [field for group in groups.values() for field in dataclasses.fields(group)]
+    return next((field.name for field in fields if field.metadata.get("positional")), None)
+
+
 def _merge(
     in_file: dict[str, Given], on_line: dict[str, Given], launcher: dict[str, Given], faults: list[str]
 ) -> dict[str, Given]:
@@ -140,7 +150,8 @@ def _merge(
 
 
 def _print_help(groups: dict[str, type], description: str) -> None:
-    usage = "%(prog)s [--config FILE.yaml] [--argument value ...]"
+    positional = _positional(groups)
+    usage = f"%(prog)s {f'{positional.upper()} ' if positional else ''}[--config FILE.yaml] [--argument value ...]"
     parser = ArgumentParser(description=description.strip().splitlines()[0], usage=usage)
     parser.add_argument("--config", help="A YAML file of arguments; the command line overrides it.")
     for group in groups.values():
@@ -169,10 +180,17 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
     return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
 
 
-def _from_command_line(argv: list[str], faults: list[str]) -> dict[str, Given]:
-    """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d True; a flag alone is a switch turned on."""
+def _from_command_line(
+    argv: list[str], types: dict[str, Any], positional: str | None, faults: list[str]
+) -> dict[str, Given]:
+    """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d True; a flag alone is a switch turned on.
+
+    Where there is a ``positional`` argument, values before any flag are its own, and so are those that follow the one
+    value of a flag that takes one.
+    """
     given: dict[str, Given] = {}
     name, values = "", list[str]()
+    unnamed = list[str]()
 
     def finish() -> None:
         if name:
@@ -185,11 +203,17 @@ def _from_command_line(argv: list[str], faults: list[str]) -> dict[str, Given]:
             name, values = flag.replace("-", "_"), [value] if equals else []
             if name in given:
                 faults.append(f"--{name} is given twice")
+        elif positional and (not name or (values and get_origin(types.get(name)) is not list)):
+            unnamed.append(token)
         elif name:
             values.append(token)
         else:
             faults.append(f"{token!r} belongs to no argument: write --argument value")
     finish()
+    if positional and unnamed:
+        if positional in given:
+            faults.append(f"--{positional} is given twice")
+        given[positional] = Given(unnamed[0] if len(unnamed) == 1 else unnamed, f"--{positional}")
     return given
 
 

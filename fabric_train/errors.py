@@ -45,6 +45,8 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except OSError as error:
         code = FAILURE
         _say_once(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+    except SystemExit as end:  # a program that has said itself what is wrong
+        code = end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         code = INTERRUPTED
         _say_once("interrupted")

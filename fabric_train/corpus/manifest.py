@@ -164,6 +164,20 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         InputError: the file is damaged, of another format, or its ledger does not balance.
     """
+    manifest = load_manifest(folder)
+    imbalances = manifest.ledger.imbalances(manifest.settings.max_length) if manifest else []
+    if imbalances:
+        file = folder / FILE_NAME
+        raise InputError(*(f"{file} is damaged: {imbalance}; make the token dataset anew" for imbalance in imbalances))
+    return manifest
+
+
+def load_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of ``folder``, also one whose ledger does not balance; None if it has none.
+
+    Raises:
+        InputError: the file is damaged or of another format.
+    """
     file = folder / FILE_NAME
     if not file.is_file():
         return None
@@ -174,13 +188,11 @@ def read_manifest(folder: Path) -> Manifest | None:
                 f"{file} is of format {content['format']}, this version reads {FORMAT}; make the token dataset anew"
             )
         manifest = _parse(content)
-        imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
+        manifest.ledger.imbalances(manifest.settings.max_length)  # fails where a count is no number
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); make the token dataset anew") from None
-    if imbalances:
-        raise InputError(*(f"{file} is damaged: {imbalance}; make the token dataset anew" for imbalance in imbalances))
     return manifest
 
 

@@ -1,0 +1,165 @@
+"""A token dataset as it lies on the disk: its splits' rows in batches of flat arrays, without loading ``datasets``."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fabric_train.errors import InputError
+
+_TOKENS_PER_BATCH = 1 << 20  # bounds memory, whatever the batches are that the files were written in
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows of a split, one behind the other; row i lies in ``input_ids[offsets[i]:offsets[i + 1]]``.
+
+    Args:
+        first_row: number of the first row in its split.
+        input_ids: integers [N].
+        offsets: int64 [rows + 1], from 0 to N.
+        labels: integers [N]; None where the split has no column of them, as all tokens are then their own labels.
+        document_starts: integers, positions in their rows at which documents begin; None without such a column.
+        start_rows: int64, of the same length: the row of each, from 0 in this batch.
+    """
+
+    first_row: int
+    input_ids: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray | None
+    document_starts: np.ndarray | None
+    start_rows: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split: its arrow files in order, what they hold, and how many rows there are."""
+
+    name: str
+    files: tuple[Path, ...]
+    schema: pa.Schema
+    num_rows: int
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Yield the rows in batches of about a million tokens.
+
+        Raises:
+            InputError: a file is damaged.
+        """
+        columns = [name for name in ("input_ids", "labels", "document_starts") if name in self.schema.names]
+        row = 0
+        for file in self.files:
+            for stored in read_arrow(file):
+                batch = stored.select(columns)
+                tokens_per_row = max(1, len(batch.column("input_ids").flatten()) // max(1, batch.num_rows))
+                step = max(1, _TOKENS_PER_BATCH // tokens_per_row)
+                for start in range(0, batch.num_rows, step):
+                    part = _row_batch(batch.slice(start, step), row, file)
+                    row += len(part.offsets) - 1
+                    yield part
+
+
+def open_splits(folder: Path) -> dict[str, Split]:
+    """Return the splits of a token dataset by name, in the order of its ``dataset_dict.json``.
+
+    Raises:
+        InputError: ``folder`` is no token dataset, or a damaged one.
+    """
+    listing = folder / "dataset_dict.json"
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give the --output_dir of tokenize_dataset.py")
+    if not listing.is_file():
+        inside = " but those of one split; give the folder above it" if (folder / "state.json").is_file() else ""
+        raise InputError(f"{folder}: no token dataset: there is no dataset_dict.json in it{inside}")
+    names = _read_json(listing, "splits")
+    if not isinstance(names, list) or not names:
+        raise InputError(f"{listing}: damaged, it names no split; tokenize again")
+    return {str(name): _open_split(folder, str(name)) for name in names}
+
+
+def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of an arrow file, mapped and not copied into memory.
+
+    Raises:
+        InputError: the file is not there or damaged.
+    """
+    try:
+        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
+            yield from reader
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{file}: damaged, {_first_line(error)}; tokenize again") from None
+
+
+def _open_split(folder: Path, name: str) -> Split:
+    listed = _read_json(folder / name / "state.json", "_data_files")
+    try:
+        files = tuple(folder / name / str(file["filename"]) for file in listed)
+    except (TypeError, KeyError):
+        raise InputError(f"{folder / name / 'state.json'}: damaged, it names no files; tokenize again") from None
+    schema, num_rows = pa.schema([]), 0
+    for file in files:
+        for batch in read_arrow(file):
+            schema, num_rows = batch.schema, num_rows + batch.num_rows
+    if not num_rows:
+        raise InputError(f"{folder / name}: no rows; leave the split out or tokenize again")
+    fault = _fault_of_columns(schema)
+    if fault:
+        raise InputError(f"{folder / name}: {fault}")
+    return Split(name, files, schema, num_rows)
+
+
+def _fault_of_columns(schema: pa.Schema) -> str | None:
+    if "input_ids" not in schema.names:
+        return f"no column input_ids, only {', '.join(schema.names)}: no token dataset"
+    for name in ("input_ids", "labels", "document_starts"):
+        if name in schema.names:
+            kind = schema.field(name).type
+            is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+            if not is_list or not pa.types.is_integer(kind.value_type):
+                return f"a column {name} of {kind}, not of lists of whole numbers"
+    return None
+
+
+def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
+    input_ids, offsets = _flat(batch, "input_ids", file)
+    labels = starts = start_rows = None
+    if "labels" in batch.schema.names:
+        labels, label_offsets = _flat(batch, "labels", file)
+        if not np.array_equal(label_offsets, offsets):
+            row = first_row + int((label_offsets != offsets).argmax()) - 1
+            raise InputError(f"{file}: row {row} has not as many labels as input_ids; tokenize again")
+    if "document_starts" in batch.schema.names:
+        starts, start_offsets = _flat(batch, "document_starts", file)
+        start_rows = np.repeat(np.arange(batch.num_rows), np.diff(start_offsets))
+    return RowBatch(first_row, input_ids, offsets, labels, starts, start_rows)
+
+
+def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return a column of lists as one array and where each list begins in it, with the end."""
+    column = batch.column(name)
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise InputError(f"{file}: damaged, its {name} have gaps (nulls); tokenize again")
+    if pa.types.is_fixed_size_list(column.type):
+        offsets = np.arange(len(column) + 1, dtype=np.int64) * column.type.list_size
+    else:
+        offsets = column.offsets.to_numpy().astype(np.int64)
+        offsets = offsets - offsets[0]
+    return values.to_numpy(zero_copy_only=False), offsets
+
+
+def _read_json(file: Path, key: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))[key]
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; tokenize again") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: damaged ({type(error).__name__}); tokenize again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

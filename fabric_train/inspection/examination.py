@@ -1,0 +1,299 @@
+"""What lies in the rows of a split: counted in one pass, and what is wrong with it.
+
+Shapes: N tokens in a batch, R rows, P pieces. A piece is the part of one document that lies in one row.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fabric_train.corpus.token_folder import RowBatch
+
+IGNORED_LABEL = -100  # fabric_train.loss has it too, and imports torch
+_TOLERATED_UNKNOWN = 0.001
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the manifest and the tokenizer let expect of the rows; None where neither says so.
+
+    ``ends`` are the ids that end a document: EOS, and the end of a turn in chats, behind which a template may write one
+    more token, a line end; ``is_ended`` says that the documents are known to have been written so. ``fillers`` are the
+    ids that padding may consist of. ``overlap`` is the number of tokens that a row repeats when it goes on with a
+    document.
+    """
+
+    max_length: int | None
+    overlap: int
+    vocab_size: int | None
+    bos_token_id: int | None
+    unk_token_id: int | None
+    ends: tuple[int, ...]
+    is_ended: bool
+    fillers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """Something that is wrong with a split, how often, and the first row where it is; None where it is in no row."""
+
+    split: str
+    text: str
+    first_row: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.first_row is None else f", first in row {self.first_row:,}"
+        return f"{self.split}: {self.text}{where}"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted.
+
+    ``tokens`` are those in rows without padding; ``lengths`` says how many documents have how many tokens, where the
+    split stores its document borders. Of these documents, ``documents_over_rows`` lie in several rows, and
+    ``is_last_cut`` says that the last one's end is not in the split.
+    """
+
+    rows: int
+    tokens: int
+    padding: int
+    supervised: int
+    lengths: Mapping[int, int] | None
+    documents_over_rows: int
+    is_last_cut: bool
+
+    @property
+    def documents(self) -> int | None:
+        """Documents that begin in the split."""
+        return None if self.lengths is None else sum(self.lengths.values())
+
+
+@dataclass
+class _OpenDocument:
+    """The last document so far: the next row may go on with it."""
+
+    length: int
+    num_pieces: int
+    row: int
+    has_end: bool
+    is_padded: bool
+
+
+@dataclass
+class Examination:
+    """Takes a split's batches in order; then gives what was counted and the complaints."""
+
+    split: str
+    expected: Expectation
+    rows: int = 0
+    tokens: int = 0
+    padding: int = 0
+    supervised: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    documents_over_rows: int = 0
+    has_borders: bool = True
+    _open: _OpenDocument | None = None
+    _found: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, batch: RowBatch) -> None:
+        """Count the rows of the batch that follows."""
+        supervised = np.ones(len(batch.input_ids), bool) if batch.labels is None else batch.labels != IGNORED_LABEL
+        ends = content_ends(batch, self.expected)
+        self.rows += len(batch.offsets) - 1
+        self.tokens += int((ends - batch.offsets[:-1]).sum())
+        self.padding += int((batch.offsets[1:] - ends).sum())
+        self.supervised += int(supervised.sum())
+        self._check_rows(batch, supervised)
+        self._check_tokens(batch, supervised, ends)
+        if batch.document_starts is None or batch.start_rows is None:
+            self.has_borders = False
+        else:
+            self._follow_documents(batch, ends)
+
+    def finish(self) -> tuple[Counts, list[Complaint]]:
+        """Return the counts, and the complaints in the order in which they were first met."""
+        is_cut = self._open is not None and not self._open.is_padded and not self._open.has_end
+        self._close(can_be_cut=True)
+        counts = Counts(
+            rows=self.rows,
+            tokens=self.tokens,
+            padding=self.padding,
+            supervised=self.supervised,
+            lengths=self.lengths if self.has_borders else None,
+            documents_over_rows=self.documents_over_rows,
+            is_last_cut=is_cut,
+        )
+        unknown = self._found.get(_UNKNOWN, (0, 0))[0]
+        if unknown <= self.tokens * _TOLERATED_UNKNOWN:
+            self._found.pop(_UNKNOWN, None)
+        texts = {kind: f"{kind}: {count:,}" for kind, (count, _) in self._found.items()}
+        if _UNKNOWN in texts:
+            texts[_UNKNOWN] += f", {unknown / self.tokens:.2%} of all"
+        return counts, [Complaint(self.split, text, self._found[kind][1]) for kind, text in texts.items()]
+
+    def _note(self, kind: str, rows: np.ndarray) -> None:
+        """Count a complaint once for each element of ``rows``, the row of each case."""
+        if len(rows):
+            count, first = self._found.get(kind, (0, int(rows.min())))
+            self._found[kind] = (count + len(rows), min(first, int(rows.min())))
+
+    def _check_rows(self, batch: RowBatch, supervised: np.ndarray) -> None:
+        lengths = np.diff(batch.offsets)
+        if self.expected.max_length is not None:
+            wrong = np.flatnonzero(lengths != self.expected.max_length)
+            self._note(f"rows that are not {self.expected.max_length:,} tokens long", batch.first_row + wrong)
+        running = np.concatenate(([0], np.cumsum(supervised)))
+        # the first token of a row is nobody's target: nothing stands before it
+        second = np.minimum(batch.offsets[:-1] + 1, batch.offsets[1:])
+        targets = running[batch.offsets[1:]] - running[second]
+        self._note("rows without any supervised token", batch.first_row + np.flatnonzero(targets == 0))
+
+    def _check_tokens(self, batch: RowBatch, supervised: np.ndarray, ends: np.ndarray) -> None:
+        ids = batch.input_ids
+        outside = ids < 0
+        if self.expected.vocab_size is not None:
+            outside |= ids >= self.expected.vocab_size
+        self._note("ids outside the vocabulary", batch.first_row + _rows_at(batch, np.flatnonzero(outside)))
+        if batch.labels is not None:
+            others = np.flatnonzero(supervised & (batch.labels != ids))
+            self._note(
+                "labels of another token than the one at their position", batch.first_row + _rows_at(batch, others)
+            )
+        if self.expected.unk_token_id is not None:
+            unknown = np.flatnonzero(ids == self.expected.unk_token_id)
+            rows = _rows_at(batch, unknown)
+            self._note(_UNKNOWN, batch.first_row + rows[unknown < ends[rows]])
+
+    def _follow_documents(self, batch: RowBatch, ends: np.ndarray) -> None:
+        """Put the pieces of documents together, over the ends of rows and batches too."""
+        starts, start_rows = self._valid_starts(batch, ends)
+        self._check_starts(batch, starts, start_rows)
+        row_begins = batch.offsets[:-1]
+        goes_on = np.flatnonzero((ends > row_begins) & ~np.isin(row_begins, starts))
+        begins = np.concatenate([starts, row_begins[goes_on]])
+        order = np.argsort(begins, kind="stable")
+        begins = begins[order]
+        rows = np.concatenate([start_rows, goes_on])[order]
+        is_start = (np.arange(len(order)) < len(starts))[order]
+        if not len(begins):
+            return
+        following = np.append(begins[1:], len(batch.input_ids))
+        piece_ends = np.minimum(following, ends[rows])
+        lengths = piece_ends - begins
+        lengths -= np.where(is_start, 0, np.minimum(self.expected.overlap, lengths))
+        self._join(
+            is_start,
+            lengths,
+            batch.first_row + rows,
+            self._has_end(batch.input_ids, begins, piece_ends),
+            (piece_ends == ends[rows]) & (ends[rows] < batch.offsets[1:][rows]),
+        )
+
+    def _valid_starts(self, batch: RowBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where documents start in the batch, int64, and in which row; complain of borders that cannot be."""
+        assert batch.document_starts is not None
+        assert batch.start_rows is not None
+        positions, rows = batch.document_starts.astype(np.int64), batch.start_rows
+        begins = batch.offsets[:-1][rows]
+        is_valid = (positions >= 0) & (begins + positions < ends[rows])
+        is_valid[1:] &= (rows[1:] != rows[:-1]) | (positions[1:] > positions[:-1])
+        self._note("document borders outside their row or out of order", batch.first_row + rows[~is_valid])
+        starts = np.unique(begins[is_valid] + positions[is_valid])
+        return starts, _rows_at(batch, starts)
+
+    def _check_starts(self, batch: RowBatch, starts: np.ndarray, rows: np.ndarray) -> None:
+        bos = self.expected.bos_token_id
+        second = starts + 1
+        is_inside = (second < len(batch.input_ids)) & ~np.isin(second, starts)
+        starts, second, rows = starts[is_inside], second[is_inside], rows[is_inside]
+        if bos is not None:
+            is_double = (batch.input_ids[starts] == bos) & (batch.input_ids[second] == bos)
+            self._note("documents that begin with two BOS", batch.first_row + rows[is_double])
+
+    def _join(
+        self, is_start: np.ndarray, lengths: np.ndarray, rows: np.ndarray, has_end: np.ndarray, is_padded: np.ndarray
+    ) -> None:
+        """Take the pieces of a batch [P] in order; the first may go on with the open document, the last stays open."""
+        first_start = int(is_start.argmax()) if is_start.any() else len(is_start)
+        if self._open and first_start:
+            self._open.length += int(lengths[:first_start].sum())
+            self._open.num_pieces += first_start
+            self._open.row = int(rows[first_start - 1])
+            self._open.has_end, self._open.is_padded = bool(has_end[first_start - 1]), bool(is_padded[first_start - 1])
+        if first_start == len(is_start):
+            return
+        self._close(can_be_cut=False)
+        begins = np.flatnonzero(is_start)
+        document_lengths = np.add.reduceat(lengths, begins)
+        num_pieces = np.diff(begins, append=len(is_start))
+        last_pieces = np.append(begins[1:], len(is_start)) - 1
+        self._count(document_lengths[:-1])
+        self.documents_over_rows += int((num_pieces[:-1] > 1).sum())
+        ended = last_pieces[:-1]
+        self._note(_NO_END, rows[ended][~has_end[ended]])
+        self._open = _OpenDocument(
+            length=int(document_lengths[-1]),
+            num_pieces=int(num_pieces[-1]),
+            row=int(rows[-1]),
+            has_end=bool(has_end[-1]),
+            is_padded=bool(is_padded[-1]),
+        )
+
+    def _close(self, *, can_be_cut: bool) -> None:
+        """Count the open document: another begins, or, where it may be cut, the split ends."""
+        if self._open is None:
+            return
+        self._count(np.array([self._open.length]))
+        self.documents_over_rows += self._open.num_pieces > 1
+        if not self._open.has_end and (self._open.is_padded or not can_be_cut):
+            self._note(_NO_END, np.array([self._open.row]))
+        self._open = None
+
+    def _has_end(self, ids: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Return whether the pieces [P] from ``begins`` to ``stops`` end as documents do; true where none is known."""
+        if not self.expected.ends:
+            return np.ones(len(begins), bool)
+        before = np.maximum(stops - 2, begins)
+        return np.isin(ids[stops - 1], self.expected.ends) | np.isin(ids[before], self.expected.ends)
+
+    def _count(self, lengths: np.ndarray) -> None:
+        """Distinct lengths are few: k of them need a corpus of k² / 2 tokens."""
+        values, counts = np.unique(lengths, return_counts=True)
+        for length, count in zip(values.tolist(), counts.tolist(), strict=True):
+            self.lengths[length] += count
+
+
+_NO_END = "documents without EOS at their end"
+_UNKNOWN = "unknown tokens"
+
+
+def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
+    """Return where each row's padding begins, int64 [R]: its last run of one unsupervised filler.
+
+    ``P`` is the filler, unsupervised tokens in lower case: ``A B c p p`` has two tokens of padding, ``A B P P P`` none.
+    Where the filler is EOS and the token before the run does not end a document, the run's first does.
+    """
+    begins, ends = batch.offsets[:-1], batch.offsets[1:]
+    filled = np.flatnonzero(ends > begins)
+    if batch.labels is None or not expected.fillers or not len(filled):
+        return ends.copy()
+    last = np.zeros(len(ends), dtype=batch.input_ids.dtype)
+    last[filled] = batch.input_ids[ends[filled] - 1]
+    is_padding = (batch.labels == IGNORED_LABEL) & np.isin(batch.input_ids, expected.fillers)
+    is_padding &= batch.input_ids == np.repeat(last, ends - begins)
+    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
+    result = ends.copy()
+    result[filled] = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
+    if expected.is_ended:
+        row = np.flatnonzero((result < ends) & (result > begins) & np.isin(last, expected.ends))
+        before = batch.input_ids[np.stack([result[row] - 1, np.maximum(result[row] - 2, begins[row])])]
+        result[row] += ~np.isin(before, expected.ends).any(axis=0)
+    return result
+
+
+def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
+    """Return the rows, from 0 in the batch, in which these positions lie."""
+    return np.searchsorted(batch.offsets, positions, side="right") - 1
