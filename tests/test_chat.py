@@ -1,0 +1,518 @@
+"""Chats become the tokens of the tokenizer's own template, and the assistant's tokens alone are supervised."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from fabric_train.corpus import manifest
+from fabric_train.corpus.chat import ChatEncoder, columns, recognise
+from fabric_train.corpus.documents import BadRowError, EncodedDocument
+from fabric_train.corpus.tokenizer import load_tokenizer
+from fabric_train.errors import InputError
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_WITH_GENERATION = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# as Qwen3's: the last turn alone has thoughts, be they empty
+THOUGHTS_IN_LAST_TURN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if loop.last and message['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# as Llama-2's: the assistant's header is no token, and its contents are trimmed
+INST = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user begins') }}{% endif %}{% for message in messages "
+    "%}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}{% for message in messages "
+    "%}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Chat = list[dict[str, Any]]
+QUESTION: dict[str, Any] = {"role": "user", "content": "How many?"}
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "Seven of them."}
+
+
+@pytest.fixture(scope="module")
+def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model: Path) -> Path:
+    return saved(llama3_tokenizer_model, tmp_path_factory.mktemp("llama-3"))
+
+
+@pytest.fixture(scope="module")
+def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer_model: Path) -> Path:
+    folder = saved(spm_tokenizer_model, tmp_path_factory.mktemp("sentencepiece"))
+    (folder / "chat_template.jinja").write_text(INST)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def with_template(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Callable[[str | None], Path]:
+    """Return ``with_template(template)``: a folder with SmolLM2's tokenizer and this template, or with none."""
+
+    @cache
+    def make(template: str | None) -> Path:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(smollm2_dir / name, folder)
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        return folder
+
+    return make
+
+
+def saved(name: Path, folder: Path) -> Path:
+    load_tokenizer(str(name)).fast.save_pretrained(folder)
+    return folder
+
+
+@cache
+def encoder(
+    folder: Path, train_on: str = "assistant", too_long: str = "cut_end", max_length: int | None = None
+) -> ChatEncoder:
+    return ChatEncoder(folder, "auto", train_on, too_long, max_length)
+
+
+@cache
+def reference(folder: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def reference_ids(folder: Path, messages: Chat) -> list[int]:
+    template = encoder(folder).chat_template
+    ids: list[int] = reference(folder).apply_chat_template(messages, chat_template=template, return_dict=False)
+    return ids
+
+
+def encoded(chats: ChatEncoder, messages: Chat) -> EncodedDocument:
+    document = chats.encode({"messages": messages})
+    assert isinstance(document, EncodedDocument), document
+    return document
+
+
+def decoded(folder: Path, ids: Any) -> str:
+    text: str = reference(folder).backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    return text
+
+
+def ids_of_text(folder: Path, text: str) -> list[int]:
+    ids: list[int] = reference(folder).encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
+
+
+def supervised_text(folder: Path, document: EncodedDocument) -> str:
+    assert document.supervised is not None
+    return decoded(folder, document.input_ids[document.supervised])
+
+
+def exchanges(*contents: str, system: str | None = None) -> Chat:
+    """Return a conversation of user and assistant in turn."""
+    roles = itertools.cycle(["user", "assistant"])
+    chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return chat if system is None else [{"role": "system", "content": system}, *chat]
+
+
+# contents without blanks around them: Llama-3's template takes those off, ChatML's joins them with the header's
+contents = st.text(max_size=12).map(str.strip).filter(bool) | st.sampled_from(
+    ["assistant", "user\n\nassistant", "a  b\r\n\tc", "👩‍👩‍👧 ñ", "turn1said", "1234567", "I'LL"]
+)
+conversations = st.builds(
+    lambda turns, system: exchanges(*turns, system=system),
+    st.lists(contents, min_size=2, max_size=9),
+    st.none() | contents,
+)
+
+
+# ------------------------------------------------------------------------------------------------ tokens and labels
+
+
+@pytest.mark.parametrize("kind", ["llama3", "smollm2"])
+@settings(max_examples=30, deadline=None)
+@given(messages=conversations)
+def test_the_assistants_contents_and_ends_of_turn_are_supervised_and_nothing_else(
+    llama3_dir: Path, smollm2_dir: Path, kind: str, messages: Chat
+) -> None:
+    folder = llama3_dir if kind == "llama3" else smollm2_dir
+    chats = encoder(folder)
+    document = encoded(chats, messages)
+    end_of_turn = reference(folder).convert_ids_to_tokens(chats.end_of_turn_token_id)
+    assert end_of_turn == {"llama3": "<|eot_id|>", "smollm2": "<|im_end|>"}[kind]
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    known = [decoded(folder, np.array(ids_of_text(folder, content), dtype=int)) for content in said]
+    assert supervised_text(folder, document) == "".join(content + end_of_turn for content in known)
+    assert document.input_ids.tolist() == reference_ids(folder, messages)
+    assert document.input_ids.dtype == "int32"
+    assert document.num_characters == sum(len(message["content"]) for message in messages)
+
+
+@settings(max_examples=30, deadline=None)
+@given(turns=st.lists(st.text(max_size=8), min_size=2, max_size=8).filter(lambda turns: len(turns) % 2 == 0))
+def test_a_template_without_control_token_in_the_header_is_marked_too(spm_dir: Path, turns: list[str]) -> None:
+    messages = exchanges(*turns, "end", "it")
+    document = encoded(encoder(spm_dir), messages)
+    assert document.input_ids.tolist() == reference_ids(spm_dir, messages)
+    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    pieces = supervised_text(spm_dir, document).split("</s>")
+    assert ["".join(piece.split()) for piece in pieces] == ["".join(content.split()) for content in said] + [""]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    roles=st.lists(st.sampled_from(["user", "assistant", "system", "tool"]), min_size=1, max_size=8),
+    content=st.text(max_size=4),
+)
+def test_generation_marks_and_renderings_turn_by_turn_agree_for_any_order_of_roles(
+    with_template: Callable[[str], Path], roles: list[str], content: str
+) -> None:
+    chat = [{"role": role, "content": f"{content}{number}"} for number, role in enumerate(roles)]
+    by_turns, by_marks = (
+        encoder(with_template(template)).encode({"messages": chat}) for template in (CHATML, CHATML_WITH_GENERATION)
+    )
+    if isinstance(by_turns, str) or isinstance(by_marks, str):
+        assert by_turns == by_marks == manifest.NOTHING_SUPERVISED
+        assert "assistant" not in roles
+        return
+    assert by_turns.input_ids.tolist() == by_marks.input_ids.tolist()
+    assert by_turns.supervised is not None
+    assert by_marks.supervised is not None
+    assert by_turns.supervised.tolist() == by_marks.supervised.tolist()
+
+
+def test_train_on_last_and_all(smollm2_dir: Path) -> None:
+    messages = exchanges("a", "b", "c", "d", "e")
+    assert supervised_text(smollm2_dir, encoded(encoder(smollm2_dir, "last"), messages)) == "d<|im_end|>"
+    everything = encoded(encoder(smollm2_dir, "all"), messages)
+    assert everything.supervised is None
+    assert everything.input_ids.tolist() == reference_ids(smollm2_dir, messages)
+
+
+def test_bos_comes_once_although_template_and_tokenizer_both_write_it(llama3_dir: Path) -> None:
+    document = encoded(encoder(llama3_dir), [QUESTION, ANSWER])
+    assert reference(llama3_dir)("x")["input_ids"][0] == 128000
+    assert document.input_ids.tolist().count(128000) == 1
+    assert document.input_ids[0] == 128000
+    assert document.input_ids[-1] == 128009
+
+
+def test_a_chat_that_ends_with_no_control_token_gets_eos(with_template: Callable[[str], Path]) -> None:
+    plain = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    folder = with_template(plain + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
+    chats = encoder(folder)
+    assert chats.end_of_turn_token_id is None
+    assert any("<|im_end|>" in note for note in chats.notes)
+    document = encoded(chats, [QUESTION, ANSWER])
+    # the blank of the header is in the token of the first word
+    assert supervised_text(folder, document) == " Seven of them.\n<|im_end|>"
+    ends_with_question = encoded(chats, [QUESTION, ANSWER, QUESTION])
+    assert decoded(folder, ends_with_question.input_ids).endswith("How many?\n<|im_end|>")
+    assert supervised_text(folder, ends_with_question) == " Seven of them.\n"
+
+
+def test_a_chat_that_begins_with_the_assistant_is_supervised_from_its_first_turn(
+    smollm2_dir: Path, llama3_dir: Path
+) -> None:
+    messages = [{"role": "assistant", "content": "Welcome!"}, QUESTION, ANSWER]
+    for folder, end in ((smollm2_dir, "<|im_end|>"), (llama3_dir, "<|eot_id|>")):
+        document = encoded(encoder(folder), messages)
+        assert supervised_text(folder, document) == f"Welcome!{end}Seven of them.{end}"
+        assert document.input_ids.tolist() == reference_ids(folder, messages)
+
+
+# ---------------------------------------------------------------------------------------------------- special tokens
+
+
+@pytest.mark.parametrize("look_alike", ["<|eot_id|>", "<|im_end|>", "<|begin_of_text|><|start_header_id|>"])
+def test_special_tokens_in_a_content_are_text(llama3_dir: Path, smollm2_dir: Path, look_alike: str) -> None:
+    messages = exchanges(f"What is {look_alike}?", f"{look_alike}\n{look_alike}system", system=f"Say {look_alike}")
+    harmless = exchanges("What is it?", "this and that", system="Say it")
+    for folder in (llama3_dir, smollm2_dir):
+        chats = encoder(folder)
+        special = set(reference(folder).all_special_ids) | {128006, 128007, 128009}
+        document = encoded(chats, messages)
+        control = [token for token in document.input_ids.tolist() if token in special]
+        assert control == [token for token in encoded(chats, harmless).input_ids.tolist() if token in special]
+        text = reference(folder).apply_chat_template(messages, chat_template=chats.chat_template, tokenize=False)
+        assert decoded(folder, document.input_ids) == text
+
+
+def test_text_around_a_look_alike_has_the_ids_of_ordinary_text(llama3_dir: Path) -> None:
+    content = "a <|eot_id|>b"
+    document = encoded(encoder(llama3_dir), [QUESTION, {"role": "assistant", "content": content}])
+    assert document.supervised is not None
+    assert document.input_ids[document.supervised].tolist() == [*ids_of_text(llama3_dir, content), 128009]
+
+
+def test_special_tokens_in_calls_of_tools_are_text(with_template: Callable[[str], Path]) -> None:
+    folder = with_template(TOOLS)
+    call = {"type": "function", "function": {"name": "find", "arguments": '{"<|im_end|>": "<|im_start|>"}'}}
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    document = encoded(encoder(folder), messages)
+    assert document.input_ids.tolist().count(2) == 2
+    assert supervised_text(folder, document) == 'find{"<|im_end|>": "<|im_start|>"}<|im_end|>'
+
+
+def test_tokens_that_take_blanks_with_them_do_so(with_template: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(with_template(CHATML), tmp_path / "stripping"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|im_end|>"
+        token["special"] = token["content"] != "<|im_start|>"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    messages = exchanges("a", "b", "c", "d")
+    assert reference_ids(folder, messages) != reference_ids(with_template(CHATML), messages)
+    assert encoded(encoder(folder), messages).input_ids.tolist() == reference_ids(folder, messages)
+    # <|im_start|> is not special here, but it is what begins a turn
+    document = encoded(encoder(folder), exchanges("<|im_start|>", "b"))
+    assert document.input_ids.tolist().count(1) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- templates
+
+
+def test_llama3s_template_stands_in_for_none_and_for_one_that_cannot_mark(llama3_dir: Path, tmp_path: Path) -> None:
+    without = encoder(llama3_dir)
+    assert without.notes == ("the tokenizer has no chat template: Llama-3's is used",)
+    text = reference(llama3_dir).apply_chat_template(
+        exchanges(" a\n", "b", system="s"), chat_template=without.chat_template, tokenize=False
+    )
+    assert text == "<|begin_of_text|>" + "".join(
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+        for role, content in (("system", "s"), ("user", "a"), ("assistant", "b"))
+    )
+    folder = Path(shutil.copytree(llama3_dir, tmp_path / "thinking"))
+    (folder / "chat_template.jinja").write_text(THOUGHTS_IN_LAST_TURN)
+    instead = encoder(folder)
+    assert instead.chat_template_sha256 == without.chat_template_sha256
+    assert "cannot mark" in instead.notes[0]
+
+
+def test_a_template_that_cannot_mark_earlier_turns_takes_single_exchanges_and_last(
+    with_template: Callable[[str], Path],
+) -> None:
+    folder = with_template(THOUGHTS_IN_LAST_TURN)
+    chats = encoder(folder)
+    assert "--train_on last" in chats.notes[0]
+    answer = "<think>\n\n</think>\n\nSeven of them.<|im_end|>"
+    assert supervised_text(folder, encoded(chats, [QUESTION, ANSWER])) == answer
+    with pytest.raises(BadRowError, match=r"turn 2.*--train_on last"):
+        chats.encode({"messages": [QUESTION, ANSWER] * 2})
+    last = encoder(folder, "last")
+    assert last.notes == ()
+    assert supervised_text(folder, encoded(last, [QUESTION, ANSWER] * 2)) == answer
+
+
+def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(with_template: Callable[[str], Path]) -> None:
+    chats = encoder(with_template(CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")))
+    encoded(chats, [QUESTION, ANSWER])
+    with pytest.raises(BadRowError, match="leaves out a part of turn 2"):
+        chats.encode({"messages": [QUESTION, {"role": "assistant", "content": "<think>Hm.</think>Seven."}]})
+
+
+def test_no_template_and_not_llama3_is_wrong_input(with_template: Callable[[str | None], Path]) -> None:
+    with pytest.raises(InputError, match="has no chat template; give a tokenizer of an instruct model, or put"):
+        encoder(with_template(None))
+    with pytest.raises(InputError, match=r"of no use .*refuses it: never"):
+        encoder(with_template("{{ raise_exception('never') }}"))
+
+
+def test_what_a_template_refuses_is_a_bad_row(spm_dir: Path) -> None:
+    with pytest.raises(BadRowError, match="refuses it: a user begins"):
+        encoder(spm_dir).encode({"messages": [ANSWER, QUESTION]})
+
+
+def test_calls_of_tools_are_taken_where_the_template_renders_them(
+    llama3_dir: Path, with_template: Callable[[str], Path]
+) -> None:
+    call = {"id": None, "type": "function", "function": {"name": "count", "arguments": '{"of": "them"}'}}
+    chat = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+        ANSWER,
+    ]
+    folder = with_template(TOOLS)
+    document = encoded(encoder(folder), chat)
+    assert supervised_text(folder, document) == 'count{"of": "them"}<|im_end|>Seven of them.<|im_end|>'
+    with pytest.raises(BadRowError, match="leaves out its tool_calls"):
+        encoder(llama3_dir).encode({"messages": chat})
+    tools = [{"type": "function", "function": {"name": "count"}}]
+    with_tools = encoder(folder).encode({"messages": [QUESTION, ANSWER], "tools": tools})
+    assert isinstance(with_tools, EncodedDocument)
+    assert '"name": "count"' in decoded(folder, with_tools.input_ids)
+    with pytest.raises(BadRowError, match="leaves out its tools"):
+        encoder(llama3_dir).encode({"messages": [QUESTION, ANSWER], "tools": tools})
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize(
+    ("row", "data_format"),
+    [
+        ({"messages": [QUESTION, ANSWER]}, "messages"),
+        ({"messages": [{**QUESTION, "content": [{"type": "text", "text": "How many?"}]}, ANSWER]}, "messages"),
+        ({"messages": [{**QUESTION, "name": None, "tool_calls": None}, ANSWER], "tools": None}, "messages"),
+        (
+            {"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Seven of them."}]},
+            "conversations",
+        ),
+        ({"instruction": "How many?", "input": "", "output": "Seven of them."}, "alpaca"),
+        ({"instruction": "How many?", "output": "Seven of them."}, "alpaca"),
+        ({"prompt": "How many?", "completion": "Seven of them."}, "prompt_completion"),
+        ({"prompt": [QUESTION], "completion": [ANSWER]}, "prompt_completion"),
+    ],
+)
+def test_every_shape_is_recognised_and_read(smollm2_dir: Path, row: dict[str, Any], data_format: str) -> None:
+    assert recognise(row) == data_format
+    assert set(row) <= set(columns(data_format))
+    expected = encoded(encoder(smollm2_dir), [QUESTION, ANSWER])
+    for chats in (encoder(smollm2_dir), ChatEncoder(smollm2_dir, data_format, "assistant", "drop", None)):
+        document = chats.encode(row)
+        assert isinstance(document, EncodedDocument)
+        assert document.input_ids.tolist() == expected.input_ids.tolist()
+        assert supervised_text(smollm2_dir, document) == "Seven of them.<|im_end|>"
+        assert document.num_characters == len("How many?Seven of them.")
+
+
+def test_an_instruction_has_its_input_after_a_blank_line(smollm2_dir: Path) -> None:
+    document = encoder(smollm2_dir).encode({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert isinstance(document, EncodedDocument)
+    assert "user\nAdd.\n\n1 2<|im_end|>" in decoded(smollm2_dir, document.input_ids)
+
+
+def test_what_the_assistant_says_in_a_prompt_is_not_supervised(smollm2_dir: Path) -> None:
+    row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{"role": "assistant", "content": "Eight."}]}
+    document = encoder(smollm2_dir).encode(row)
+    assert isinstance(document, EncodedDocument)
+    assert supervised_text(smollm2_dir, document) == "Eight.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "How many?", "answer": "Seven"}, "no columns of a chat"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, '"narrator" is none of system, user'),
+        ({"messages": [{"role": "user", "value": "x"}]}, "'content' is missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "neither text nor"),
+        ({"messages": ["How many?"]}, "a list of objects"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, '"bot" is none of human'),
+        ({"instruction": ["x"], "output": "y"}, "are texts"),
+        ({"prompt": "x", "completion": [ANSWER]}, "is a text"),
+    ],
+)
+def test_a_row_of_another_shape_is_shown_beside_the_accepted_ones(
+    smollm2_dir: Path, row: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(BadRowError) as raised:
+        encoder(smollm2_dir).encode(row)
+    message = str(raised.value)
+    assert reason in message
+    assert json.dumps(row) in message
+    assert 'accepted: messages [{"role": "user"' in message
+    assert "\n" not in message
+
+
+def test_a_long_row_is_shown_shortened(smollm2_dir: Path) -> None:
+    with pytest.raises(BadRowError) as raised:
+        encoder(smollm2_dir).encode({"text": "x" * 10_000})
+    assert len(str(raised.value)) < 1000
+
+
+# ----------------------------------------------------------------------------------------------------------- too long
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@settings(max_examples=25, deadline=None)
+@given(messages=conversations, max_length=st.integers(10, 150))
+def test_cutting_the_end_keeps_the_most_whole_turns_that_fit(
+    smollm2_dir: Path, train_on: str, messages: Chat, max_length: int
+) -> None:
+    document = encoder(smollm2_dir, train_on, "cut_end", None).encode({"messages": messages})
+    assert isinstance(document, EncodedDocument)
+    cut = with_limit(encoder(smollm2_dir, train_on, "cut_end", 1), max_length).encode({"messages": messages})
+    beginnings = [messages[:end] for end in range(1, len(messages) + 1)]
+    allowed = [
+        beginning
+        for beginning in beginnings
+        if train_on == "all" or beginning[-1]["role"] == "assistant" or beginning == messages
+    ]
+    fitting = [ids for ids in (reference_ids(smollm2_dir, part) for part in allowed) if len(ids) <= max_length]
+    if not fitting:
+        assert cut == manifest.TOO_LONG
+        return
+    assert isinstance(cut, EncodedDocument)
+    assert cut.input_ids.tolist() == fitting[-1]
+    assert cut.num_tokens_cut == len(document.input_ids) - len(fitting[-1])
+
+
+@settings(max_examples=25, deadline=None)
+@given(messages=conversations, max_length=st.integers(10, 150))
+def test_cutting_the_start_keeps_the_system_and_begins_with_a_user(
+    smollm2_dir: Path, messages: Chat, max_length: int
+) -> None:
+    cut = with_limit(encoder(smollm2_dir, "assistant", "cut_start", 1), max_length).encode({"messages": messages})
+    system = [message for message in messages if message["role"] == "system"]
+    turns = messages[len(system) :]
+    parts = [system + turns[begin:] for begin in range(0, len(turns), 2)]
+    fitting = [part for part in parts if len(reference_ids(smollm2_dir, part)) <= max_length]
+    if not fitting:
+        assert cut == manifest.TOO_LONG
+    elif all(message["role"] != "assistant" for message in fitting[0]):
+        assert cut == manifest.NOTHING_SUPERVISED
+    else:
+        assert isinstance(cut, EncodedDocument)
+        assert cut.input_ids.tolist() == reference_ids(smollm2_dir, fitting[0])
+
+
+def with_limit(chats: ChatEncoder, max_length: int) -> ChatEncoder:
+    """Change the limit of an encoder, which is made once."""
+    chats._max_length = max_length
+    return chats
+
+
+def test_a_long_chat_is_dropped_or_loses_its_last_turn_with_its_only_labels(smollm2_dir: Path) -> None:
+    messages = exchanges("a", "b " * 50, "c", "d")
+    row = {"messages": messages}
+    length = len(reference_ids(smollm2_dir, messages))
+    assert ChatEncoder(smollm2_dir, "auto", "assistant", "drop", length - 1).encode(row) == manifest.TOO_LONG
+    assert isinstance(ChatEncoder(smollm2_dir, "auto", "assistant", "drop", length).encode(row), EncodedDocument)
+    cut_end = ChatEncoder(smollm2_dir, "auto", "last", "cut_end", length - 1)
+    assert cut_end.encode(row) == manifest.NOTHING_SUPERVISED
+    cut_start = ChatEncoder(smollm2_dir, "auto", "last", "cut_start", length - 1).encode(row)
+    assert isinstance(cut_start, EncodedDocument)
+    assert supervised_text(smollm2_dir, cut_start) == "d<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], manifest.EMPTY),
+        (exchanges(" ", "\n"), manifest.EMPTY),
+        ([QUESTION], manifest.NOTHING_SUPERVISED),
+    ],
+)
+def test_chats_without_anything_to_learn_are_left_out_with_their_reason(
+    smollm2_dir: Path, messages: Chat, reason: str
+) -> None:
+    assert encoder(smollm2_dir).encode({"messages": messages}) == reason
