@@ -1,0 +1,282 @@
+"""tiktoken gives a byte-level tokenizer's own ids, whatever the text, or the tokenizer is refused with a reason."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from fabric_train.corpus.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
+from fabric_train.corpus.fast_tokenizer import load_fast
+from fabric_train.corpus.split_pattern import _NUMERIC
+from fabric_train.corpus.tokenizer import load_tokenizer
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def works(shakespeare_jsonl: Path) -> list[str]:
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        return [json.loads(next(lines))["text"] for _ in range(8)]
+
+
+def train(file: Path, texts: list[str], parts: dict[str, Any], tokens: Sequence[str | AddedToken]) -> Path:
+    """Train 2,000 tokens on ``texts`` and save them to ``file``."""
+    tokenizer = Tokenizer(BPE())
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=2000, special_tokens=list(tokens), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(file))
+    return file
+
+
+def byte_level(**options: Any) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+
+
+def split(pattern: str, behavior: str = "isolated", **options: Any) -> pre_tokenizers.PreTokenizer:
+    first = pre_tokenizers.Split(Regex(pattern), behavior, **options)
+    return pre_tokenizers.Sequence([first, byte_level(use_regex=False)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(
+    tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model: Path, smollm2_dir: Path, works: list[str]
+) -> dict[str, Path]:
+    """A ``tokenizer.json`` of every style."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    load_tokenizer(str(llama3_tokenizer_model)).fast.save_pretrained(folder / "llama-3")
+    texts = [
+        *(work[:50_000] for work in works[:2]),
+        "Ça déjà été où? 日本語のテキスト、中文文本。 한국어 Việt Ångström",
+    ]
+    # GPT-2's own tokens are looked for after the normalizer, Qwen's before it
+    gpt2 = [AddedToken(token, normalized=True, special=True) for token in SPECIAL[:1]]
+    qwen = {"normalizer": normalizers.NFC(), "pre_tokenizer": split(QWEN2_PATTERN)}
+    return {
+        "llama-3": folder / "llama-3" / "tokenizer.json",
+        "smollm2": smollm2_dir / "tokenizer.json",
+        "gpt2": train(folder / "gpt2.json", texts, {"pre_tokenizer": byte_level()}, gpt2),
+        "qwen": train(folder / "qwen.json", texts, qwen, SPECIAL),
+    }
+
+
+@pytest.fixture(scope="module", params=["llama-3", "smollm2", "gpt2", "qwen"])
+def pair(request: pytest.FixtureRequest, tokenizer_files: dict[str, Path]) -> tuple[ByteBPE, Tokenizer]:
+    file = tokenizer_files[request.param]
+    return load_byte_bpe(file, False), load_fast(file, False)
+
+
+def ids_of(fast: Tokenizer, text: str) -> list[int]:
+    return list(fast.encode(text, add_special_tokens=False).ids)
+
+
+def assert_same_ids(pair: tuple[ByteBPE, Tokenizer], texts: list[str]) -> None:
+    for text, ids in zip(texts, pair[0].encode_batch(texts), strict=True):
+        assert ids.dtype == np.int32
+        assert ids.tolist() == ids_of(pair[1], text), text[:200]
+
+
+# letters, blanks, marks, digits and tokens that decide where pieces end, beside any code point at all
+PARTS = ["'s", "'S", "'ſ", "'LL", "re", "the", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\x85", "1", "22", "½", "٣"]
+PARTS += [
+    "\U00011de3",
+    "e",
+    "\u0301",
+    ">",
+    "\u0338",
+    "ǅ",
+    "日本",
+    "한",
+    "가",
+    "😀",
+    "\u200d",
+    "=",
+    "_",
+    "\x00",
+    "\U0010ffff",
+    "\U00016d68",
+]
+PARTS += [*SPECIAL, "<|begin_of_text|>", "<|eot_id|>", "<|", "|>", "<|im_", "<repo_name>"]
+TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), max_size=30).map("".join)
+
+
+@given(texts=st.lists(TEXTS, min_size=10, max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_any_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], texts: list[str]) -> None:
+    assert_same_ids(pair, texts)
+
+
+def test_real_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], works: list[str]) -> None:
+    assert_same_ids(pair, [work[50_000:110_000] for work in works])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 1_000_000,
+        " " * 1_000_000 + "x",
+        "x" + "\u3000" * 200_000,
+        "中文文本" * 50_000,
+        "=" * 300_000,
+        " \n" * 200_000,
+    ],
+    ids=["letters", "blanks", "wide blanks", "no blanks", "marks", "lines"],
+)
+def test_a_text_that_is_one_long_piece_takes_seconds_at_most_and_has_the_right_ids(
+    tokenizer_files: dict[str, Path], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    encoder = load_byte_bpe(tokenizer_files["qwen"], False)
+    started = time.perf_counter()
+    (ids,) = encoder.encode_batch([text])
+    assert time.perf_counter() - started < 20
+    assert ids.tolist() == ids_of(load_fast(tokenizer_files["qwen"], False), text)
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_plain_special_tokens_stay_text_and_other_added_tokens_do_not(tmp_path: Path, works: list[str]) -> None:
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    others = [AddedToken("<|im_start", special=False), AddedToken("start|>", special=False)]
+    file = train(tmp_path / "t.json", [works[0][:50_000]], {"pre_tokenizer": byte_level()}, special + others)
+    text = "a<|im_start|>b<|im_start>c start|><|endoftext|>"
+    for plain in (False, True):
+        assert_same_ids((load_byte_bpe(file, plain), load_fast(file, plain)), [text])
+    plainly, specially = (load_byte_bpe(file, plain).encode_batch([text])[0].tolist() for plain in (True, False))
+    assert 0 in specially
+    assert 0 not in plainly
+
+
+def edited(file: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    edit(content)
+    target.write_text(json.dumps(content), encoding="utf-8")
+    return target
+
+
+def swap_merges(content: dict[str, Any]) -> None:
+    """Let the merges of "the" and what it is made of change places."""
+    merges = content["model"]["merges"]
+    merges[3], merges[400] = merges[400], merges[3]
+
+
+def drop_merge(content: dict[str, Any]) -> None:
+    del content["model"]["merges"][50]
+
+
+def keep_some_ways(content: dict[str, Any]) -> None:
+    merges = content["model"]["merges"]
+    first = dict.fromkeys(map("".join, merges), True)
+    content["model"]["merges"] = [
+        merge for number, merge in enumerate(merges) if first.pop("".join(merge), False) or number % 2
+    ]
+
+
+def set_model(**options: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["model"].update(options)
+
+
+def set_pre_tokenizer(step: pre_tokenizers.PreTokenizer) -> Callable[[dict[str, Any]], None]:
+    holder = Tokenizer(BPE())
+    holder.pre_tokenizer = step
+    parsed = json.loads(holder.to_str())["pre_tokenizer"]
+    return lambda content: content.update(pre_tokenizer=parsed)
+
+
+def set_token(**options: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["added_tokens"][0].update(options)
+
+
+REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
+    "merges in another order": ("gpt2", swap_merges, "do not make|before they make"),
+    "a merge left out": ("gpt2", drop_merge, "which they do not make|do not make every token"),
+    "merges in another order than ids": ("llama-3", swap_merges, "order"),
+    "some ways to make a token left out": (
+        "llama-3",
+        keep_some_ways,
+        "lacks some",
+    ),
+    "several ways to make a token": ("llama-3", set_model(ignore_merges=False), "several ways"),
+    "a token that no merge makes": (
+        "gpt2",
+        lambda content: content["model"].update(ignore_merges=True, vocab=content["model"]["vocab"] | {"zzz": 2000}),
+        "no merge makes its token 'zzz'",
+    ),
+    "dropout": ("gpt2", set_model(dropout=0.1), "dropout"),
+    "another model": ("gpt2", lambda content: content.update(model={"type": "Unigram", "vocab": []}), "Unigram"),
+    "a blank before the text": ("gpt2", set_pre_tokenizer(pre_tokenizers.ByteLevel()), "blank before"),
+    "two splits": (
+        "gpt2",
+        set_pre_tokenizer(pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), byte_level()])),
+        r"\(Punctuation, ByteLevel\) is not known",
+    ),
+    "no bytes": ("gpt2", set_pre_tokenizer(pre_tokenizers.Whitespace()), "not byte-level"),
+    "words as Oniguruma has them": ("gpt2", set_pre_tokenizer(split(r"\w+|\W")), "otherwise"),
+    "an interval that only tiktoken reads as possessive": ("gpt2", set_pre_tokenizer(split(r"a{1,3}+|.")), "otherwise"),
+    "pieces joined with what follows": ("gpt2", set_pre_tokenizer(split(" ", "merged_with_next")), "MergedWithNext"),
+    "a lower-casing normalizer": (
+        "gpt2",
+        lambda content: content.update(normalizer={"type": "Lowercase"}),
+        "normalizer is Lowercase",
+    ),
+    "a token that takes blanks along": ("gpt2", set_token(lstrip=True), "depends on blanks"),
+    "a token whose id is another's": ("gpt2", set_token(id=7), "will not have the id 7"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_tokenizer_that_cannot_be_expressed_is_refused_with_a_reason(
+    tokenizer_files: dict[str, Path], tmp_path: Path, case: str
+) -> None:
+    style, edit, reason = REFUSED[case]
+    with pytest.raises(NotExpressibleError, match=reason):
+        load_byte_bpe(edited(tokenizer_files[style], tmp_path / "tokenizer.json", edit), False)
+
+
+@pytest.mark.parametrize(("behavior", "invert"), [("isolated", False), ("removed", True)])
+def test_text_between_the_matches_of_a_split_pattern_is_a_piece_or_is_dropped_as_it_says(
+    tokenizer_files: dict[str, Path], tmp_path: Path, behavior: str, invert: bool
+) -> None:
+    step = split(r"\p{L}+| ?\p{N}", behavior, invert=invert)
+    file = edited(tokenizer_files["gpt2"], tmp_path / "tokenizer.json", set_pre_tokenizer(step))
+    assert_same_ids((load_byte_bpe(file, False), load_fast(file, False)), ["the king, 1605 ... (and) so--on !!"])
+
+
+def members(expression: str) -> Iterator[set[str]]:
+    """Yield the code points that tokenizers and tiktoken take for members of a class."""
+    text = "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
+    split_off = pre_tokenizers.Split(Regex(expression), "removed")
+    parts = (text[start : start + 5000] for start in range(0, len(text), 5000))
+    yield set(text) - {letter for part in parts for piece, _ in split_off.pre_tokenize_str(part) for letter in piece}
+    single_bytes = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding("class", pat_str=expression, mergeable_ranks=single_bytes, special_tokens={})
+    yield set(bytes(encoding.encode_ordinary(text)).decode())
+
+
+@pytest.mark.parametrize("expression", [r"\p{L}", r"\p{N}", r"\s", "(?i:s|t|re|ve|m|ll|d)"])
+def test_both_libraries_have_the_same_members_of_a_class(expression: str) -> None:
+    tokenizers_members, tiktoken_members = members(expression)
+    assert tokenizers_members == tiktoken_members
+
+
+def test_the_digits_step_splits_off_what_our_pattern_says() -> None:
+    text = "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
+    parts = (text[start : start + 5000] for start in range(0, len(text), 5000))
+    digits, by_class = pre_tokenizers.Digits(individual_digits=False), Regex(f"[{_NUMERIC}]+")
+    by_pattern = pre_tokenizers.Split(by_class, "isolated")
+    for part in parts:
+        assert digits.pre_tokenize_str(part) == by_pattern.pre_tokenize_str(part)
