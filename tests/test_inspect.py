@@ -90,7 +90,7 @@ def test_counts_and_lengths_are_those_of_the_rows(tiny_tokens_dir: Path) -> None
     assert counts.documents_over_rows == sum(
         start // 64 != (end - 1) // 64 for start, end in zip(starts, ends, strict=True)
     )
-    assert counts.is_last_cut == (ids[-1] != EOS)
+    assert counts.documents_cut == (ids[-1] != EOS)
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +114,7 @@ def test_lengths_are_those_of_the_documents_however_rows_and_batches_cut_them(
             filler = [EOS] * (max_length - len(ids))
             rows.append((ids + filler, labels + [IGNORED] * len(filler), [] if start else [0]))
             start += max_length - overlap
-    expected = Expectation(max_length, overlap, 100, BOS, None, ends=(EOS,), is_ended=True, fillers=(EOS,))
+    expected = Expectation(max_length, overlap, True, 100, BOS, None, ends=(EOS,), is_ended=True, fillers=(EOS,))
     examination = Examination("train", expected)
     for first in range(0, len(rows), batch_rows):
         part = rows[first : first + batch_rows]
@@ -132,7 +132,7 @@ def test_lengths_are_those_of_the_documents_however_rows_and_batches_cut_them(
     assert counts.lengths == Counter(lengths)
     assert counts.documents_over_rows == sum(length > max_length for length in lengths)
     assert counts.supervised == sum(lengths)
-    assert not counts.is_last_cut
+    assert not counts.documents_cut
     assert all("without any supervised" in complaint.text for complaint in complaints)  # documents of one token
 
 

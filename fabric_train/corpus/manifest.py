@@ -139,14 +139,30 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class MergedPart:
+    """A token dataset that was merged into this one: its name, the SHA-256 of its manifest, its rows in each split."""
+
+    name: str
+    manifest_sha256: str
+    rows: dict[str, int]
+    settings: Settings
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """All that ``manifest.json`` says."""
+    """All that ``manifest.json`` says.
+
+    ``parts`` are those of a merged token dataset, in the order in which their rows lie; its ``settings`` are those of
+    the first.
+    """
 
     ledger: Ledger
     sources: tuple[SourceRecord, ...]
     tokenizer: TokenizerRecord
     settings: Settings
     versions: dict[str, str]
+    parts: tuple[MergedPart, ...] = ()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -155,6 +171,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     assert not imbalances, imbalances
     content = {"format": FORMAT, **asdict(manifest)}
     content["ledger"] = {**content["ledger"].pop("splits"), **content["ledger"]}
+    if not manifest.parts:
+        del content["parts"]
     (folder / FILE_NAME).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -208,6 +226,9 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         tokenizer=TokenizerRecord(**content["tokenizer"]),
         settings=Settings(**content["settings"]),
         versions=dict(content["versions"]),
+        parts=tuple(
+            MergedPart(**{**part, "settings": Settings(**part["settings"])}) for part in content.get("parts", ())
+        ),
     )
 
 

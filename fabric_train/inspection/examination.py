@@ -22,11 +22,13 @@ class Expectation:
     ``ends`` are the ids that end a document: EOS, and the end of a turn in chats, behind which a template may write one
     more token, a line end; ``is_ended`` says that the documents are known to have been written so. ``fillers`` are the
     ids that padding may consist of. ``overlap`` is the number of tokens that a row repeats when it goes on with a
-    document.
+    document. Where rows are not ``in_sequence``, a document that is longer than a row may go on in any other row, so
+    that pieces are all that can be told.
     """
 
     max_length: int | None
     overlap: int
+    in_sequence: bool
     vocab_size: int | None
     bos_token_id: int | None
     unk_token_id: int | None
@@ -52,9 +54,9 @@ class Complaint:
 class Counts:
     """What was counted.
 
-    ``tokens`` are those in rows without padding; ``lengths`` says how many documents have how many tokens, where the
-    split stores its document borders. Of these documents, ``documents_over_rows`` lie in several rows, and
-    ``is_last_cut`` says that the last one's end is not in the split.
+    ``tokens`` are those in rows without padding. ``lengths`` says how many documents have how many tokens; it is None
+    where the split does not store document borders. ``documents_over_rows`` lie in several rows, ``documents_cut`` have
+    no end in the split, and of ``pieces`` it is not known whether they are whole documents.
     """
 
     rows: int
@@ -63,7 +65,8 @@ class Counts:
     supervised: int
     lengths: Mapping[int, int] | None
     documents_over_rows: int
-    is_last_cut: bool
+    documents_cut: int
+    pieces: int
 
     @property
     def documents(self) -> int | None:
@@ -77,6 +80,7 @@ class _OpenDocument:
 
     length: int
     num_pieces: int
+    last_length: int
     row: int
     has_end: bool
     is_padded: bool
@@ -84,7 +88,10 @@ class _OpenDocument:
 
 @dataclass
 class Examination:
-    """Takes a split's batches in order; then gives what was counted and the complaints."""
+    """Takes a split's batches in order; then gives what was counted and the complaints.
+
+    ``expected`` may change between batches, by ``begin_part``.
+    """
 
     split: str
     expected: Expectation
@@ -94,6 +101,8 @@ class Examination:
     supervised: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     documents_over_rows: int = 0
+    documents_cut: int = 0
+    pieces: int = 0
     has_borders: bool = True
     _open: _OpenDocument | None = None
     _found: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -113,9 +122,13 @@ class Examination:
         else:
             self._follow_documents(batch, ends)
 
+    def begin_part(self, expected: Expectation) -> None:
+        """Let rows follow that were written on their own: no document goes on in them."""
+        self._close(can_be_cut=True)
+        self.expected = expected
+
     def finish(self) -> tuple[Counts, list[Complaint]]:
         """Return the counts, and the complaints in the order in which they were first met."""
-        is_cut = self._open is not None and not self._open.is_padded and not self._open.has_end
         self._close(can_be_cut=True)
         counts = Counts(
             rows=self.rows,
@@ -124,7 +137,8 @@ class Examination:
             supervised=self.supervised,
             lengths=self.lengths if self.has_borders else None,
             documents_over_rows=self.documents_over_rows,
-            is_last_cut=is_cut,
+            documents_cut=self.documents_cut,
+            pieces=self.pieces,
         )
         unknown = self._found.get(_UNKNOWN, (0, 0))[0]
         if unknown <= self.tokens * _TOLERATED_UNKNOWN:
@@ -182,14 +196,12 @@ class Examination:
             return
         following = np.append(begins[1:], len(batch.input_ids))
         piece_ends = np.minimum(following, ends[rows])
-        lengths = piece_ends - begins
-        lengths -= np.where(is_start, 0, np.minimum(self.expected.overlap, lengths))
-        self._join(
+        self._add_pieces(
             is_start,
-            lengths,
+            piece_ends - begins,
             batch.first_row + rows,
             self._has_end(batch.input_ids, begins, piece_ends),
-            (piece_ends == ends[rows]) & (ends[rows] < batch.offsets[1:][rows]),
+            is_inside=piece_ends < batch.offsets[1:][rows],
         )
 
     def _valid_starts(self, batch: RowBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -213,43 +225,58 @@ class Examination:
             is_double = (batch.input_ids[starts] == bos) & (batch.input_ids[second] == bos)
             self._note("documents that begin with two BOS", batch.first_row + rows[is_double])
 
-    def _join(
-        self, is_start: np.ndarray, lengths: np.ndarray, rows: np.ndarray, has_end: np.ndarray, is_padded: np.ndarray
+    def _add_pieces(
+        self, is_start: np.ndarray, lengths: np.ndarray, rows: np.ndarray, has_end: np.ndarray, *, is_inside: np.ndarray
     ) -> None:
-        """Take the pieces of a batch [P] in order; the first may go on with the open document, the last stays open."""
-        first_start = int(is_start.argmax()) if is_start.any() else len(is_start)
-        if self._open and first_start:
-            self._open.length += int(lengths[:first_start].sum())
-            self._open.num_pieces += first_start
-            self._open.row = int(rows[first_start - 1])
-            self._open.has_end, self._open.is_padded = bool(has_end[first_start - 1]), bool(is_padded[first_start - 1])
-        if first_start == len(is_start):
+        """Take the pieces of a batch [P] in order; ``is_inside`` says which end before their row does."""
+        if not self.expected.in_sequence:
+            self._count(lengths)
+            self.pieces += len(lengths)
+            self._note(_NO_END, rows[is_inside & ~has_end])
+            return
+        before = np.append(self._open.last_length if self._open else 0, lengths[:-1])
+        new = lengths - np.where(is_start, 0, np.minimum(self.expected.overlap, before))
+        first = int(is_start.argmax()) if is_start.any() else len(is_start)
+        if self._open and first:
+            self._open.length += int(new[:first].sum())
+            self._open.num_pieces += first
+            self._leave_at(self._open, first - 1, lengths, rows, has_end, is_inside)
+        if first == len(is_start):
             return
         self._close(can_be_cut=False)
         begins = np.flatnonzero(is_start)
-        document_lengths = np.add.reduceat(lengths, begins)
-        num_pieces = np.diff(begins, append=len(is_start))
-        last_pieces = np.append(begins[1:], len(is_start)) - 1
+        stops = np.append(begins[1:], len(is_start))
+        document_lengths = np.add.reduceat(new, begins)
         self._count(document_lengths[:-1])
-        self.documents_over_rows += int((num_pieces[:-1] > 1).sum())
-        ended = last_pieces[:-1]
+        self.documents_over_rows += int((stops - begins > 1)[:-1].sum())
+        ended = stops[:-1] - 1
         self._note(_NO_END, rows[ended][~has_end[ended]])
-        self._open = _OpenDocument(
-            length=int(document_lengths[-1]),
-            num_pieces=int(num_pieces[-1]),
-            row=int(rows[-1]),
-            has_end=bool(has_end[-1]),
-            is_padded=bool(is_padded[-1]),
-        )
+        self._open = _OpenDocument(int(document_lengths[-1]), int(stops[-1] - begins[-1]), 0, 0, False, False)
+        self._leave_at(self._open, -1, lengths, rows, has_end, is_inside)
+
+    @staticmethod
+    def _leave_at(
+        document: _OpenDocument,
+        piece: int,
+        lengths: np.ndarray,
+        rows: np.ndarray,
+        has_end: np.ndarray,
+        is_inside: np.ndarray,
+    ) -> None:
+        document.last_length, document.row = int(lengths[piece]), int(rows[piece])
+        document.has_end, document.is_padded = bool(has_end[piece]), bool(is_inside[piece])
 
     def _close(self, *, can_be_cut: bool) -> None:
-        """Count the open document: another begins, or, where it may be cut, the split ends."""
+        """Count the open document: another begins, or, where it may be cut, nothing follows."""
         if self._open is None:
             return
         self._count(np.array([self._open.length]))
         self.documents_over_rows += self._open.num_pieces > 1
-        if not self._open.has_end and (self._open.is_padded or not can_be_cut):
-            self._note(_NO_END, np.array([self._open.row]))
+        if not self._open.has_end:
+            if can_be_cut and not self._open.is_padded:
+                self.documents_cut += 1
+            else:
+                self._note(_NO_END, np.array([self._open.row]))
         self._open = None
 
     def _has_end(self, ids: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:

@@ -121,7 +121,7 @@ def _row(row: RowView) -> Iterator[str]:
 
 def _piece(piece: Piece, *, goes_on: bool) -> Iterator[str]:
     kind = {True: "begins", False: "continued", None: "unknown"}[piece.begins]
-    notes = {True: f"a document begins at position {piece.position:,}", False: "goes on from the row before", None: ""}
+    notes = {True: f"document border at position {piece.position:,}", False: "goes on from another row", None: ""}
     yield f'<div class="piece {kind}">'
     if notes[piece.begins]:
         yield f'<div class="border">{notes[piece.begins]}</div>'
@@ -161,9 +161,9 @@ _LEGEND = """<p class="legend tokens">
 <span class="s">supervised</span> <span class="u">not supervised</span> <span class="s edge">BOS or EOS</span>
 <span class="s special">other special token</span> <span class="padding">padding</span>
 <span class="plain"><i>↵</i> line end, <i class=b>  </i> blank at a token's edge</span>
-</p><p class="note">A bar on the left is a document: solid where it begins in the row, dashed where it goes on from the
-row before. Shades alternate from token to token. Hover over a token for its position, id and label. With isolated
-documents, nothing predicts a document's first token, whatever its label is.</p>"""
+</p><p class="note">A bar on the left is a document: dashed where it goes on from another row. Shades alternate from
+token to token. Hover over a token for its position, id and label. With isolated documents, nothing predicts a
+document's first token, whatever its label is.</p>"""
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fcfcfa; --card: #fff; --ink: #1c1e21; --soft: #5f6670; --line: #dfe2e6;

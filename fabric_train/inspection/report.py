@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.corpus.manifest import Manifest, load_manifest
+from fabric_train.corpus.manifest import Manifest, Settings, load_manifest
 from fabric_train.corpus.token_folder import open_splits
 from fabric_train.corpus.vocabulary import Vocabulary, load_vocabulary
 from fabric_train.errors import InputError
@@ -65,7 +65,6 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
     manifest = load_manifest(folder)
     vocabulary = load_vocabulary(folder / "tokenizer")
-    expected = expectation(manifest, vocabulary)
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
     complaints = _complaints_of_files(folder, manifest)
@@ -73,11 +72,14 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     and_next = range(rows.start, rows.stop + 1) if rows else rows
     done = 0
     for name, entry in splits.items():
-        examination = Examination(name, expected)
+        parts = _expectations(name, manifest, vocabulary)
+        examination = Examination(name, parts[0])
         for batch in entry.batches():
+            if batch.first_row in parts:  # files are of one part each, and so are batches
+                examination.begin_part(parts[batch.first_row])
             examination.add(batch)
             if name == shown:
-                views += view_rows(batch, and_next, vocabulary, expected)
+                views += view_rows(batch, and_next, vocabulary, examination.expected)
             done += len(batch.offsets) - 1
             advance(done, total)
         counts[name], found = examination.finish()
@@ -122,29 +124,43 @@ def _complaints_of_ledger(manifest: Manifest, counts: dict[str, Counts]) -> list
             for what, said, found in compared
             if said != found
         ]
-        if (count.documents or 0) > ledger.documents:
-            text = f"the ledger says {ledger.documents:,} documents, in the rows begin {count.documents:,}"
+        whole = (count.documents or 0) - count.pieces
+        if whole > ledger.documents:
+            text = f"the ledger says {ledger.documents:,} documents, in the rows begin {whole:,}"
             complaints.append(Complaint(name, text))
     return complaints
 
 
-def expectation(manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
-    """Return what the rows should be like by what the folder says of itself."""
-    pad = vocabulary.pad_token_id if vocabulary else None
-    eos = vocabulary.eos_token_id if vocabulary else None
-    named = (vocabulary.bos_token_id, eos, pad) if vocabulary else ()
-    unknown = vocabulary.unk_token_id if vocabulary and vocabulary.unk_token_id not in named else None
+def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary | None) -> dict[int, Expectation]:
+    """Return what the rows should be like, by the number of the first row for which it holds."""
+    if manifest is None or not manifest.parts:
+        return {0: _expectation(manifest.settings if manifest else None, manifest, vocabulary)}
+    expectations, row = {}, 0
+    for part in manifest.parts:
+        if part.rows.get(split):
+            expectations[row] = _expectation(part.settings, manifest, vocabulary)
+            row += part.rows[split]
+    return expectations or {0: _expectation(manifest.settings, manifest, vocabulary)}
+
+
+def _expectation(settings: Settings | None, manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
+    tokenizer = manifest.tokenizer if manifest else None
+    bos, eos, pad, unk = (
+        (vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.pad_token_id, vocabulary.unk_token_id)
+        if vocabulary
+        else (None, None, None, None)
+    )
+    size = tokenizer.vocab_size if tokenizer else None
     return Expectation(
-        max_length=manifest.settings.max_length if manifest else None,
-        overlap=manifest.settings.overlap if manifest else 0,
-        vocab_size=vocabulary.size if vocabulary else manifest.tokenizer.vocab_size if manifest else None,
-        bos_token_id=manifest.tokenizer.bos_token_id if manifest else named[0] if named else None,
-        unk_token_id=unknown,
-        ends=_known(
-            *((manifest.tokenizer.eos_token_id, manifest.tokenizer.end_of_turn_token_id) if manifest else (eos,))
-        ),
+        max_length=settings.max_length if settings else None,
+        overlap=settings.overlap if settings else 0,
+        in_sequence=settings is None or settings.packing != "best_fit",
+        vocab_size=vocabulary.size if vocabulary else size,
+        bos_token_id=tokenizer.bos_token_id if tokenizer else bos,
+        unk_token_id=None if unk in (bos, eos, pad) else unk,
+        ends=_known(tokenizer.eos_token_id, tokenizer.end_of_turn_token_id) if tokenizer else _known(eos),
         is_ended=manifest is not None,
-        fillers=_known(pad, eos, manifest.tokenizer.eos_token_id if manifest else None),
+        fillers=_known(pad, eos, tokenizer.eos_token_id if tokenizer else None),
     )
 
 
@@ -162,18 +178,24 @@ def facts(report: Report) -> list[tuple[str, str]]:
     lines = [("rows", ", ".join(f"{count.rows:,} {name}" for name, count in report.counts.items()))]
     if manifest is None:
         return [*lines, ("manifest", "none: an older folder; what follows is counted in its rows")]
-    tokenizer, settings = manifest.tokenizer, manifest.settings
-    begin = f"begin with {tokenizer.bos_token}" if tokenizer.bos_token else "begin without BOS"
-    text = f"text in {settings.text_column!r}" if settings.data_format == "text" else settings.data_format
+    tokenizer = manifest.tokenizer
+    all_settings = [part.settings for part in manifest.parts] or [manifest.settings]
+
+    def setting(name: str) -> str:
+        return " and ".join(dict.fromkeys(str(getattr(settings, name)) for settings in all_settings))
+
+    begin = f"begins with {tokenizer.bos_token}" if tokenizer.bos_token else "begins without BOS"
+    if manifest.parts:
+        lines.append(("merged from", ", ".join(part.name for part in manifest.parts)))
     lines += [
-        ("row length", f"{settings.max_length:,} tokens, packing {settings.packing}, overlap {settings.overlap}"),
-        ("documents", f"{text}, {begin}, end with {tokenizer.eos_token}"),
+        ("row length", f"{setting('max_length')} tokens, packing {setting('packing')}, overlap {setting('overlap')}"),
+        ("documents", f"data format {setting('data_format')}; text {begin} and ends with {tokenizer.eos_token}"),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, encoded by {tokenizer.encoder}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]
     if tokenizer.chat_template_sha256:
-        lines.insert(3, ("chats", f"trained on {settings.train_on}; template {tokenizer.chat_template_sha256[:12]}"))
-    return lines
+        template = tokenizer.chat_template_sha256[:12]
+        lines.append(("chats", f"supervised by --train_on {setting('train_on')}; template {template}"))
+    return [*lines, ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))]
 
 
 def ledger_table(report: Report) -> Table:
@@ -279,9 +301,12 @@ def length_facts(counts: Counts) -> list[tuple[str, int]]:
 
 def length_notes(counts: Counts) -> list[str]:
     """Return how documents lie over the rows' ends, in sentences."""
-    notes = [f"{counts.documents_over_rows:,} of {counts.documents or 0:,} documents go on in a next row."]
-    if counts.is_last_cut:
-        notes.append("The last one's end is in no row.")
+    whole = (counts.documents or 0) - counts.pieces
+    notes = [f"{counts.documents_over_rows:,} of {whole:,} documents go on in a next row."] if whole else []
+    if counts.pieces:
+        notes.append(f"{counts.pieces:,} are pieces by best_fit, which cuts documents that are longer than a row.")
+    if counts.documents_cut:
+        notes.append(f"Cut where the rows end: {counts.documents_cut:,}.")
     return notes
 
 

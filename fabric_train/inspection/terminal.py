@@ -100,7 +100,7 @@ def _print_legend(console: Console) -> None:
             ("‹not supervised›", _UNSUPERVISED),
             "  ",
             ("┃", _BORDER),
-            " a document begins  ",
+            " document border  ",
             ("┆", _BORDER),
             " goes on from or in another row  ",
             ("<bos or eos>", _STYLES["bos"]),

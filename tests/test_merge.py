@@ -1,0 +1,211 @@
+"""python -m fabric_train.corpus.merge: the rows of all, one manifest that balances, or a line and nothing."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from fabric_train.corpus import inspect, merge
+from fabric_train.corpus.manifest import Manifest, read_manifest
+from fabric_train.errors import InputError
+
+IGNORED = -100
+COLUMNS = ("input_ids", "document_starts", "labels")
+
+
+def merged(target: Path, *folders: Path) -> Manifest:
+    merge.main([*map(str, folders), "--output_dir", str(target)])
+    manifest = read_manifest(target)  # refuses one that does not balance
+    assert manifest is not None
+    return manifest
+
+
+def rows_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    loaded = datasets.load_from_disk(folder)[split]
+    return list(loaded.select_columns([name for name in COLUMNS if name in loaded.column_names]))
+
+
+def edit_manifest(folder: Path, *path: str, value: Any) -> None:
+    file = folder / "manifest.json"
+    content = json.loads(file.read_text())
+    entry = content
+    for name in path[:-1]:
+        entry = entry[name]
+    entry[path[-1]] = value
+    file.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
+    """A copy of the tiny dataset without validation, whose rows begin with three tokens that are not supervised."""
+    folder = Path(shutil.copytree(tiny_tokens_dir, tmp_path / "other"))
+    shutil.rmtree(folder / "validation")
+    train = datasets.load_from_disk(tiny_tokens_dir)["train"]
+    labels = [[IGNORED] * 3 + ids[3:] for ids in train["input_ids"]]
+    datasets.disable_progress_bars()
+    datasets.DatasetDict(train=train.add_column("labels", labels, feature=train.features["input_ids"])).save_to_disk(
+        tmp_path / "saved"
+    )
+    shutil.rmtree(folder / "train")
+    shutil.copytree(tmp_path / "saved" / "train", folder / "train")
+    shutil.copy(tmp_path / "saved" / "dataset_dict.json", folder)
+    content = json.loads((folder / "manifest.json").read_text())
+    ledger, validation = content["ledger"], content["ledger"].pop("validation")
+    ledger["documents_read"] -= validation["documents"]
+    ledger["documents_kept"] -= validation["documents"]
+    ledger["train"]["tokens_supervised"] -= 3 * len(train)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_rows_lie_in_order_and_splits_are_united(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+    merged(tmp_path / "out", other, tiny_tokens_dir)
+    first, second = rows_of(other), rows_of(tiny_tokens_dir)
+    assert "labels" not in second[0]
+    with_labels = [{**row, "labels": row["input_ids"]} for row in second]
+    assert rows_of(tmp_path / "out") == [*first, *with_labels]
+    assert rows_of(tmp_path / "out", "validation") == rows_of(tiny_tokens_dir, "validation")
+    assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").is_file()
+
+
+def test_the_ledger_is_the_sum_and_the_rows_hold_what_it_says(
+    tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
+    ours, theirs = read_manifest(tiny_tokens_dir), read_manifest(other)
+    assert ours is not None
+    assert theirs is not None
+    assert manifest.ledger.documents_read == ours.ledger.documents_read + theirs.ledger.documents_read
+    train, parts = manifest.ledger.splits["train"], [ours.ledger.splits["train"], theirs.ledger.splits["train"]]
+    for name in ("documents", "characters", "tokens_in", "tokens_in_rows", "tokens_supervised", "rows"):
+        assert getattr(train, name) == sum(getattr(part, name) for part in parts), name
+    assert sum(train.tokens_dropped.values()) == sum(sum(part.tokens_dropped.values()) for part in parts)
+    assert manifest.ledger.splits["validation"] == ours.ledger.splits["validation"]
+    assert [source.name for source in manifest.sources] == [source.name for source in ours.sources + theirs.sources]
+    inspect.main([str(tmp_path / "out")])  # complaints would end it
+    assert "nothing to complain of" in capsys.readouterr().out
+
+
+def test_the_manifest_says_what_it_is_made_of(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+    edit_manifest(other, "settings", "seed", value=7)
+    manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
+    ours, theirs = read_manifest(tiny_tokens_dir), read_manifest(other)
+    assert ours is not None
+    assert theirs is not None
+    assert [part.name for part in manifest.parts] == [str(tiny_tokens_dir), str(other)]
+    assert [part.settings for part in manifest.parts] == [ours.settings, theirs.settings]
+    rows = {name: split.rows for name, split in ours.ledger.splits.items()}
+    assert [part.rows for part in manifest.parts] == [rows, {"train": rows["train"]}]
+    assert len({part.manifest_sha256 for part in manifest.parts}) == 2
+
+    third = Path(shutil.copytree(other, tmp_path / "third"))
+    again = merged(tmp_path / "again", tmp_path / "out", third)
+    assert [part.name for part in again.parts] == [str(tiny_tokens_dir), str(other), str(third)]
+    assert again.ledger.splits["train"].rows == 3 * rows["train"]
+
+
+def test_settings_that_differ_and_files_read_twice_are_noted(
+    tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit_manifest(other, "settings", "seed", value=7)
+    merged(tmp_path / "out", tiny_tokens_dir, other)
+    output = capsys.readouterr().out
+    assert "note     --seed differs: 0, 7; manifest.json keeps that of each part\n" in output
+    assert "note     slice.jsonl of" in output
+    assert output.count("note") == 2
+
+
+def test_a_document_cut_at_the_end_of_a_part_is_no_fault(
+    tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged(tmp_path / "out", tiny_tokens_dir, other)
+    inspect.main([str(tmp_path / "out"), "--rows", "0"])
+    assert "Cut where the rows end: 2." in capsys.readouterr().out
+
+
+def test_the_fingerprint_is_that_of_the_parts(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+    orders = {"a": (tiny_tokens_dir, other), "b": (tiny_tokens_dir, other), "c": (other, tiny_tokens_dir)}
+    for name, folders in orders.items():
+        merged(tmp_path / name, *folders)
+    prints = {name: datasets.load_from_disk(tmp_path / name)["train"]._fingerprint for name in orders}
+    assert prints["a"] == prints["b"] != prints["c"]
+
+
+def spoil_tokenizer(folder: Path) -> str:
+    digests = json.loads((folder / "manifest.json").read_text())["tokenizer"]["sha256"]
+    edit_manifest(folder, "tokenizer", "sha256", value={**digests, "tokenizer.json": "0" * 64})
+    return "its tokenizer is another than that of .*, tokenizer.json differs; "
+
+
+def spoil_length(folder: Path) -> str:
+    content = json.loads((folder / "manifest.json").read_text())
+    content["settings"]["max_length"] = 32
+    content["ledger"]["train"]["rows"] *= 2
+    (folder / "manifest.json").write_text(json.dumps(content))
+    return "rows of 32 tokens, those of .* have 64; "
+
+
+def spoil_format(folder: Path) -> str:
+    edit_manifest(folder, "format", value=1)
+    return "is of format 1, this version reads 2; "
+
+
+def spoil_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "no manifest.json, so nobody knows its tokenizer"
+
+
+def spoil_listing(folder: Path) -> str:
+    (folder / "dataset_dict.json").unlink()
+    return "no token dataset"
+
+
+def spoil_splits(folder: Path) -> str:
+    shutil.copytree(folder / "train", folder / "validation")
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    return "its splits are not those of its manifest.json"
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_tokenizer, spoil_length, spoil_format, spoil_manifest, spoil_listing, spoil_splits]
+)
+def test_what_cannot_be_merged_is_refused_in_a_line(
+    tmp_path: Path, tiny_tokens_dir: Path, other: Path, spoil: Any
+) -> None:
+    fault = spoil(other)
+    with pytest.raises(InputError) as error:
+        merged(tmp_path / "out", tiny_tokens_dir, other)
+    assert len(error.value.faults) == 1
+    assert re.search(fault, error.value.faults[0])
+    assert str(other) in error.value.faults[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+    third = Path(shutil.copytree(other, tmp_path / "third"))
+    spoil_length(other)
+    spoil_tokenizer(other)
+    spoil_tokenizer(third)
+    with pytest.raises(InputError) as error:
+        merged(tmp_path / "out", tiny_tokens_dir, other, third)
+    assert len(error.value.faults) == 3
+
+
+def test_a_dataset_given_twice_and_one_alone_are_refused(tmp_path: Path, tiny_tokens_dir: Path) -> None:
+    with pytest.raises(InputError, match="is given twice"):
+        merged(tmp_path / "out", tiny_tokens_dir, tiny_tokens_dir / ".." / tiny_tokens_dir.name)
+    with pytest.raises(InputError, match="two token datasets or more"):
+        merged(tmp_path / "out", tiny_tokens_dir)
+
+
+def test_it_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, other: Path, run_program: Any) -> None:
+    command = ("-m", "fabric_train.corpus.merge", tiny_tokens_dir, other, "--output_dir", tmp_path / "out")
+    finished = run_program(*command)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    finished = run_program(*command)
+    assert finished.returncode == 2
+    assert "already exists and is not empty" in finished.stderr
