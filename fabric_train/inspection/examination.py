@@ -304,16 +304,19 @@ def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
     Where the filler is EOS and the token before the run does not end a document, the run's first does.
     """
     begins, ends = batch.offsets[:-1], batch.offsets[1:]
-    filled = np.flatnonzero(ends > begins)
-    if batch.labels is None or not expected.fillers or not len(filled):
-        return ends.copy()
-    last = np.zeros(len(ends), dtype=batch.input_ids.dtype)
-    last[filled] = batch.input_ids[ends[filled] - 1]
-    is_padding = (batch.labels == IGNORED_LABEL) & np.isin(batch.input_ids, expected.fillers)
-    is_padding &= batch.input_ids == np.repeat(last, ends - begins)
-    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
     result = ends.copy()
-    result[filled] = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
+    filled = np.flatnonzero(ends > begins)
+    if batch.labels is None or not len(filled):
+        return result
+    last = np.full(len(ends), -1, dtype=batch.input_ids.dtype)
+    last[filled] = batch.input_ids[ends[filled] - 1]
+    if not (np.isin(last[filled], expected.fillers) & (batch.labels[ends[filled] - 1] == IGNORED_LABEL)).any():
+        return result
+    is_padding = (batch.labels == IGNORED_LABEL) & (batch.input_ids == np.repeat(last, ends - begins))
+    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
+    is_filler = np.isin(last[filled], expected.fillers)
+    stops = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
+    result[filled[is_filler]] = stops[is_filler]
     if expected.is_ended:
         row = np.flatnonzero((result < ends) & (result > begins) & np.isin(last, expected.ends))
         before = batch.input_ids[np.stack([result[row] - 1, np.maximum(result[row] - 2, begins[row])])]
