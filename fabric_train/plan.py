@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fabric_train.batches import TokenDataset
+from fabric_train.contract import compare_with_contract
 from fabric_train.errors import InputError
 from fabric_train.model import ModelShape
 
@@ -38,7 +39,12 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, dataset: TokenData
         InputError: where the batch does not divide, or the data do not suit the model.
     """
     training = arguments.training
-    faults = _misfits(dataset, shape, arguments.evaluation.eval_only)
+    verdict = compare_with_contract(dataset, shape, arguments.data.isolate_documents)
+    faults = list(verdict.faults)
+    if arguments.evaluation.eval_only and dataset.validation is None:
+        faults.append(
+            f"--eval_only true: {dataset.folder} has no validation split; tokenize with --validation_split above 0"
+        )
     together = training.micro_batch_size * world_size
     accumulation = training.gradient_accumulation_steps
     if training.total_batch_size is not None:
@@ -64,37 +70,8 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, dataset: TokenData
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
         tokens_per_row=dataset.train.longest(),
-        notes=tuple(_notes(arguments, num_steps, in_epochs, dataset)),
+        notes=(*verdict.notes, *_notes(arguments, num_steps, in_epochs, dataset)),
     )
-
-
-def _misfits(dataset: TokenDataset, shape: ModelShape, eval_only: bool) -> list[str]:
-    """Name what the model cannot take: rows beyond its positions, ids beyond its vocabulary."""
-    faults = []
-    if eval_only and dataset.validation is None:
-        faults.append(
-            f"--eval_only true: {dataset.folder} has no validation split; tokenize with --validation_split above 0"
-        )
-    for name, rows in (("train", dataset.train), ("validation", dataset.validation)):
-        if rows is None:
-            continue
-        if shape.max_positions is not None and rows.longest() > shape.max_positions:
-            faults.append(
-                f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes "
-                f"{shape.max_positions}; "
-                f"tokenize with --max_length {shape.max_positions} or less"
-            )
-        lowest, highest = rows.id_range()
-        if lowest < 0:
-            faults.append(
-                f"{dataset.folder}: {name} holds token id {lowest}; pad with a token of the model and mask it in labels"
-            )
-        if highest >= shape.vocab_size:
-            faults.append(
-                f"{dataset.folder}: {name} holds token id {highest}, {shape.source} has {shape.vocab_size} tokens; "
-                "tokenize with the model's own tokenizer"
-            )
-    return faults
 
 
 def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int, dataset: TokenDataset) -> list[str]:

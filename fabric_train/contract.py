@@ -1,0 +1,195 @@
+"""The contract between a token dataset and training: what its manifest says, compared with its rows, the tokenizer
+beside them, and the model that is to be trained on them.
+
+What differs is named, with what to do about it: faults forbid the run, notes are for the user to judge.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric_train.batches import Rows, TokenDataset
+from fabric_train.corpus.manifest import FILE_NAME, Manifest, TokenizerRecord
+from fabric_train.corpus.tokenizer_identity import compare_tokenizers
+from fabric_train.errors import InputError
+from fabric_train.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Lines that forbid the run, and lines that the user should read before it."""
+
+    faults: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare_with_contract(dataset: TokenDataset, shape: ModelShape, isolate_documents: bool) -> Verdict:
+    """Compare a token dataset with the model, and with what its manifest says of it.
+
+    A folder without manifest is taken as it is: its ids are looked through instead.
+
+    Raises:
+        InputError: the manifest is damaged, or a file that it names.
+    """
+    splits = {"train": dataset.train} | ({"validation": dataset.validation} if dataset.validation else {})
+    manifest = dataset.manifest
+    faults = [fault for name, rows in splits.items() for fault in _beyond_the_positions(dataset, name, rows, shape)]
+    notes: list[str] = []
+    if manifest is None:
+        unknown = "which tokenizer made it"
+        if isolate_documents and not dataset.train.has_borders:
+            unknown += ", and where documents begin: those of a row see each other"
+        notes.append(f"{dataset.folder} has no {FILE_NAME} (an older folder), so it is not known {unknown}")
+    else:
+        faults += _changed_rows(dataset, splits, manifest)
+        faults += _changed_tokenizer(dataset.folder, manifest.tokenizer)
+        if not faults:
+            another = _other_tokenizer(dataset.folder, manifest.tokenizer, shape)
+            faults, notes = list(another.faults), list(another.notes)
+    if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
+        faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape)]
+    return Verdict(tuple(faults), tuple(notes))
+
+
+def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
+    if shape.max_positions is None or rows.longest() <= shape.max_positions:
+        return []
+    return [
+        f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes {shape.max_positions}; "
+        f"tokenize with --max_length {shape.max_positions} or less"
+    ]
+
+
+def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
+    """Name ids that the model has no embedding for. A tokenizer may have more tokens, if the rows hold none of them."""
+    lowest, highest = rows.id_range()
+    faults = []
+    if lowest < 0:
+        faults.append(
+            f"{dataset.folder}: {name} holds token id {lowest}; pad with a token of the model and mask it in labels"
+        )
+    if highest >= shape.vocab_size:
+        faults.append(
+            f"{dataset.folder}: {name} holds token id {highest}, {shape.source} has {shape.vocab_size} tokens; "
+            "tokenize with the model's own tokenizer"
+        )
+    return faults
+
+
+def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Manifest) -> list[str]:
+    """Name what the manifest says otherwise of the rows: their number, and their length."""
+    there = f"{dataset.folder}: {FILE_NAME} says"
+    mend = "the folder was changed since: tokenize again"
+    faults = []
+    for name in sorted(splits.keys() | manifest.ledger.splits.keys(), reverse=True):
+        said = manifest.ledger.splits[name].rows if name in manifest.ledger.splits else 0
+        found = len(splits[name]) if name in splits else 0
+        if said != found:
+            faults.append(f"{there} ledger.{name}.rows {said:,}, there are {found:,}; {mend}")
+    for name, rows in splits.items():
+        lengths = {rows.shortest(), rows.longest()}
+        if lengths != {manifest.settings.max_length}:
+            found_length = " to ".join(map(str, sorted(lengths)))
+            faults.append(
+                f"{there} settings.max_length {manifest.settings.max_length}, "
+                f"rows of {name} have {found_length} tokens; {mend}"
+            )
+    return faults
+
+
+def _changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
+    """Name the files in ``tokenizer/`` that are not those the manifest was written for."""
+    faults = []
+    for name, sha256 in record.sha256.items():
+        file = folder / "tokenizer" / name
+        if not file.is_file():
+            faults.append(f"{file} is missing, {FILE_NAME} names it in tokenizer.sha256; tokenize again")
+        elif _sha256(file.read_bytes()) != sha256:
+            faults.append(
+                f"{file} is not the file of tokenizer.sha256 in {FILE_NAME}: damaged or edited; "
+                "put it back as it was, or tokenize again"
+            )
+    return faults
+
+
+def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> Verdict:
+    """Compare the tokenizer of the rows with the model's own, as far as the model brings one."""
+    notes = _other_borders(folder, record, shape)
+    template = _template(shape.source)
+    if record.chat_template_sha256 and template and _sha256(template.encode()) != record.chat_template_sha256:
+        notes.append(
+            f"{folder}: its chats are rendered with another chat template than {shape.source}'s own; "
+            "checkpoints and exports will carry the former"
+        )
+    ours, theirs = folder / "tokenizer" / "tokenizer.json", _model_file(shape.source, "tokenizer.json")
+    if theirs is None:
+        if record.name != shape.source:
+            notes.append(
+                f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
+                f"made {folder}, is not known"
+            )
+        return Verdict((), tuple(notes))
+    if _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
+        return Verdict((), tuple(notes))
+    in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
+    difference = compare_tokenizers(ours, theirs, in_rows)
+    sides = f"here is {ours}, there {theirs}"
+    if difference.note:
+        notes.append(f"the tokenizers differ in added tokens: {difference.note} ({sides}); text has the same ids")
+    fault = (
+        f"{folder}: not made with the tokenizer of {shape.source}: {difference.fault} ({sides}); "
+        f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name}"
+    )
+    return Verdict((fault,) if difference.fault else (), tuple(notes))
+
+
+def _other_borders(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:
+    """Say where documents begin or end with another token than the model's configuration names; many models name
+    another than their tokenizer, or several.
+    """
+    notes = []
+    config: Any = shape.config.get_text_config()
+    for role, token, index in (
+        ("bos", record.bos_token, record.bos_token_id),
+        ("eos", record.eos_token, record.eos_token_id),
+    ):
+        named = getattr(config, f"{role}_token_id", None)
+        named = named if isinstance(named, list) else [] if named is None else [named]
+        if index is not None and named and index not in named:
+            verb = "begin" if role == "bos" else "end"
+            notes.append(
+                f"{folder}: documents {verb} with {token!r} (id {index}), config.json of {shape.source} has "
+                f"{role}_token_id {' or '.join(map(str, named))}"
+            )
+    return notes
+
+
+def _model_file(source: str, name: str) -> Path | None:
+    """Return a file of the model's tokenizer: attached to a checkpoint, in a model folder, or cached from the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(source)
+    if folder.is_dir():
+        places = [folder / "tokenizer" / name, folder / name]
+        return next((place for place in places if place.is_file()), None)
+    cached = try_to_load_from_cache(source, name)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _template(source: str) -> str | None:
+    """Return a model's or a tokenizer's chat template as text; None where it has none, or several under names."""
+    file = _model_file(source, "chat_template.jinja")
+    if file:
+        return file.read_text(encoding="utf-8")
+    config = _model_file(source, "tokenizer_config.json")
+    try:
+        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config else None
+    except (ValueError, AttributeError):
+        raise InputError(f"{config} is not a JSON object; fetch the file again") from None
+    return template if isinstance(template, str) else None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
