@@ -34,6 +34,7 @@ from fabric_train.model import ModelShape, build_model, load_model, read_shape, 
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine, WandbLogger, open_loggers  # noqa: E402
+from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
 from fabric_train.weights import load_weights  # noqa: E402
 
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
     idle = parallel.unused_gpus(arguments.device.devices, parallel.resolve_accelerator(arguments.device.accelerator))
     for note in (*plan.notes, *([idle] if idle else [])):
-        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+        _note(console, note)
     if prepared.state.step >= plan.num_steps:
         console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")
         return
@@ -87,6 +88,8 @@ def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
     """Build what the loop drives and train, or evaluate alone."""
     arguments = prepared.arguments
     model = _load(prepared)
+    if fabric.is_global_zero and (note := note_on_end_of_turn(model, prepared.dataset)):
+        _note(console, note)
     decayed, tied = decayed_names(model), tied_weight_names(model)
     model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
     if prepared.dataset.train.isolates:
@@ -113,6 +116,10 @@ def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
         arguments.save.keep_checkpoints,
     )
     _train(fabric, model, optimizer, validate, saved, prepared, console)
+
+
+def _note(console: Console, note: str) -> None:
+    console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def prepare(arguments: TrainArguments) -> Prepared:

@@ -1,0 +1,48 @@
+"""Tokens whose embedding was never trained, such as Llama-3 base's ``<|eot_id|>``, the end of every turn of a chat."""
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from fabric_train.batches import TokenDataset
+
+# A row that got no gradient has decayed to almost nothing, or lies where all such rows lie. In SmolLM2, eleven reserved
+# tokens and four others are within 0.003 of the median norm of each other; of the rest none is shorter than half of the
+# median, and only one pair is nearer than 0.05.
+_SMALL = 0.1
+_SAME = 0.01
+_ROWS_AT_ONCE = 8192
+
+
+def note_on_end_of_turn(model: PreTrainedModel, dataset: TokenDataset) -> str | None:
+    """Return what to tell the user of a model that never learnt the token that ends every turn of the dataset."""
+    manifest = dataset.manifest
+    token_id = manifest.tokenizer.end_of_turn_token_id if manifest else None
+    if token_id is None or not untrained(model, [token_id]):
+        return None
+    token = Tokenizer.from_file(str(dataset.folder / "tokenizer" / "tokenizer.json")).id_to_token(token_id)
+    return (
+        f"{token} (id {token_id}) ends every turn of {dataset.folder}, and this model was never trained on it: it "
+        "learns it here if there are many chats; for few, start from the instruct model, or tokenize with a chat "
+        "template whose end of turn the model knows"
+    )
+
+
+def untrained(model: PreTrainedModel, token_ids: list[int]) -> list[int]:
+    """Return those of ``token_ids`` whose row of the input embedding or the output layer was never trained.
+
+    Such a row has less than a tenth of the rows' median norm, or two other rows lie within a hundredth of it: what
+    training moves, it moves apart. The weights must be whole, as they are before the model is sharded.
+    """
+    layers = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+    weights = {id(layer.weight): layer.weight.detach() for layer in layers}  # one where they are tied
+    return [token_id for token_id in token_ids if any(_is_untrained(rows, token_id) for rows in weights.values())]
+
+
+def _is_untrained(rows: torch.Tensor, token_id: int) -> bool:
+    """Return whether row ``token_id`` of [V, hidden size] was never trained."""
+    row = rows[token_id].float()
+    norms = torch.cat([chunk.float().norm(dim=1) for chunk in rows.split(_ROWS_AT_ONCE)])
+    distances = torch.cat([(chunk.float() - row).norm(dim=1) for chunk in rows.split(_ROWS_AT_ONCE)])
+    median = norms.median()
+    return bool(norms[token_id] < _SMALL * median) or int((distances < _SAME * median).sum()) > 2  # itself is one
