@@ -18,12 +18,9 @@ from tokenizers.trainers import BpeTrainer
 
 from fabric_train.corpus.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
 from fabric_train.corpus.fast_tokenizer import load_fast
-from fabric_train.corpus.split_pattern import _NUMERIC
+from fabric_train.corpus.split_pattern import _NUMERIC, QWEN2_PATTERN
 from fabric_train.corpus.tokenizer import load_tokenizer
 
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 

@@ -12,8 +12,9 @@ import sentencepiece
 import tiktoken
 from transformers import AutoTokenizer
 
-from fabric_train.corpus.llama3_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
+from fabric_train.corpus.llama3_ranks import SPECIAL_TOKENS, read_ranks
 from fabric_train.corpus.sentencepiece_bpe import HARD_STRINGS
+from fabric_train.corpus.split_pattern import LLAMA3_PATTERN
 from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
 
@@ -151,7 +152,7 @@ def test_bare_llama3_ranks_have_tiktokens_ids(
 ) -> None:
     special = {token: 128_000 + index for index, token in enumerate(SPECIAL_TOKENS)}
     ranks = read_ranks(llama3_tokenizer_model)
-    library = tiktoken.Encoding("llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    library = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
     texts = [*real_texts, *made_up_texts, *HARD_STRINGS, *special]
     assert ids_in_documents(llama3_tokenizer, texts) == [library.encode(text, allowed_special="all") for text in texts]
 

@@ -107,7 +107,11 @@ def load_byte_bpe(tokenizer_file: Path, special_text_is_plain: bool) -> ByteBPE:
     Raises:
         NotExpressibleError: tiktoken cannot be made to give its ids.
     """
-    content = read_tokenizer_json(tokenizer_file)
+    return express(read_tokenizer_json(tokenizer_file), tokenizer_file, special_text_is_plain)
+
+
+def express(content: TokenizerJson, tokenizer_file: Path, special_text_is_plain: bool) -> ByteBPE:
+    """Return the tokenizer of ``tokenizer_file``, whose ``content`` was read before; see ``load_byte_bpe``."""
     refuse_other_kinds(content.model)
     refuse_unlike(content.added_tokens, content.model["vocab"])
     pattern = split_pattern(content.pre_tokenizer)

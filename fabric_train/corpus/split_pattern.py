@@ -10,6 +10,12 @@ from typing import Any
 from fabric_train.corpus.expressible import NotExpressibleError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# as in Meta's llama-models, llama3/tokenizer.py
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 
 # The Digits step asks Rust's char::is_numeric, which is one Unicode version ahead of both regular expression engines.
 _NUMERIC = r"\p{N}\x{11DE0}-\x{11DE9}\x{16FF4}-\x{16FF6}"
@@ -53,6 +59,19 @@ def split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
     raise NotExpressibleError(f"its pre-tokenizer ({names}) is not known as one pattern")
 
 
+def ends_pieces_with_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
+    r"""Return whether a ``\n`` between two letters that are no blanks ends a piece, the same without the second.
+
+    True for patterns that are known: the break is a piece of its own, or ends one of marks.
+    """
+    try:
+        pattern = split_pattern(pre_tokenizer)
+    except NotExpressibleError:
+        return False
+    own = [variant for known in (LLAMA3_PATTERN, QWEN2_PATTERN) for variant in (known, _with_gaps(known))]
+    return pattern in (GPT2_PATTERN, _DIGITS_THEN_GPT2, *own)
+
+
 def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     if step is None:
         return []
@@ -72,5 +91,9 @@ def _own_pattern(split: dict[str, Any]) -> str:
     if way == ("Removed", True):
         return str(pattern)
     if way == ("Isolated", False):  # what lies between matches is a piece too; tiktoken drops it
-        return rf"{pattern}|(?:(?!{pattern})[\s\S])+"
+        return _with_gaps(pattern)
     raise NotExpressibleError(f"it splits with behavior {split['behavior']}")
+
+
+def _with_gaps(pattern: str) -> str:
+    return rf"{pattern}|(?:(?!{pattern})[\s\S])+"

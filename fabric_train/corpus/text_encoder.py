@@ -1,0 +1,116 @@
+"""Texts to token ids: by tiktoken where it gives the tokenizer's own ids, otherwise by the ``tokenizers`` library."""
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from fabric_train.corpus.byte_bpe import NotExpressibleError, express
+from fabric_train.corpus.fast_tokenizer import load_fast
+from fabric_train.corpus.hard_strings import HARD_STRINGS, special_token_strings
+from fabric_train.corpus.long_texts import Cutter, Part, find_cutter
+from fabric_train.corpus.tokenizer_json import read_tokenizer_json
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+__all__ = ["HARD_STRINGS", "FastEncoder", "TextEncoder", "find_difference", "open_encoder", "with_borders"]
+
+_PARTS_AT_ONCE = 256
+_EXCERPT = 30  # characters before and after the place where ids differ
+
+
+class TextEncoder(Protocol):
+    """Encodes whole documents."""
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return each text's ids, int32 [number of tokens], without BOS and EOS. Texts hold no lone surrogates."""
+
+
+class FastEncoder:
+    """The ``tokenizers`` library's own encoder, with its threads; long texts are cut where that changes no id.
+
+    A process that has encoded with it must not be forked: its threads do not survive that.
+    """
+
+    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool, cutter: Cutter) -> None:
+        # assigned in any case: `datasets` leaves the C library's variable at "false" while Python's says "true"
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
+        self._cutter = cutter
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return each text's ids, int32 [number of tokens], without BOS and EOS."""
+        cut = [self._cutter.cut(text) for text in texts]
+        ids = self._encode_parts(part for parts in cut for part in parts)
+        return [_joined(list(islice(ids, len(parts)))) for parts in cut]
+
+    def _encode_parts(self, parts: Iterator[Part]) -> Iterator[np.ndarray]:
+        while some := list(islice(parts, _PARTS_AT_ONCE)):
+            encoded = self._tokenizer.encode_batch_fast([part.text for part in some], add_special_tokens=False)
+            for part, encoding in zip(some, encoded, strict=True):
+                yield np.array(encoding.ids[part.num_dropped :], np.int32)
+
+
+def open_encoder(tokenizer_file: Path, special_text_is_plain: bool) -> tuple[TextEncoder, str]:
+    """Return the fastest encoder that has the ids of the ``tokenizer.json`` at ``tokenizer_file``, and what it is.
+
+    That is "tiktoken", or "encode_batch_fast: WHY". ``special_text_is_plain``: the text of a special token inside a
+    document is text, and not that token.
+    """
+    content = read_tokenizer_json(tokenizer_file)
+    try:
+        return express(content, tokenizer_file, special_text_is_plain), "tiktoken"
+    except NotExpressibleError as reason:
+        cutter = find_cutter(content, special_text_is_plain)
+        return FastEncoder(tokenizer_file, special_text_is_plain, cutter), f"encode_batch_fast: {reason}"
+
+
+def find_difference(
+    encoder: TextEncoder, tokenizer_file: Path, special_text_is_plain: bool, texts: Iterable[str]
+) -> str | None:
+    """Compare the encoder with the ``tokenizers`` library on hard strings, on special tokens, and on ``texts``.
+
+    Returns None if all ids are the same, otherwise where the first difference is. Texts are encoded one at a time: the
+    library starts no threads for that, so that the process may still be forked.
+    """
+    reference = load_fast(tokenizer_file, special_text_is_plain)
+    own = (token.content for token in reference.get_added_tokens_decoder().values())
+    for text in (*HARD_STRINGS, *special_token_strings(own), *texts):
+        (ids,) = encoder.encode_batch([text])
+        expected = reference.encode(text, add_special_tokens=False)
+        if ids.tolist() != expected.ids:
+            return f"ids differ from the tokenizer's at {_excerpt(text, ids.tolist(), expected)!r}"
+    return None
+
+
+def with_borders(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -> np.ndarray:
+    """Return ``ids`` between BOS (where there is one) and EOS, each exactly once, even where the text has its own."""
+    begin, end = 0, len(ids)
+    while begin < end and ids[begin] == bos_token_id:
+        begin += 1
+    while end > begin and ids[end - 1] == eos_token_id:
+        end -= 1
+    num_bos = 0 if bos_token_id is None else 1
+    bordered = np.empty(num_bos + end - begin + 1, np.int32)
+    if bos_token_id is not None:
+        bordered[0] = bos_token_id
+    bordered[num_bos:-1] = ids[begin:end]
+    bordered[-1] = eos_token_id
+    return bordered
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _excerpt(text: str, ids: list[int], expected: "Encoding") -> str:
+    """Return the text around the first id that differs."""
+    same = 0
+    while same < min(len(ids), len(expected.ids)) and ids[same] == expected.ids[same]:
+        same += 1
+    place = expected.offsets[same][0] if same < len(expected.offsets) else len(text)
+    return text[max(0, place - _EXCERPT) : place + _EXCERPT]
