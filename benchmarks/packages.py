@@ -1,0 +1,33 @@
+"""Packages that only peers need, installed beside this environment: each peer's in a folder of its own in the cache."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.measure import ROOT
+from demo import real_data
+from fabric_train.complete_folder import complete_folder
+
+_REQUIREMENTS = ROOT / "benchmarks" / "peers" / "requirements"
+
+
+def install_packages(peer: str) -> Path:
+    """Return the folder for ``PYTHONPATH`` that holds the packages of ``requirements/PEER.txt``, installed once.
+
+    Raises:
+        ChildProcessError: pip could not install them.
+    """
+    requirements = _REQUIREMENTS / f"{peer}.txt"
+    pins = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+    target = real_data.CACHE / "peers" / f"{peer}-{pins}-{sys.implementation.cache_tag}"
+    if not target.exists():
+        print(f"installing {peer} from PyPI", flush=True)
+        with complete_folder(target) as folder:
+            command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
+            command += ["--target", str(folder), "-r", str(requirements)]
+            pip = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+            if pip.returncode:
+                reasons = [line for line in pip.stdout.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+                raise ChildProcessError(f"{peer} cannot be installed: {reasons[-1].removeprefix('ERROR: ')}")
+    return target

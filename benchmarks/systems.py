@@ -1,0 +1,100 @@
+"""What turns text into tokens here: each system's command, the packages that it needs and what it leaves behind."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.corpora import Corpus
+from benchmarks.measure import ROOT, Command, run
+from benchmarks.packages import install_packages
+from benchmarks.token_rows import TokenRows, read_dataset, read_datatrove, read_litdata, read_token_dataset
+from demo import real_data
+
+NUM_PROC = 2
+MAX_LENGTH = 2048
+OURS, BARE, RECIPE, DATATROVE, TRL, LITDATA = (
+    "fabric_train",
+    "bare_tiktoken",
+    "datasets_map",
+    "datatrove",
+    "trl",
+    "litdata",
+)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``script`` lies in peers/; ``read`` reads what it writes, if it does; ``by_file`` means it shares out files."""
+
+    script: str
+    read: Callable[[Path, int], TokenRows] | None
+    has_packages: bool = False
+    by_file: bool = False
+
+
+PEERS: Mapping[str, Peer] = {
+    BARE: Peer("bare_tiktoken.py", None),
+    RECIPE: Peer("datasets_map.py", read_dataset),
+    DATATROVE: Peer("datatrove_tokens.py", read_datatrove, has_packages=True, by_file=True),
+    TRL: Peer("trl_packing.py", read_dataset, has_packages=True),
+    LITDATA: Peer("litdata_optimize.py", read_litdata, has_packages=True, by_file=True),
+}
+
+
+def prepare_peers() -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the folders with the peers' packages, and the peers that cannot be run here with the reason."""
+    packages: dict[str, Path] = {}
+    left_out: dict[str, str] = {}
+    for name, peer in PEERS.items():
+        if not peer.has_packages:
+            continue
+        try:
+            packages[name] = install_packages(name)
+            run(Command(("python", _script(name), "--help"), _environment(name, packages)))
+        except ChildProcessError as error:
+            left_out[name] = str(error)
+            print(f"{error}: measured without it", flush=True)
+    return packages, left_out
+
+
+def our_command(dataset: Path, tokenizer: Path, target: Path) -> Command:
+    """Return the command of ``tokenize_dataset.py``."""
+    options = {"dataset": dataset, "tokenizer_name": tokenizer, "output_dir": target, "max_length": MAX_LENGTH}
+    words = _line({**options, "num_proc": NUM_PROC, "validation_split": 0})
+    return Command(("python", "tokenize_dataset.py", *words))
+
+
+def peer_command(name: str, corpus: Corpus, tokenizer: Path, work: Path, packages: Mapping[str, Path]) -> Command:
+    """Return the command of a peer that writes into ``work``/NAME, with the cache of ``datasets`` in ``work``/cache."""
+    peer = PEERS[name]
+    dataset = corpus.parts if peer.by_file else corpus.file
+    options: dict[str, object] = {"dataset": dataset.relative_to(ROOT), "num_proc": NUM_PROC}
+    if name == BARE:
+        options["tokenizer_model"] = real_data.llama3_tokenizer_model().relative_to(ROOT)
+    else:
+        options |= {"tokenizer_name": tokenizer, "output_dir": work / name}
+    if name not in (BARE, DATATROVE):  # these make no rows: a stream is cut when it is loaded
+        options["max_length"] = MAX_LENGTH
+    environment = _environment(name, packages)
+    if name in (RECIPE, TRL):
+        environment["HF_DATASETS_CACHE"] = str(work / "cache")
+    return Command(("python", _script(name), *_line(options)), environment)
+
+
+def read_rows(name: str, folder: Path) -> TokenRows:
+    """Read what a system has written into ``folder``."""
+    read = read_token_dataset if name == OURS else PEERS[name].read
+    assert read is not None, f"{name} writes nothing"
+    return read(folder, MAX_LENGTH)
+
+
+def _environment(name: str, packages: Mapping[str, Path]) -> dict[str, str]:
+    return {"PYTHONPATH": str(packages[name].relative_to(ROOT))} if name in packages else {}
+
+
+def _script(name: str) -> str:
+    return f"benchmarks/peers/{PEERS[name].script}"
+
+
+def _line(options: Mapping[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

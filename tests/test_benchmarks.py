@@ -1,0 +1,82 @@
+"""The benchmarks give every system the same texts, and read rightly what each has written."""
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arguments import TokenizeArguments, parse
+from benchmarks import packages
+from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
+from benchmarks.measure import ROOT
+from benchmarks.systems import PEERS, our_command, peer_command
+from benchmarks.token_rows import read_datatrove, read_litdata
+from demo import real_data
+
+
+def test_our_command_is_one_that_the_program_accepts() -> None:
+    words = our_command(Path("documents.jsonl"), Path("tokenizer"), Path("tokens")).words
+    assert words[:2] == ("python", "tokenize_dataset.py")
+    arguments = parse(TokenizeArguments, list(words[2:]))
+    assert (arguments.max_length, arguments.num_proc, arguments.validation_split) == (2048, 2, 0)
+
+
+@pytest.mark.usefixtures("llama3_tokenizer_model")
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_given_the_options_that_its_script_names(name: str) -> None:
+    corpus = Corpus(ROOT / "documents.jsonl", ROOT / "parts", 0, 0)
+    words = peer_command(name, corpus, Path("tokenizer"), Path("work"), {}).words
+    script = (ROOT / words[1]).read_text(encoding="utf-8")
+    given_options = {word for word in words if word.startswith("--")}
+    assert given_options == set(re.findall(r'"(--\w+)"', script))
+
+
+@given(st.integers(DOCUMENT_CHARACTERS, 4 * DOCUMENT_CHARACTERS), st.integers(1, 12))
+def test_no_two_documents_cut_out_of_a_text_are_the_same_and_none_of_it_is_lost(length: int, copies: int) -> None:
+    text = " ".join(map(str, range(DOCUMENT_CHARACTERS)))[:length]
+    documents = list(cut_documents([text], copies))
+    assert len(set(documents)) == len(documents)
+    assert "".join(documents) == text * copies
+
+
+def test_the_parts_of_a_corpus_hold_its_documents_in_order(tmp_path: Path) -> None:
+    texts = ["é" * length for length in (50, 1, 300, 7, 90)]
+    corpus = write_corpus(tmp_path / "set", texts, num_parts=2)
+    parts = [part.read_text(encoding="utf-8") for part in sorted(corpus.parts.iterdir())]
+    assert [json.loads(line)["text"] for line in corpus.file.read_text(encoding="utf-8").splitlines()] == texts
+    assert "".join(parts) == corpus.file.read_text(encoding="utf-8")
+    assert [len(part.splitlines()) for part in parts] == [3, 2]
+    assert (corpus.num_documents, corpus.num_characters) == (5, 448)
+
+
+def test_rows_are_read_out_of_datatroves_files(tmp_path: Path) -> None:
+    np.arange(7, dtype=np.uint32).tofile(tmp_path / "00000_unshuffled.ds")
+    np.arange(7, 12, dtype=np.uint32).tofile(tmp_path / "00001_unshuffled.ds")
+    rows = read_datatrove(tmp_path, 3)
+    assert (rows.num_rows, rows.num_tokens) == (3, 9)
+    assert rows.first.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_rows_are_read_out_of_litdatas_chunks(tmp_path: Path) -> None:
+    two_documents = struct.pack("<4I", 2, 16, 28, 36) + struct.pack("<3i", 10, 11, 12) + struct.pack("<2i", 20, 21)
+    (tmp_path / "chunk-0-0.bin").write_bytes(two_documents)
+    rows = read_litdata(tmp_path, 2)
+    assert (rows.num_rows, rows.num_tokens, rows.first.tolist()) == (2, 4, [[10, 11], [12, 20]])
+
+
+def test_a_peer_that_cannot_be_installed_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "datatrove.txt").write_text(f"{tmp_path}/no-such-package.whl\n")
+    monkeypatch.setattr(packages, "_REQUIREMENTS", tmp_path / "requirements")
+    monkeypatch.setattr(real_data, "CACHE", tmp_path / "cache")
+    with pytest.raises(ChildProcessError, match=r"^datatrove cannot be installed: .*no-such-package") as raised:
+        packages.install_packages("datatrove")
+    assert len(str(raised.value).splitlines()) == 1
+    assert not (tmp_path / "cache").exists()
