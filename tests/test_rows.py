@@ -1,0 +1,351 @@
+"""Rows: nothing lost, nothing doubled, whatever the lengths, their order, the packing and the overlap."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from fabric_train.corpus.arrow_folder import write_dataset_dict, write_split
+from fabric_train.corpus.manifest import LAST_INCOMPLETE_ROW
+from fabric_train.corpus.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
+from fabric_train.corpus.spooled import SpooledDocuments, SpooledFile
+
+PACKINGS: tuple[Packing, ...] = ("concat", "best_fit", "none")
+PAD = 999_999
+Place = tuple[int, int]  # document, token in it
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ``plan_rows`` is asked for."""
+
+    lengths: list[int]
+    order: list[int]
+    packing: Packing
+    max_length: int
+    overlap: int
+
+    def plan(self) -> RowPlan:
+        lengths, order = np.array(self.lengths, dtype=np.int64), np.array(self.order, dtype=np.int64)
+        return plan_rows(lengths, order, self.packing, self.max_length, self.overlap)
+
+
+@st.composite
+def tasks(draw: st.DrawFn, *packings: Packing) -> Task:
+    lengths = draw(st.lists(st.integers(0, 40), max_size=20))
+    documents = range(len(lengths))
+    some = st.lists(st.sampled_from(documents), max_size=30) if lengths else st.just([])
+    order = draw(st.permutations(documents) | some)
+    max_length = draw(st.integers(1, 50))
+    overlap = draw(st.just(0) | st.integers(0, max_length - 1))
+    return Task(lengths, list(order), draw(st.sampled_from(packings or PACKINGS)), max_length, overlap)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a plan, its tokens by place, the first of them repeated."""
+
+    repeated: list[Place]
+    new: list[Place]
+
+
+def rows_of(plan: RowPlan) -> list[list[Piece]]:
+    columns = (plan.documents, plan.starts, plan.lengths, plan.repeated)
+    pieces = [
+        Piece(*([(document, start + i) for i in part] for part in (range(repeated), range(repeated, length))))
+        for document, start, length, repeated in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    return [pieces[first:last] for first, last in zip(plan.row_offsets[:-1], plan.row_offsets[1:], strict=True)]
+
+
+def pieces_of(plan: RowPlan) -> list[Piece]:
+    return [piece for row in rows_of(plan) for piece in row]
+
+
+def all_tokens(task: Task) -> list[Place]:
+    return [(document, i) for document in task.order for i in range(task.lengths[document])]
+
+
+@settings(max_examples=300)
+@given(task=tasks())
+def test_every_token_is_new_in_one_row_or_counted_as_dropped(task: Task) -> None:
+    plan = task.plan()
+    new = [place for piece in pieces_of(plan) for place in piece.new]
+    wanted = all_tokens(task)
+    if task.packing == "concat":
+        kept = len(wanted) - plan.tokens_dropped[LAST_INCOMPLETE_ROW]
+        assert new == wanted[:kept]
+        assert 0 <= len(wanted) - kept < task.max_length
+    else:
+        assert Counter(new) == Counter(wanted)
+        assert not plan.tokens_dropped
+
+
+@settings(max_examples=300)
+@given(task=tasks())
+def test_the_ledger_balances(task: Task) -> None:
+    plan = task.plan()
+    assert plan.tokens_in == len(all_tokens(task))
+    assert plan.tokens_in_rows == sum(len(piece.repeated) + len(piece.new) for piece in pieces_of(plan))
+    assert plan.tokens_in + plan.tokens_repeated == plan.tokens_in_rows + sum(plan.tokens_dropped.values())
+    assert plan.tokens_in_rows + plan.tokens_padding == plan.num_rows * task.max_length
+    assert task.packing != "concat" or not plan.tokens_padding
+
+
+@settings(max_examples=300)
+@given(task=tasks())
+def test_a_row_has_room_for_its_pieces_and_each_brings_something_new(task: Task) -> None:
+    for row in rows_of(task.plan()):
+        assert row
+        assert sum(len(piece.repeated) + len(piece.new) for piece in row) <= task.max_length
+        assert all(piece.new for piece in row)
+
+
+@settings(max_examples=300)
+@given(task=tasks("concat"))
+def test_a_joined_row_repeats_the_last_tokens_that_the_row_before_has_of_its_document(task: Task) -> None:
+    before: list[Piece] = []
+    for row in rows_of(task.plan()):
+        document, token = row[0].new[0]
+        of_document = [place for piece in before[-1:] for place in piece.repeated + piece.new] if token else []
+        assert row[0].repeated == of_document[len(of_document) - min(task.overlap, len(of_document)) :]
+        assert not any(piece.repeated for piece in row[1:])
+        assert all(place[0] == document for place in of_document)
+        before = row
+
+
+@settings(max_examples=300)
+@given(task=tasks("best_fit", "none"))
+def test_documents_that_fit_are_whole_and_longer_ones_are_windows(task: Task) -> None:
+    plan = task.plan()
+    wanted: Counter[tuple[int, int, int]] = Counter()
+    for document in task.order:
+        length, stop = task.lengths[document], 0
+        while stop < length:
+            repeated = task.overlap if stop else 0
+            stop = min(stop - repeated + task.max_length, length)
+            wanted[document, stop, repeated] += 1
+    found = zip(plan.documents, plan.starts + plan.lengths, plan.repeated, strict=True)
+    assert Counter((int(document), int(stop), int(repeated)) for document, stop, repeated in found) == wanted
+    assert all(len(piece.new) < task.max_length for piece in pieces_of(plan) if piece.repeated)
+
+
+@given(task=tasks("none"))
+def test_without_packing_each_window_has_a_row_in_the_documents_order(task: Task) -> None:
+    plan = task.plan()
+    assert plan.row_offsets.tolist() == list(range(plan.num_rows + 1))
+    assert [place for piece in pieces_of(plan) for place in piece.new] == all_tokens(task)
+
+
+def best_fit_by_the_book(lengths: list[int], max_length: int) -> list[int]:
+    """Return how full each row gets, by trying every row for every piece."""
+    rows: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, filled in enumerate(rows) if filled + length <= max_length]
+        if fitting:
+            rows[max(fitting, key=lambda row: rows[row])] += length
+        else:
+            rows.append(length)
+    return sorted(rows)
+
+
+def first_fit(lengths: list[int], max_length: int) -> int:
+    """Return how many rows there are when each piece goes into the first that has room."""
+    room = np.empty(len(lengths), dtype=np.int64)
+    num_rows = 0
+    for length in lengths:
+        row = int((room[:num_rows] >= length).argmax()) if num_rows else 0
+        if row == num_rows or room[row] < length:
+            row, num_rows = num_rows, num_rows + 1
+            room[row] = max_length
+        room[row] -= length
+    return num_rows
+
+
+@settings(max_examples=500)
+@given(data=st.data(), max_length=st.integers(1, 60))
+def test_best_fit_fills_rows_as_the_book_says_in_any_order(data: st.DataObject, max_length: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, max_length), max_size=60))
+    rows = best_fit_decreasing(np.array(lengths, dtype=np.int64), max_length)
+    assert sorted(np.bincount(rows, weights=lengths).astype(int).tolist()) == best_fit_by_the_book(lengths, max_length)
+    assert list(dict.fromkeys(rows.tolist())) == list(range(len(set(rows.tolist()))))
+
+
+def test_rows_of_best_fit_come_in_the_order_of_their_first_documents() -> None:
+    plan = Task(lengths=[2, 5, 4, 3], order=[0, 1, 2, 3], packing="best_fit", max_length=6, overlap=0).plan()
+    assert [[piece.new[0][0] for piece in row] for row in rows_of(plan)] == [[0, 2], [1], [3]]
+
+
+@pytest.fixture(scope="module")
+def chat_lengths(chats_jsonl: Path, smollm2_dir: Path) -> np.ndarray:
+    """Tokens in each of 1,500 chats, as SmolLM2's template writes it but for its system message, int64 [1500]."""
+    tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    chats = [json.loads(line)["messages"] for line in chats_jsonl.read_text(encoding="utf-8").splitlines()[:1500]]
+    texts = [
+        "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in chat)
+        for chat in chats
+    ]
+    return np.array([len(encoding) for encoding in tokenizer.encode_batch_fast(texts)], dtype=np.int64)
+
+
+@pytest.mark.parametrize("max_length", [512, 1024, 2048])
+def test_best_fit_is_97_percent_full_on_real_chats_and_needs_no_more_rows_than_first_fit(
+    chat_lengths: np.ndarray, max_length: int
+) -> None:
+    plan = plan_rows(chat_lengths, np.arange(len(chat_lengths)), "best_fit", max_length, 0)
+    assert plan.tokens_in_rows / (plan.num_rows * max_length) >= 0.97
+    windows = [int(window) for length in chat_lengths for window in _windows(int(length), max_length)]
+    assert plan.num_rows <= first_fit(windows, max_length)
+
+
+def _windows(length: int, max_length: int) -> list[int]:
+    return [min(max_length, length - start) for start in range(0, length, max_length)]
+
+
+def spool(folder: Path, lengths: list[int], files: list[tuple[int, bool]]) -> SpooledDocuments:
+    """Write documents of distinct tokens; a file is (number of documents, whether every third token is masked).
+
+    One more file has the documents that are left.
+    """
+    ends = list(accumulate(lengths, initial=0))
+    spooled, first = [], 0
+    for index, (count, masked) in enumerate([*files, (len(lengths), False)]):
+        last = min(first + count, len(lengths))
+        tokens = np.arange(ends[first], ends[last], dtype=np.int32)
+        tokens.tofile(folder / f"{index}.tokens")
+        mask = folder / f"{index}.supervised" if masked else None
+        if mask:
+            (tokens % 3 > 0).astype(np.uint8).tofile(mask)
+        spooled.append(SpooledFile(folder / f"{index}.tokens", mask))
+        first = last
+    return SpooledDocuments(np.array(lengths, dtype=np.int64), tuple(spooled))
+
+
+def expected_rows(task: Task, masked: set[int], with_labels: bool) -> list[dict[str, list[int]]]:
+    """Return the rows as ``datasets`` shows them, put together token by token."""
+    begins = list(accumulate(task.lengths, initial=0))
+    rows = []
+    for pieces in rows_of(task.plan()):
+        input_ids: list[int] = []
+        labels: list[int] = []
+        starts = []
+        for piece in pieces:
+            if input_ids or piece.new[0][1] == 0:
+                starts.append(len(input_ids))
+            for document, i in piece.repeated + piece.new:
+                token = begins[document] + i
+                is_target = (document, i) in piece.new and not (document in masked and token % 3 == 0)
+                input_ids.append(token)
+                labels.append(token if is_target else -100)
+        padding = task.max_length - len(input_ids)
+        row = {"input_ids": input_ids + [PAD] * padding, "document_starts": starts}
+        rows.append({**row, "labels": labels + [-100] * padding} if with_labels else row)
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(task=tasks(), files=st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=4))
+def test_what_is_written_is_what_was_planned_and_what_datasets_loads(
+    tmp_path_factory: pytest.TempPathFactory, task: Task, files: list[tuple[int, bool]]
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    documents = spool(folder, task.lengths, files)
+    plan = task.plan()
+    num_supervised = write_split(folder / "train", documents, plan, PAD)
+    write_dataset_dict(folder, ["train"])
+    loaded = datasets.load_from_disk(folder)
+    assert isinstance(loaded, datasets.DatasetDict)
+    with_labels = documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
+    file_ends = list(accumulate(count for count, _ in files))
+    masked = {
+        document
+        for document in range(len(task.lengths))
+        for end, (count, is_masked) in zip(file_ends, files, strict=True)
+        if is_masked and end - count <= document < end
+    }
+    rows = loaded["train"].to_list()
+    assert rows == expected_rows(task, masked, with_labels)
+    targets = [token for row in rows for token in row.get("labels", row["input_ids"]) if token != -100]
+    assert num_supervised == len(targets)
+    assert all(targets.count(token) <= task.order.count(document_of(task, token)) for token in set(targets))
+
+
+def document_of(task: Task, token: int) -> int:
+    return int(np.searchsorted(np.cumsum(task.lengths), token, side="right"))
+
+
+def test_the_worked_example_of_the_docstring(tmp_path: Path) -> None:
+    # B and E are 1 and 2, the letters from 10 on
+    tokens = np.array([1, 10, 11, 2, 1, 12, 13, 14, 15, 16, 2], dtype=np.int32)
+    tokens.tofile(tmp_path / "tokens")
+    np.array([0, 0] + [1] * 9, dtype=np.uint8).tofile(tmp_path / "supervised")
+    file = SpooledFile(tmp_path / "tokens", tmp_path / "supervised")
+    documents = SpooledDocuments(np.array([4, 7]), (file,))
+    plan = plan_rows(documents.lengths, np.arange(2), "best_fit", 5, 1)
+    assert write_split(tmp_path / "train", documents, plan, pad_token_id=0) == 9
+    assert datasets.load_from_disk(tmp_path / "train").to_list() == [
+        {"input_ids": [1, 10, 11, 2, 0], "labels": [-100, -100, 11, 2, -100], "document_starts": [0]},
+        {"input_ids": [1, 12, 13, 14, 15], "labels": [1, 12, 13, 14, 15], "document_starts": [0]},
+        {"input_ids": [15, 16, 2, 0, 0], "labels": [-100, 16, 2, -100, -100], "document_starts": []},
+    ]
+
+
+def test_a_window_behind_another_document_is_a_border(tmp_path: Path) -> None:
+    documents = spool(tmp_path, [2, 7], [])
+    write_split(tmp_path / "train", documents, plan_rows(documents.lengths, np.arange(2), "best_fit", 5, 0), PAD)
+    rows = datasets.load_from_disk(tmp_path / "train").to_list()
+    assert [row["input_ids"] for row in rows] == [[0, 1, 7, 8, PAD], [2, 3, 4, 5, 6]]
+    assert [row["document_starts"] for row in rows] == [[0, 2], [0]]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_the_files_are_those_that_datasets_itself_would_write(tmp_path: Path, overlap: int) -> None:
+    documents = spool(tmp_path, [20], [])
+    write_split(tmp_path / "ours", documents, plan_rows(documents.lengths, np.arange(1), "concat", 8, overlap), PAD)
+    row = datasets.List(datasets.Value("int32"), length=8)
+    columns = {"input_ids": row, "document_starts": datasets.List(datasets.Value("int32"))}
+    features = datasets.Features({**columns, "labels": row} if overlap else columns)
+    ours = datasets.load_from_disk(tmp_path / "ours")
+    assert ours.features == features
+    assert ours.data.schema.equals(features.arrow_schema, check_metadata=True)
+    datasets.Dataset.from_list(ours.to_list(), features=features).save_to_disk(tmp_path / "theirs")
+    for name, leave_out in (("dataset_info.json", set()), ("state.json", {"_fingerprint", "_split"})):
+        texts = [json.loads((tmp_path / whose / name).read_text()) for whose in ("ours", "theirs")]
+        assert len({json.dumps({k: v for k, v in t.items() if k not in leave_out}, sort_keys=True) for t in texts}) == 1
+
+
+def test_rows_go_on_in_further_files_when_one_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fabric_train.corpus.arrow_folder._TOKENS_PER_BATCH", 8)
+    monkeypatch.setattr("fabric_train.corpus.arrow_folder._BYTES_PER_FILE", 64)
+    documents = spool(tmp_path, [44], [])
+    write_split(tmp_path / "train", documents, plan_rows(documents.lengths, np.arange(1), "concat", 4, 0), PAD)
+    names = [f"data-0000{index}-of-00003.arrow" for index in range(3)]
+    assert sorted(path.name for path in tmp_path.glob("train/*.arrow")) == names
+    assert np.concatenate(datasets.load_from_disk(tmp_path / "train")["input_ids"][:]).tolist() == list(range(44))
+
+
+def test_the_fingerprint_is_one_of_the_content(tmp_path: Path) -> None:
+    fingerprints = []
+    for name, lengths in (("a", [9, 9]), ("b", [9, 9]), ("c", [10, 8])):
+        folder = tmp_path / name
+        folder.mkdir()
+        documents = spool(folder, lengths, [])
+        write_split(folder / "train", documents, plan_rows(documents.lengths, np.arange(2), "concat", 6, 0), PAD)
+        fingerprints.append(json.loads((folder / "train" / "state.json").read_text())["_fingerprint"])
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_no_documents_are_no_rows_that_datasets_loads(tmp_path: Path, packing: Packing) -> None:
+    documents = spool(tmp_path, [], [])
+    plan = plan_rows(documents.lengths, np.arange(0), packing, 8, 2)
+    assert write_split(tmp_path / "train", documents, plan, PAD) == 0
+    assert datasets.load_from_disk(tmp_path / "train").num_rows == 0
