@@ -136,6 +136,47 @@ def test_lengths_are_those_of_the_documents_however_rows_and_batches_cut_them(
     assert all("without any supervised" in complaint.text for complaint in complaints)  # documents of one token
 
 
+def complaints_of(rows: list[list[int]], starts: list[list[int]], **expected: Any) -> list[str]:
+    """Examine rows one batch each, their last tokens 9 being padding."""
+    defaults: dict[str, Any] = {"overlap": 0, "in_sequence": True, "ends": (EOS,), "fillers": (9,)}
+    examination = Examination(
+        "train",
+        Expectation(
+            max_length=None,
+            vocab_size=None,
+            bos_token_id=BOS,
+            unk_token_id=None,
+            is_ended=True,
+            **(defaults | expected),
+        ),
+    )
+    for number, (ids, begins) in enumerate(zip(rows, starts, strict=True)):
+        row = np.array(ids)
+        labels = np.where(row == 9, IGNORED, row)
+        batch = RowBatch(number, row, np.array([0, len(row)]), labels, np.array(begins), np.zeros(len(begins), int))
+        examination.add(batch)
+    return [str(complaint) for complaint in examination.finish()[1]]
+
+
+def test_the_line_end_that_a_template_writes_behind_the_last_turn_is_no_missing_eos() -> None:
+    assert complaints_of([[BOS, 5, EOS, 6], [BOS, 5, 5, EOS], [6, BOS, 5, EOS]], [[0], [0], [1]]) == []
+    assert len(complaints_of([[BOS, 5, 5, 5], [6, BOS, 5, EOS]], [[0], [1]])) == 1
+
+
+def test_a_bos_that_is_repeated_in_the_next_row_is_no_double_bos() -> None:
+    rows, starts = [[5, 5, EOS, BOS], [BOS, 5, 5, EOS]], [[0, 3], []]
+    assert complaints_of(rows, starts, overlap=1) == []
+
+
+def test_windows_of_a_long_document_may_lie_in_any_rows_of_best_fit() -> None:
+    rows = [[BOS, 5, 5, 5], [BOS, 6, 6, EOS], [BOS, 7, EOS, 9], [5, 5, EOS, 9]]
+    starts = [[0], [0], [0], []]
+    assert complaints_of(rows, starts, in_sequence=False) == []
+    assert complaints_of([*rows, [BOS, 5, 9, 9]], [*starts, [0]], in_sequence=False) == [
+        "train: documents without EOS at their end: 1, first in row 4"
+    ]
+
+
 FAULTY: dict[str, tuple[dict[str, list[Any]], str]] = {
     "double BOS": (
         {"input_ids": [[5, EOS, BOS, 6], [8, EOS, BOS, BOS]], "document_starts": [[0, 2], [2]]},

@@ -1,15 +1,15 @@
 """What lies in the rows of a split: counted in one pass, and what is wrong with it.
 
-Shapes: N tokens in a batch, R rows, P pieces. A piece is the part of one document that lies in one row.
+Shapes: N tokens in a batch, R rows.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fabric_train.corpus.token_folder import RowBatch
+from fabric_train.inspection.documents import DocumentCounter, Pieces
 
 IGNORED_LABEL = -100  # fabric_train.loss has it too, and imports torch
 _TOLERATED_UNKNOWN = 0.001
@@ -75,18 +75,6 @@ class Counts:
 
 
 @dataclass
-class _OpenDocument:
-    """The last document so far: the next row may go on with it."""
-
-    length: int
-    num_pieces: int
-    last_length: int
-    row: int
-    has_end: bool
-    is_padded: bool
-
-
-@dataclass
 class Examination:
     """Takes a split's batches in order; then gives what was counted and the complaints.
 
@@ -99,12 +87,8 @@ class Examination:
     tokens: int = 0
     padding: int = 0
     supervised: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)
-    documents_over_rows: int = 0
-    documents_cut: int = 0
-    pieces: int = 0
     has_borders: bool = True
-    _open: _OpenDocument | None = None
+    documents: DocumentCounter = field(default_factory=DocumentCounter)
     _found: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, batch: RowBatch) -> None:
@@ -124,21 +108,24 @@ class Examination:
 
     def begin_part(self, expected: Expectation) -> None:
         """Let rows follow that were written on their own: no document goes on in them."""
-        self._close(can_be_cut=True)
+        self.documents.finish()
         self.expected = expected
 
     def finish(self) -> tuple[Counts, list[Complaint]]:
         """Return the counts, and the complaints in the order in which they were first met."""
-        self._close(can_be_cut=True)
+        self.documents.finish()
+        if self.documents.first_without_end is not None:
+            found = (self.documents.without_end, self.documents.first_without_end)
+            self._found["documents without EOS at their end"] = found
         counts = Counts(
             rows=self.rows,
             tokens=self.tokens,
             padding=self.padding,
             supervised=self.supervised,
-            lengths=self.lengths if self.has_borders else None,
-            documents_over_rows=self.documents_over_rows,
-            documents_cut=self.documents_cut,
-            pieces=self.pieces,
+            lengths=self.documents.lengths if self.has_borders else None,
+            documents_over_rows=self.documents.over_rows,
+            documents_cut=self.documents.cut,
+            pieces=self.documents.pieces,
         )
         unknown = self._found.get(_UNKNOWN, (0, 0))[0]
         if unknown <= self.tokens * _TOLERATED_UNKNOWN:
@@ -182,7 +169,7 @@ class Examination:
             self._note(_UNKNOWN, batch.first_row + rows[unknown < ends[rows]])
 
     def _follow_documents(self, batch: RowBatch, ends: np.ndarray) -> None:
-        """Put the pieces of documents together, over the ends of rows and batches too."""
+        """Find the pieces between borders and rows' ends, and hand them on."""
         starts, start_rows = self._valid_starts(batch, ends)
         self._check_starts(batch, starts, start_rows)
         row_begins = batch.offsets[:-1]
@@ -191,18 +178,23 @@ class Examination:
         order = np.argsort(begins, kind="stable")
         begins = begins[order]
         rows = np.concatenate([start_rows, goes_on])[order]
-        is_start = (np.arange(len(order)) < len(starts))[order]
-        if not len(begins):
-            return
-        following = np.append(begins[1:], len(batch.input_ids))
-        piece_ends = np.minimum(following, ends[rows])
-        self._add_pieces(
-            is_start,
-            piece_ends - begins,
-            batch.first_row + rows,
-            self._has_end(batch.input_ids, begins, piece_ends),
-            is_inside=piece_ends < batch.offsets[1:][rows],
+        stops = np.minimum(np.append(begins[1:], len(batch.input_ids)), ends[rows])
+        pieces = Pieces(
+            rows=batch.first_row + rows,
+            lengths=stops - begins,
+            begins=(np.arange(len(order)) < len(starts))[order],
+            is_inside=stops < batch.offsets[1:][rows],
+            ends_exactly=self._is_end(batch.input_ids[stops - 1]),
+            ends_nearly=self._is_end(batch.input_ids[np.maximum(stops - 2, begins)]),
         )
+        if self.expected.in_sequence:
+            self.documents.add(pieces, self.expected.overlap)
+        else:
+            self.documents.add_alone(pieces)
+
+    def _is_end(self, tokens: np.ndarray) -> np.ndarray:
+        """Return whether the tokens end documents; where none is known to, all do."""
+        return np.isin(tokens, self.expected.ends) if self.expected.ends else np.ones(len(tokens), bool)
 
     def _valid_starts(self, batch: RowBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where documents start in the batch, int64, and in which row; complain of borders that cannot be."""
@@ -219,81 +211,14 @@ class Examination:
     def _check_starts(self, batch: RowBatch, starts: np.ndarray, rows: np.ndarray) -> None:
         bos = self.expected.bos_token_id
         second = starts + 1
-        is_inside = (second < len(batch.input_ids)) & ~np.isin(second, starts)
+        limits = batch.offsets[rows + 1] if self.expected.overlap else len(batch.input_ids)  # else it may be repeated
+        is_inside = (second < limits) & ~np.isin(second, starts)
         starts, second, rows = starts[is_inside], second[is_inside], rows[is_inside]
         if bos is not None:
             is_double = (batch.input_ids[starts] == bos) & (batch.input_ids[second] == bos)
             self._note("documents that begin with two BOS", batch.first_row + rows[is_double])
 
-    def _add_pieces(
-        self, is_start: np.ndarray, lengths: np.ndarray, rows: np.ndarray, has_end: np.ndarray, *, is_inside: np.ndarray
-    ) -> None:
-        """Take the pieces of a batch [P] in order; ``is_inside`` says which end before their row does."""
-        if not self.expected.in_sequence:
-            self._count(lengths)
-            self.pieces += len(lengths)
-            self._note(_NO_END, rows[is_inside & ~has_end])
-            return
-        before = np.append(self._open.last_length if self._open else 0, lengths[:-1])
-        new = lengths - np.where(is_start, 0, np.minimum(self.expected.overlap, before))
-        first = int(is_start.argmax()) if is_start.any() else len(is_start)
-        if self._open and first:
-            self._open.length += int(new[:first].sum())
-            self._open.num_pieces += first
-            self._leave_at(self._open, first - 1, lengths, rows, has_end, is_inside)
-        if first == len(is_start):
-            return
-        self._close(can_be_cut=False)
-        begins = np.flatnonzero(is_start)
-        stops = np.append(begins[1:], len(is_start))
-        document_lengths = np.add.reduceat(new, begins)
-        self._count(document_lengths[:-1])
-        self.documents_over_rows += int((stops - begins > 1)[:-1].sum())
-        ended = stops[:-1] - 1
-        self._note(_NO_END, rows[ended][~has_end[ended]])
-        self._open = _OpenDocument(int(document_lengths[-1]), int(stops[-1] - begins[-1]), 0, 0, False, False)
-        self._leave_at(self._open, -1, lengths, rows, has_end, is_inside)
 
-    @staticmethod
-    def _leave_at(
-        document: _OpenDocument,
-        piece: int,
-        lengths: np.ndarray,
-        rows: np.ndarray,
-        has_end: np.ndarray,
-        is_inside: np.ndarray,
-    ) -> None:
-        document.last_length, document.row = int(lengths[piece]), int(rows[piece])
-        document.has_end, document.is_padded = bool(has_end[piece]), bool(is_inside[piece])
-
-    def _close(self, *, can_be_cut: bool) -> None:
-        """Count the open document: another begins, or, where it may be cut, nothing follows."""
-        if self._open is None:
-            return
-        self._count(np.array([self._open.length]))
-        self.documents_over_rows += self._open.num_pieces > 1
-        if not self._open.has_end:
-            if can_be_cut and not self._open.is_padded:
-                self.documents_cut += 1
-            else:
-                self._note(_NO_END, np.array([self._open.row]))
-        self._open = None
-
-    def _has_end(self, ids: np.ndarray, begins: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return whether the pieces [P] from ``begins`` to ``stops`` end as documents do; true where none is known."""
-        if not self.expected.ends:
-            return np.ones(len(begins), bool)
-        before = np.maximum(stops - 2, begins)
-        return np.isin(ids[stops - 1], self.expected.ends) | np.isin(ids[before], self.expected.ends)
-
-    def _count(self, lengths: np.ndarray) -> None:
-        """Distinct lengths are few: k of them need a corpus of k² / 2 tokens."""
-        values, counts = np.unique(lengths, return_counts=True)
-        for length, count in zip(values.tolist(), counts.tolist(), strict=True):
-            self.lengths[length] += count
-
-
-_NO_END = "documents without EOS at their end"
 _UNKNOWN = "unknown tokens"
 
 

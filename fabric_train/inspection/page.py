@@ -93,7 +93,7 @@ def _lengths(report: Report) -> Iterator[str]:
     yield "</div>"
     values = "".join(f"<div><dt>{escape(name)}</dt><dd>{value:,}</dd></div>" for name, value in length_facts(counts))
     yield f'<dl class="percentiles">{values}</dl>'
-    yield f"<p class=note>{escape(' '.join(('Lengths are in tokens.', *length_notes(counts))))}</p>"
+    yield f"<p class=note>{escape(' '.join(('Lengths are in tokens.', *length_notes(report))))}</p>"
 
 
 def _rows(report: Report) -> Iterator[str]:

@@ -299,12 +299,14 @@ def length_facts(counts: Counts) -> list[tuple[str, int]]:
     ]
 
 
-def length_notes(counts: Counts) -> list[str]:
-    """Return how documents lie over the rows' ends, in sentences."""
-    whole = (counts.documents or 0) - counts.pieces
-    notes = [f"{counts.documents_over_rows:,} of {whole:,} documents go on in a next row."] if whole else []
-    if counts.pieces:
-        notes.append(f"{counts.pieces:,} are pieces by best_fit, which cuts documents that are longer than a row.")
+def length_notes(report: Report) -> list[str]:
+    """Return how the documents of the split that is shown lie over the rows' ends, in sentences."""
+    counts = report.counts[report.split]
+    ledger = report.manifest.ledger.splits.get(report.split) if report.manifest else None
+    documents = counts.documents or 0
+    if counts.pieces and ledger and documents != ledger.documents:
+        return [f"best_fit cuts documents that are longer than a row: these are {documents:,} pieces of documents."]
+    notes = [f"{counts.documents_over_rows:,} of {documents:,} documents go on in a next row."]
     if counts.documents_cut:
         notes.append(f"Cut where the rows end: {counts.documents_cut:,}.")
     return notes

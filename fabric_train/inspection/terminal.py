@@ -87,7 +87,7 @@ def _print_lengths(report: Report, console: Console) -> None:
         block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
         console.print(Text(f"{name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
     percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts))
-    for line in (percentiles, *length_notes(counts)):
+    for line in (percentiles, *length_notes(report)):
         console.print(Text(line))
 
 
