@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from arguments import TokenizeArguments
     from fabric_train.corpus.build import Outcome
+    from fabric_train.corpus.manifest import SourceRecord
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,35 +56,49 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
 
     console = Console()
     ledger, tokenizer = outcome.manifest.ledger, outcome.manifest.tokenizer
-    table = Table("split", *("documents", "characters", "tokens", "rows", "left over"), box=box.SIMPLE)
+    columns = ("documents", "characters", "tokens", "rows", "supervised", "padding", "left over")
+    table = Table("split", *columns, box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, split in ledger.splits.items():
-        left_over = sum(split.tokens_dropped.values())
-        counts = (split.documents, split.characters, split.tokens_in, split.rows, left_over)
-        table.add_row(name, *(f"{count:,}" for count in counts))
+        share = f"{split.tokens_padding / max(1, split.tokens_in_rows + split.tokens_padding):.1%}"
+        left_over = f"{sum(split.tokens_dropped.values()):,}"
+        counts = (split.documents, split.characters, split.tokens_in, split.rows, split.tokens_supervised)
+        table.add_row(name, *(f"{count:,}" for count in counts), share, left_over)
     console.print(table)
 
     num_tokens = sum(split.tokens_in for split in ledger.splits.values())
-    skipped = "".join(f", {count:,} {reason}" for reason, count in ledger.documents_skipped.items())
     begin = (
         f"begin with {tokenizer.bos_token}"
         if tokenizer.bos_token
         else "begin without BOS, which this tokenizer does not have,"
     )
-    sources = ", ".join(source.name for source in outcome.manifest.sources)
     speed = num_tokens / outcome.encode_seconds
     lines = (
-        f"sources    {sources}: {ledger.documents_read:,} documents{skipped}",
+        f"read       {ledger.documents_read:,} documents{_parts(ledger.documents_skipped, 'left out')}"
+        + _parts(ledger.tokens_cut, "tokens cut off"),
+        *(f"source     {_describe(source)}" for source in outcome.manifest.sources),
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "
         f"{tokenizer.eos_token}",
-        f"speed      {speed:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} processes",
+        f"speed      {speed:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} processes and "
+        + tokenizer.encoder.split(":")[0],
+        *(f"note       {note}" for note in outcome.notes),
         f"written    {arguments.output_dir}",
         f"next       fabric run fabric_train --devices N --train_data_dir {arguments.output_dir} --model_name MODEL "
         "--output_dir RUN",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _parts(counts: dict[str, int], what: str) -> str:
+    listed = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.items())
+    return f"; {what}: {listed}" if listed else ""
+
+
+def _describe(source: "SourceRecord") -> str:
+    epochs = "" if source.weight is None else f", weight {source.weight:g}: {source.epochs:.2f} epochs in train"
+    return f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens{epochs}"
 
 
 if __name__ == "__main__":

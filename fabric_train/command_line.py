@@ -167,7 +167,7 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
     """
     if value is None and type(None) not in get_args(kind):  # which jsonargparse takes for "not given"
         raise ValueError("null")
-    if get_origin(kind) is list and isinstance(value, str) and not value.startswith("["):
+    if _takes_list(kind) and isinstance(value, str) and not value.startswith("[") and value != "null":
         value = [value]  # a list may be given without brackets, also when it has one element
     if isinstance(value, str) and set(get_args(kind)) == {str, type(None)}:
         return None if value == "null" else value  # jsonargparse reads it as YAML, where "#1" is a comment
@@ -178,6 +178,11 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         raise ValueError("infinite")
     plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
     return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
+
+
+def _takes_list(kind: Any) -> bool:
+    """Return whether values of this type are lists, or lists or None."""
+    return get_origin(kind) is list or any(get_origin(choice) is list for choice in get_args(kind))
 
 
 def _from_command_line(
@@ -203,7 +208,7 @@ def _from_command_line(
             name, values = flag.replace("-", "_"), [value] if equals else []
             if name in given:
                 faults.append(f"--{name} is given twice")
-        elif positional and (not name or (values and get_origin(types.get(name)) is not list)):
+        elif positional and (not name or (values and not _takes_list(types.get(name)))):
             unnamed.append(token)
         elif name:
             values.append(token)
@@ -247,7 +252,7 @@ def _shown(item: Given, kind: Any) -> str:
     if item.where.startswith("--"):
         if item.value is True:
             return "nothing"
-        if isinstance(item.value, list) and get_origin(kind) is not list:
+        if isinstance(item.value, list) and not _takes_list(kind):
             return f"{' '.join(item.value)!r}; put a value with spaces in quotes"
     if describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
         return f"{item.value}; put it in quotes"

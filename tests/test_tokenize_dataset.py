@@ -17,49 +17,14 @@ import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
+from token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jsonl
 from transformers import AutoTokenizer
 
 import tokenize_dataset
-from fabric_train.corpus.manifest import Manifest, read_manifest
+from fabric_train.corpus.manifest import read_manifest
 from fabric_train.errors import InputError
 
 Write = Callable[[Path], object]
-TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]
-
-
-def tokenize(folder: Path, tokenizer: Path, *sources: object, **options: object) -> dict[str, list[list[int]]]:
-    """Run the program on ``sources`` and return each split's rows."""
-    flags = [
-        part for name, value in {"max_length": 16, "num_proc": 1, **options}.items() for part in (f"--{name}", value)
-    ]
-    argv = ["--dataset", *sources, "--tokenizer_name", tokenizer, "--output_dir", folder, *flags]
-    tokenize_dataset.main([str(part) for part in argv])
-    loaded = datasets.load_from_disk(folder)
-    return {name: split["input_ids"][:] for name, split in loaded.items()}
-
-
-def manifest_of(folder: Path) -> Manifest:
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return manifest
-
-
-def write_jsonl(path: Path, texts: list[Any] = TEXTS) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
-
-
-def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
-    """Return the texts of the whole documents in ``rows``: those between a BOS and an EOS."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    ids = [token for row in rows for token in row]
-    texts, start = [], 0
-    for position, token in enumerate(ids):
-        if token == tokenizer.bos_token_id:
-            start = position
-        elif token == tokenizer.eos_token_id:
-            texts.append(str(tokenizer.decode(ids[start + 1 : position])))
-    return texts
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +99,11 @@ def test_a_document_is_never_split_between_train_and_validation(
 def test_the_output_is_the_same_for_any_number_of_processes(
     tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fabric_train.corpus.encoder.BATCH_CHARACTERS", 5_000)  # many batches
-    results = [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (1, 2)]
-    assert results[0] == results[1]
-    assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2")
+    results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
+    monkeypatch.setattr("fabric_train.corpus.shards._SMALLEST", 5_000)  # sixty shards
+    results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
+    assert results[0] == results[1] == results[2]
+    assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
 
 
 def test_the_ledger_counts_what_was_read_skipped_packed_and_dropped(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -280,7 +246,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "saved, missing column": (
         "a",
         lambda path: datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(path),
-        r"\(train\): no column 'text'; there are: body",
+        r"\(train\), row 1: no column 'text'; there are: body",
     ),
     "saved, damaged": ("a", damaged_saved_dataset, "not a whole save_to_disk folder"),
 }
@@ -336,20 +302,90 @@ def test_an_output_folder_with_something_in_it_is_refused_before_any_work(tmp_pa
     assert os.listdir(tmp_path / "out") == ["precious"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, smollm2_dir: Path, number: signal.Signals) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 3_000)
-    argv = ["--dataset", source, "--tokenizer_name", smollm2_dir, "--output_dir", tmp_path / "new" / "out"]
+def start(tmp_path: Path, tokenizer: Path, source: Path, *options: object) -> "subprocess.Popen[str]":
+    """Start the program, in a process group of its own."""
+    argv = ["--dataset", source, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "new" / "out", *options]
     command = [sys.executable, tokenize_dataset.__file__, *map(str, argv)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not list(tmp_path.glob("new/.out*/.tokens")) and process.poll() is None:
-        time.sleep(0.05)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_shards(process: "subprocess.Popen[str]", folder: Path, count: int) -> None:
+    while len(list(folder.glob(".out.unfinished/*.npz"))) < count and process.poll() is None:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes_on(
+    tmp_path: Path, tiny_model_dir: Path, number: signal.Signals
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500)
+    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 2)
+    wait_for_shards(process, tmp_path / "new", 2)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert said.splitlines()[-1] == "error: interrupted"
     assert "Traceback" not in said
-    assert os.listdir(tmp_path) == ["a.jsonl"]
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == "error: interrupted"
+        assert "the same command goes on with them" in said.splitlines()[-2]
+    assert not (tmp_path / "new" / "out").exists()
+    finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("new/.out.unfinished/*.npz")}
+    assert len(finished) >= 2
+
+    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 2)
+    while not list(tmp_path.glob("new/.out.incomplete-*/train")) and process.poll() is None:
+        assert all(file.stat().st_mtime_ns == time_ for file, time_ in finished.items())  # not encoded again
+        time.sleep(0.01)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert manifest_of(tmp_path / "new" / "out").ledger.documents_kept == 100_000
+    assert os.listdir(tmp_path / "new") == ["out"]
+
+
+def test_two_runs_for_one_folder_do_not_meet(tmp_path: Path, tiny_model_dir: Path) -> None:
+    process = start(tmp_path, tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500))
+    wait_for_shards(process, tmp_path / "new", 1)
+    with pytest.raises(InputError, match="another process is tokenizing into it"):
+        tokenize(tmp_path / "new" / "out", tiny_model_dir, write_jsonl(tmp_path / "b.jsonl"))
+    process.kill()
+    process.communicate()
+
+
+def test_a_source_that_has_changed_is_encoded_anew(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fabric_train.corpus.unfinished._WORTH_KEEPING_BYTES", 0)
+    first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
+    with pytest.raises(InputError, match=r"b\.jsonl, line 2"):
+        tokenize(tmp_path / "out", tiny_model_dir, first, second)
+    assert len(list(tmp_path.glob(".out.unfinished/*.npz"))) == 1
+    write_jsonl(first, [*TEXTS, "one more"])
+    tokenize(tmp_path / "out", tiny_model_dir, first, second, on_bad_rows="skip")
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_read, ledger.documents_skipped) == (len(TEXTS) + 3, {"bad_row": 1})
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_is_finished(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    program = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"  # as a full disk: the write fails
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
+        "import tokenize_dataset; from fabric_train.errors import run_program; run_program(tokenize_dataset.main)"
+    )
+    argv = ["--dataset", source, "--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: File too large")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out.incomplete*"))
 
 
 def test_the_program_itself_ends_with_the_projects_exit_codes(
@@ -387,7 +423,7 @@ def test_a_damaged_manifest_is_refused_and_an_absent_one_is_none(tiny_tokens_dir
 
 def test_manifests_are_read_without_heavy_libraries() -> None:
     program = (
-        "import sys; import fabric_train.corpus.manifest, fabric_train.corpus.encoder\n"
+        "import sys; import fabric_train.corpus.manifest, fabric_train.corpus.encoding\n"
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -54,7 +54,9 @@ def recognise(record: Mapping[str, Any]) -> str | None:
 
 
 def columns(data_format: str) -> tuple[str, ...]:
-    """Return the columns that rows of ``data_format`` are read from, those that may be absent included."""
+    """Return the columns that rows of ``data_format`` (auto: any) are read from; some may be absent."""
+    if data_format == "auto":
+        return tuple(dict.fromkeys(name for names in _COLUMNS.values() for name in names))
     return _COLUMNS[data_format]
 
 

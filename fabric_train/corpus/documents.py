@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fabric_train.errors import InputError
+
 
 @dataclass(frozen=True)
 class EncodedDocument:
@@ -23,4 +25,8 @@ class EncodedDocument:
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used; the message says what is wrong with it, and the reader adds where it is."""
+    """A row that cannot be used; the message says what is wrong with it and, once a reader has added that, where."""
+
+    def fault(self) -> InputError:
+        """Return what ends the run where such rows are not to be left out."""
+        return InputError(f"{self}; --on_bad_rows skip leaves such rows out")

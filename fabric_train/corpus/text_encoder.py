@@ -31,14 +31,11 @@ class TextEncoder(Protocol):
 
 
 class FastEncoder:
-    """The ``tokenizers`` library's own encoder, with its threads; long texts are cut where that changes no id.
-
-    A process that has encoded with it must not be forked: its threads do not survive that.
-    """
+    """The ``tokenizers`` library's own encoder, on one core; long texts are cut where that changes no id."""
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool, cutter: Cutter) -> None:
-        # assigned in any case: `datasets` leaves the C library's variable at "false" while Python's says "true"
-        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        # a process for each core encodes; and threads of the library do not survive a fork, which then waits for them
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
         self._cutter = cutter
 
@@ -55,14 +52,18 @@ class FastEncoder:
                 yield np.array(encoding.ids[part.num_dropped :], np.int32)
 
 
-def open_encoder(tokenizer_file: Path, special_text_is_plain: bool) -> tuple[TextEncoder, str]:
+def open_encoder(
+    tokenizer_file: Path, special_text_is_plain: bool, why_not_tiktoken: str = ""
+) -> tuple[TextEncoder, str]:
     """Return the fastest encoder that has the ids of the ``tokenizer.json`` at ``tokenizer_file``, and what it is.
 
-    That is "tiktoken", or "encode_batch_fast: WHY". ``special_text_is_plain``: the text of a special token inside a
-    document is text, and not that token.
+    That is "tiktoken", or "encode_batch_fast: WHY" where it cannot be or ``why_not_tiktoken`` is known.
+    ``special_text_is_plain``: the text of a special token inside a document is text, and not that token.
     """
     content = read_tokenizer_json(tokenizer_file)
     try:
+        if why_not_tiktoken:
+            raise NotExpressibleError(why_not_tiktoken)
         return express(content, tokenizer_file, special_text_is_plain), "tiktoken"
     except NotExpressibleError as reason:
         cutter = find_cutter(content, special_text_is_plain)

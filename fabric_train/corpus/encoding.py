@@ -1,0 +1,277 @@
+"""All shards of all sources to tokens on the disk, in several processes; the encoder's ids are checked meanwhile."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.corpus import chat
+from fabric_train.corpus.documents import BadRowError
+from fabric_train.corpus.files import missing_column, text_of
+from fabric_train.corpus.manifest import BAD_ROW, SourceRecord
+from fabric_train.corpus.progress import Show, progress
+from fabric_train.corpus.shards import (
+    REASONS,
+    Shard,
+    ShardRecord,
+    SourceFormat,
+    Work,
+    cut_into_shards,
+    encode_shard,
+    read_record,
+)
+from fabric_train.corpus.sources import Source, sha256
+from fabric_train.corpus.text_encoder import find_difference, open_encoder
+from fabric_train.corpus.tokenizer import CorpusTokenizer
+from fabric_train.corpus.workers import Workers
+from fabric_train.errors import InputError
+
+if TYPE_CHECKING:
+    from arguments import TokenizeArguments
+
+_TICK_SECONDS = 0.2
+_SAMPLED_SHARDS, _SAMPLED_CHARACTERS = 8, 50_000  # of the corpus, to compare ids; characters of each shard
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Finished shards in the order of the sources, as many records, and what the manifest says of the sources.
+
+    ``encoder`` is its name, and why where it is not tiktoken.
+    """
+
+    shards: list[Shard]
+    records: list[ShardRecord]
+    sources: list[SourceRecord]
+    encoder: str
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Documents or tokens of the first ``num_sources`` sources after which reading these may end."""
+
+    num_sources: int
+    max_documents: int | None
+    max_tokens: int | None
+
+
+class _DifferentIdsError(Exception):
+    """The encoder does not give the tokenizer's ids; the message shows where."""
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Compare the encoder's ids with the tokenizer's, on hard strings and a sample of these shards."""
+
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class _Describe:
+    """Hash a source's files."""
+
+    source: int
+
+
+_Task = Shard | _Check | _Describe
+
+
+def available_cores() -> int:
+    """Return the number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def find_formats(
+    sources: Sequence[Source], tokenizer_folder: Path, arguments: "TokenizeArguments"
+) -> list[SourceFormat]:
+    """Find out from each source's first row what it holds; the template of chats is written into the folder.
+
+    Raises:
+        InputError: one line for each source whose rows are something else, or whose first row is bad.
+    """
+    kinds: list[str] = []
+    faults: list[str] = []
+    for source in sources:
+        try:
+            kinds.append(_data_format(source, arguments))
+        except InputError as error:
+            faults += error.faults
+    if faults:
+        raise InputError(*faults)
+    formats = {"text": SourceFormat((arguments.text_column,), None)}
+    longest = None if arguments.packing == "concat" else arguments.max_length
+    for kind in sorted(set(kinds) - {"text"}):
+        encoder = chat.ChatEncoder(tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest)
+        formats[kind] = SourceFormat(chat.columns(kind), encoder)
+        (tokenizer_folder / "chat_template.jinja").write_text(encoder.chat_template, encoding="utf-8")
+    return [formats[kind] for kind in kinds]
+
+
+def _data_format(source: Source, arguments: "TokenizeArguments") -> str:
+    if arguments.data_format != "auto":
+        return arguments.data_format
+    columns = (arguments.text_column, *chat.columns("auto"))
+    for part in source.parts(1 << 20):
+        reader = source.reader(part, columns)
+        for number, row in reader:
+            if isinstance(row, BadRowError):
+                if arguments.on_bad_rows == "fail":
+                    raise row.fault()
+                continue
+            if arguments.text_column in row:
+                return "text"
+            kind = chat.recognise(row)
+            if kind is None:
+                raise missing_column(reader.place(number), arguments.text_column, row)
+            return kind
+    return "text"
+
+
+def encode_sources(
+    sources: Sequence[Source],
+    formats: Sequence[SourceFormat],
+    tokenizer: CorpusTokenizer,
+    tokenizer_folder: Path,
+    folder: Path,
+    arguments: "TokenizeArguments",
+    num_proc: int,
+    caps: Caps,
+) -> Encoded:
+    """Encode what is not finished in ``folder`` yet.
+
+    Where tiktoken gives another id than the Hugging Face tokenizer, all is done again with the latter.
+
+    Raises:
+        InputError: what the sources raise.
+        ChildProcessError: a process was killed.
+    """
+    file = tokenizer_folder / "tokenizer.json"
+    encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
+    work = Work(
+        folder=folder,
+        sources=list(sources),
+        formats=list(formats),
+        encoder=encoder,
+        tokenizer_file=file,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        special_text_is_plain=tokenizer.special_text_is_plain,
+        hashed=arguments.deduplicate,
+        skips_bad_rows=arguments.on_bad_rows == "skip",
+        progress=None,
+    )
+    settings = _settings(tokenizer_folder, arguments)
+    try:
+        return _encode_all(work, name, settings, num_proc, caps)
+    except _DifferentIdsError as error:
+        encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
+        return _encode_all(replace(work, encoder=encoder), name, settings, num_proc, caps)
+
+
+def _settings(tokenizer_folder: Path, arguments: "TokenizeArguments") -> str:
+    """Return what decides a shard's content beside the source and the encoder."""
+    longest = None if arguments.packing == "concat" else arguments.max_length
+    chosen = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, longest)
+    files = {path.name: sha256(path) for path in sorted(tokenizer_folder.iterdir())}
+    return json.dumps([chosen, files, arguments.deduplicate])
+
+
+def _encode_all(work: Work, name: str, settings: str, num_proc: int, caps: Caps) -> Encoded:
+    shards = cut_into_shards(work.sources, f"{settings} {name}")
+    work = replace(work, progress=multiprocessing.RawArray("q", 3 * len(shards)))
+    records = {shard.index: record for shard in shards if (record := _usable_record(work, shard)) is not None}
+    for index, record in records.items():
+        done = (shards[index].num_bytes, len(record.documents), record.num_tokens)
+        work.progress[3 * index : 3 * index + 3] = done
+    described: dict[int, SourceRecord] = {}
+    tasks: list[_Task] = [_Check(tuple(_sampled(work, shards)))] if name == "tiktoken" else []
+    tasks += [_Describe(source) for source in range(len(work.sources))]
+    total = sum(shard.num_bytes for shard in shards)
+    with Workers(partial(_perform, work), num_proc) as workers, progress(total) as show:
+        import pyarrow  # noqa: F401 - the rows need it, and there is time for it while the processes work
+
+        for finished in workers.run(chain(tasks, _to_do(shards, records, caps)), _TICK_SECONDS):
+            if finished is not None:
+                task, result = finished
+                if isinstance(task, Shard):
+                    record = read_record(work.folder, task)
+                    assert record is not None, task
+                    records[task.index] = record
+                elif isinstance(task, _Describe):
+                    described[task.source] = result
+                elif result is not None:
+                    raise _DifferentIdsError(result)
+            _show(work, show)
+    used = [shard for shard in shards if shard.index in records]
+    return Encoded(used, [records[shard.index] for shard in used], [described[i] for i in sorted(described)], name)
+
+
+def _perform(work: Work, task: _Task) -> Any:
+    """Return a source's record, what is wrong with the ids or None, or for a shard, which lies on the disk, None."""
+    if isinstance(task, _Describe):
+        return work.sources[task.source].record()
+    if isinstance(task, _Check):
+        texts = chain(*(_sample(work, shard) for shard in task.shards))
+        return find_difference(work.encoder, work.tokenizer_file, work.special_text_is_plain, texts)
+    encode_shard(work, task)
+    return None
+
+
+def _sampled(work: Work, shards: Sequence[Shard]) -> list[Shard]:
+    """Return shards of text, evenly spaced."""
+    of_text = [shard for shard in shards if work.formats[shard.source].chat is None]
+    return of_text[:: max(1, len(of_text) // _SAMPLED_SHARDS)]
+
+
+def _sample(work: Work, shard: Shard) -> Iterator[str]:
+    """Yield the beginnings of the shard's first documents."""
+    left = _SAMPLED_CHARACTERS
+    (column,) = work.formats[shard.source].columns
+    for part in shard.parts:
+        reader = work.sources[shard.source].reader(part, (column,))
+        for number, row in reader:
+            if left <= 0:
+                return
+            try:
+                text = None if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))
+            except BadRowError:
+                continue  # told, or left out, where the shard is encoded
+            if text:
+                yield text[:left]
+                left -= len(text)
+
+
+def _usable_record(work: Work, shard: Shard) -> ShardRecord | None:
+    """Return the record of a finished shard that this run may use: none with bad rows where these are to be told."""
+    record = read_record(work.folder, shard)
+    if record is not None and not work.skips_bad_rows and (record.skipped["reason"] == REASONS.index(BAD_ROW)).any():
+        return None
+    return record
+
+
+def _to_do(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps) -> Iterator[Shard]:
+    """Yield the shards that are not finished, as long as those before have not reached a cap."""
+    num_documents = num_tokens = following = 0
+    for shard in shards:
+        while (before := records.get(following)) is not None:
+            if shards[following].source < caps.num_sources:
+                num_documents += len(before.documents)
+                num_tokens += before.num_tokens
+            following += 1
+        reached = num_documents >= (caps.max_documents or float("inf"))
+        reached = reached or num_tokens >= (caps.max_tokens or float("inf"))
+        if shard.index not in records and not (reached and shard.source < caps.num_sources):
+            yield shard
+
+
+def _show(work: Work, show: Show) -> None:
+    done = work.progress[:]
+    num_bytes, num_documents, num_tokens = (sum(done[start::3]) for start in range(3))
+    show(num_bytes, num_documents, num_tokens)

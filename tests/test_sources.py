@@ -1,0 +1,177 @@
+"""Where documents come from: compressed files, patterns, URLs; rows that cannot be used; parts of one file."""
+
+import gzip
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from fabric_train.corpus.documents import BadRowError
+from fabric_train.corpus.files import Reader, split_file
+from fabric_train.corpus.sources import StreamSource, open_sources
+from fabric_train.errors import InputError
+
+TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
+
+
+def lines(texts: list[str] = TEXTS) -> bytes:
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def texts_of(names: list[object], folder: Path, part_bytes: int = 1 << 20) -> list[str]:
+    """The texts of all parts of all sources."""
+    sources = open_sources([str(name) for name in names], "--dataset", False, folder / "downloads")
+    rows = [row for source in sources for part in source.parts(part_bytes) for _, row in source.reader(part, ("text",))]
+    bad = [str(row) for row in rows if isinstance(row, BadRowError)]
+    assert not bad
+    return [row["text"] for row in rows if not isinstance(row, BadRowError)]
+
+
+def compress(data: bytes, codec: str) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, codec) as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 64, 1000, 1 << 20])
+def test_parts_of_a_file_have_every_line_once_and_in_order(tmp_path: Path, part_bytes: int) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf\n" + lines() + b'  \n{"text": "last, without a line end"}')
+    assert texts_of([file], tmp_path, part_bytes) == [*TEXTS, "last, without a line end"]
+
+
+def test_row_groups_of_parquet_are_parts(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"id": range(50), "text": TEXTS}), file, row_group_size=3)
+    assert len(split_file(file, 1)) == 17
+    assert texts_of([file], tmp_path, 1) == texts_of([file], tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".csv.zst", ".json.gz", ".md.zst"])
+def test_compressed_files_hold_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    kind, compression = suffix.split(".")[1:]
+    if kind in ("txt", "md"):
+        content, expected = TEXTS[0].encode(), TEXTS[:1]
+    elif kind == "csv":
+        content, expected = ("text\n" + "".join(f'"{text}"\n' for text in TEXTS)).encode(), TEXTS
+    elif kind == "json":
+        content, expected = json.dumps([{"text": text} for text in TEXTS]).encode(), TEXTS
+    else:
+        content, expected = lines(), TEXTS
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(gzip.compress(content) if compression == "gz" else compress(content, "zstd"))
+    assert texts_of([file], tmp_path) == expected
+
+
+def test_files_compressed_in_several_streams_are_read_to_the_end(tmp_path: Path) -> None:
+    halves = lines(TEXTS[:25]), lines(TEXTS[25:])
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(compress(half, "zstd") for half in halves))
+    assert texts_of([tmp_path / "*.jsonl.*"], tmp_path) == [*TEXTS, *TEXTS]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_truncated_compressed_file_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"a.jsonl{suffix}"
+    whole = gzip.compress(lines()) if suffix == ".gz" else compress(lines(), "zstd")
+    for damaged in (whole[: len(whole) // 2], b"not compressed at all"):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match=f"{file.name}: not a whole"):
+            texts_of([file], tmp_path)
+
+
+def test_patterns_name_files_in_order_through_folders(tmp_path: Path) -> None:
+    for name, text in (("b/2.txt", "two"), ("a/1.txt", "one"), ("a/x.pdf", "no"), ("c.txt", "three")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert texts_of([tmp_path / "**" / "*.txt"], tmp_path) == ["one", "two", "three"]
+    with pytest.raises(InputError, match="no readable file in what this pattern names"):
+        texts_of([tmp_path / "*.jsonl"], tmp_path)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """Serves ``tmp_path/served`` over HTTP."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def test_urls_are_fetched_once(tmp_path: Path, server: str) -> None:
+    (tmp_path / "served" / "a.jsonl.gz").write_bytes(gzip.compress(lines()))
+    assert texts_of([f"{server}/a.jsonl.gz?download=1"], tmp_path) == TEXTS
+    (fetched,) = (tmp_path / "downloads").iterdir()
+    written = fetched.stat().st_mtime_ns
+    assert texts_of([f"{server}/a.jsonl.gz?download=1"], tmp_path) == TEXTS
+    assert fetched.stat().st_mtime_ns == written
+
+
+def test_urls_that_lead_nowhere_are_refused_in_a_line(tmp_path: Path, server: str) -> None:
+    for url, reason in [
+        (f"{server}/nothing.jsonl", "cannot be fetched"),
+        (f"{server}/page.html", "nothing readable there"),
+        ("http://127.0.0.1:9/a.jsonl", "cannot be fetched"),
+        ("nonsense://a.jsonl", "fabric-train"),
+    ]:
+        with pytest.raises(InputError, match=reason) as caught:
+            texts_of([url], tmp_path)
+        assert url in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_bad_rows_stand_in_their_place_with_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\nnot\n\n{"text": "\xe9"}\n[1]\n{"text": NaN}\n{"text": "b"}\n')
+    for part_bytes in (1 << 20, 1):
+        found = {}
+        for part in split_file(file, part_bytes):
+            reader = Reader(part, ("text",))
+            for number, row in reader:
+                found[reader.place(number)] = row
+        assert [place.removeprefix(f"{file}, ") for place in found] == [
+            "line 1",
+            "line 2",
+            "line 4",
+            "line 5",
+            "line 6",
+            "line 7",
+        ]
+        bad = {place: str(row) for place, row in found.items() if isinstance(row, BadRowError)}
+        assert [reason.removeprefix(f"{file}") for reason in bad.values()] == [
+            ", line 2: not JSON: Expecting value at column 1",
+            ": byte 29 is not UTF-8 (0xe9); convert the file to UTF-8",
+            ", line 5: a JSON list, not an object with a column 'text'",
+        ]
+
+
+def test_a_streamed_dataset_gives_its_rows_file_by_file(tmp_path: Path) -> None:
+    import datasets
+
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_bytes(lines(TEXTS[number * 10 : number * 10 + 10]))
+    loaded = datasets.load_dataset(
+        "json",
+        data_files=[str(tmp_path / f"{n}.jsonl") for n in range(3)],
+        streaming=True,
+        cache_dir=str(tmp_path / "c"),
+    )
+    source = StreamSource("owner/name", dict(loaded))
+    parts = list(source.parts(1))
+    assert len(parts) == 3
+    assert [row["text"] for part in parts for _, row in source.reader(part, ("text",))] == TEXTS[:30]

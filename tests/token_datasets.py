@@ -1,0 +1,48 @@
+"""Small token datasets made by the program, and what lies in them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers import AutoTokenizer
+
+import tokenize_dataset
+from fabric_train.corpus.manifest import Manifest, read_manifest
+
+TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]
+
+
+def tokenize(folder: Path, tokenizer: Path, *sources: object, **options: object) -> dict[str, list[list[int]]]:
+    """Run the program on ``sources`` and return each split's rows."""
+    flags = [
+        part for name, value in {"max_length": 16, "num_proc": 1, **options}.items() for part in (f"--{name}", value)
+    ]
+    argv = ["--dataset", *sources, "--tokenizer_name", tokenizer, "--output_dir", folder, *flags]
+    tokenize_dataset.main([str(part) for part in argv])
+    loaded = datasets.load_from_disk(folder)
+    return {name: split["input_ids"][:] for name, split in loaded.items()}
+
+
+def manifest_of(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest
+
+
+def write_jsonl(path: Path, texts: list[Any] = TEXTS) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
+    """Return the texts of the whole documents in ``rows``: those between a BOS and an EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    ids = [token for row in rows for token in row]
+    texts, start = [], 0
+    for position, token in enumerate(ids):
+        if token == tokenizer.bos_token_id:
+            start = position
+        elif token == tokenizer.eos_token_id:
+            texts.append(str(tokenizer.decode(ids[start + 1 : position])))
+    return texts
