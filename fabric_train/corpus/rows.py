@@ -1,6 +1,6 @@
 """Which piece of which document lies in which row, planned from the documents' lengths alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -81,19 +81,8 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_leng
     order = order[lengths[order] > 0]
     if packing == "concat":
         return _plan_joined(lengths, order, max_length, overlap)
-    documents, starts, window_lengths, repeated = _cut_windows(lengths, order, max_length, overlap)
-    rows = best_fit_decreasing(window_lengths, max_length) if packing == "best_fit" else np.arange(len(documents))
-    by_row = np.argsort(rows, kind="stable")
-    return RowPlan(
-        max_length=max_length,
-        row_offsets=np.concatenate([[0], np.cumsum(np.bincount(rows))]),
-        documents=documents[by_row],
-        starts=starts[by_row],
-        lengths=window_lengths[by_row].astype(np.int32),
-        repeated=repeated[by_row].astype(np.int32),
-        tokens_in=int(lengths[order].sum()),
-        tokens_dropped={},
-    )
+    windows = _cut_windows(lengths, order, max_length, overlap)
+    return _fill_best(windows) if packing == "best_fit" else windows
 
 
 def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
@@ -153,38 +142,62 @@ def _number_by_first(rows: np.ndarray, num_rows: int) -> np.ndarray:
     return number[rows]
 
 
-def _cut_windows(
-    lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return document, start, length and repeated tokens of each window, int64 [windows]; each brings a new token."""
+def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
+    """Give each document, or each window of a longer one, a row; a window brings at least one new token."""
     stride = max_length - overlap
-    counts = 1 + np.maximum(-((max_length - lengths[order]) // stride), 0)
-    documents = np.repeat(order, counts)
-    index = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = index * stride
-    return documents, starts, np.minimum(lengths[documents] - starts, max_length), np.where(index > 0, overlap, 0)
+    num_windows = 1 + np.maximum(-((max_length - lengths[order]) // stride), 0)
+    documents = np.repeat(order, num_windows)
+    starts = np.arange(len(documents)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+    starts *= stride
+    return RowPlan(
+        max_length=max_length,
+        row_offsets=np.arange(len(documents) + 1),
+        documents=documents,
+        starts=starts,
+        lengths=np.minimum(lengths[documents] - starts, max_length).astype(np.int32),
+        repeated=np.where(starts > 0, np.int32(overlap), np.int32(0)),
+        tokens_in=int(lengths[order].sum()),
+        tokens_dropped={},
+    )
+
+
+def _fill_best(windows: RowPlan) -> RowPlan:
+    rows = best_fit_decreasing(windows.lengths, windows.max_length)
+    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+    by_row = np.argsort(rows, kind="stable")
+    return replace(
+        windows,
+        row_offsets=row_offsets,
+        documents=windows.documents[by_row],
+        starts=windows.starts[by_row],
+        lengths=windows.lengths[by_row],
+        repeated=windows.repeated[by_row],
+    )
 
 
 def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
-    ends = np.cumsum(lengths[order])
-    tokens_in = int(ends[-1]) if len(ends) else 0
-    document_begins = ends - lengths[order]
+    document_begins = np.cumsum(lengths[order])
+    tokens_in = int(document_begins[-1]) if len(order) else 0
+    document_begins -= lengths[order]
     row_begins, row_repeats = _cut_joined(document_begins, tokens_in, max_length, overlap)
-    in_rows = document_begins[: np.searchsorted(document_begins, row_begins[-1])]
     # a piece begins where a document or a row does; a stable sort merges two sorted runs in no time
+    in_rows = document_begins[: np.searchsorted(document_begins, row_begins[-1])]
     borders = np.sort(np.concatenate([in_rows, row_begins]), kind="stable")
     borders = borders[np.diff(borders, prepend=-1) > 0]
+    piece_lengths = np.diff(borders).astype(np.int32)
+    row_offsets = np.searchsorted(borders, row_begins)
     index = np.searchsorted(document_begins, borders[:-1], side="right") - 1
     starts = borders[:-1] - document_begins[index]
-    row_offsets = np.searchsorted(borders, row_begins)
     repeated = np.zeros(len(starts), dtype=np.int32)
     repeated[row_offsets[:-1]] = row_repeats
+    starts -= repeated
+    piece_lengths += repeated
     return RowPlan(
         max_length=max_length,
         row_offsets=row_offsets,
         documents=order[index],
-        starts=starts - repeated,
-        lengths=np.diff(borders).astype(np.int32) + repeated,
+        starts=starts,
+        lengths=piece_lengths,
         repeated=repeated,
         tokens_in=tokens_in,
         tokens_dropped={LAST_INCOMPLETE_ROW: tokens_in - int(row_begins[-1])},
