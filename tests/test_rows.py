@@ -184,6 +184,21 @@ def test_rows_of_best_fit_come_in_the_order_of_their_first_documents() -> None:
     assert [[piece.new[0][0] for piece in row] for row in rows_of(plan)] == [[0, 2], [1], [3]]
 
 
+@pytest.mark.parametrize(
+    "packing, rows",
+    [
+        ("concat", ["abcde", "efghi", "ijklm"]),
+        ("best_fit", ["abcd", "efghi", "ijklm"]),
+        ("none", ["abcd", "efghi", "ij", "klm"]),
+    ],
+)
+def test_the_worked_examples_of_planning(packing: Packing, rows: list[str]) -> None:
+    texts = ["abcd", "efghij", "klm"]
+    plan = Task([len(text) for text in texts], [0, 1, 2], packing, max_length=5, overlap=1).plan()
+    places = [[place for piece in row for place in piece.repeated + piece.new] for row in rows_of(plan)]
+    assert ["".join(texts[document][i] for document, i in row) for row in places] == rows
+
+
 @pytest.fixture(scope="module")
 def chat_lengths(chats_jsonl: Path, smollm2_dir: Path) -> np.ndarray:
     """Tokens in each of 1,500 chats, as SmolLM2's template writes it but for its system message, int64 [1500]."""
@@ -282,7 +297,15 @@ def document_of(task: Task, token: int) -> int:
     return int(np.searchsorted(np.cumsum(task.lengths), token, side="right"))
 
 
-def test_the_worked_example_of_the_docstring(tmp_path: Path) -> None:
+def test_more_files_are_read_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fabric_train.corpus.spooled._MAX_OPEN_FILES", 1)
+    documents = spool(tmp_path, [4] * 6, [(2, False), (2, False)])
+    order = np.array([5, 0, 3, 1, 4, 2])
+    write_split(tmp_path / "train", documents, plan_rows(documents.lengths, order, "concat", 4, 0), PAD)
+    assert [row[0] // 4 for row in datasets.load_from_disk(tmp_path / "train")["input_ids"][:]] == order.tolist()
+
+
+def test_the_worked_example_of_a_row(tmp_path: Path) -> None:
     # B and E are 1 and 2, the letters from 10 on
     tokens = np.array([1, 10, 11, 2, 1, 12, 13, 14, 15, 16, 2], dtype=np.int32)
     tokens.tofile(tmp_path / "tokens")
