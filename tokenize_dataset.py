@@ -56,14 +56,14 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
 
     console = Console()
     ledger, tokenizer = outcome.manifest.ledger, outcome.manifest.tokenizer
-    columns = ("documents", "characters", "tokens", "rows", "supervised", "padding", "left over")
+    columns = ("documents", "tokens", "rows", "supervised", "padding", "left over")
     table = Table("split", *columns, box=box.SIMPLE)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, split in ledger.splits.items():
         share = f"{split.tokens_padding / max(1, split.tokens_in_rows + split.tokens_padding):.1%}"
         left_over = f"{sum(split.tokens_dropped.values()):,}"
-        counts = (split.documents, split.characters, split.tokens_in, split.rows, split.tokens_supervised)
+        counts = (split.documents, split.tokens_in, split.rows, split.tokens_supervised)
         table.add_row(name, *(f"{count:,}" for count in counts), share, left_over)
     console.print(table)
 
