@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh3_64
 
+from fabric_train.corpus.progress import Pulse
 from fabric_train.corpus.rows import RowPlan
 from fabric_train.corpus.spooled import Pieces, SpooledDocuments, SpoolReader
 
@@ -112,6 +113,7 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
     filler = RowFiller(plan, SpoolReader(documents), pad_token_id, with_labels)
     digest = xxh3_64(json.dumps(features).encode())
     num_supervised = 0
+    pulse = Pulse()
     for index, name in enumerate(names):
         first, last = index * rows_per_file, min((index + 1) * rows_per_file, plan.num_rows)
         with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
@@ -122,6 +124,7 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
                     if column is not None:
                         digest.update(column.data)
                 num_supervised += batch.num_supervised
+                pulse(f"writing {folder.name}: {begin:,} of {plan.num_rows:,} rows")
     _write_json(folder / "dataset_info.json", _dataset_info(features))
     _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
     return num_supervised
