@@ -1,6 +1,6 @@
 """Program 1: documents → token dataset, for ``fabric run fabric_train``.
 
-Its processes import this file anew when they start: what takes long to import is imported where it is used.
+What takes long to import is imported where it is used: a start costs as much as a million tokens.
 """
 
 import signal
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the work as Ctrl-C does, so that the unfinished folder is removed."""
+    """Let SIGTERM end the work as Ctrl-C does, so that nothing half-written stays."""
 
     def interrupt(_number: int, _frame: "FrameType | None") -> None:
         raise KeyboardInterrupt

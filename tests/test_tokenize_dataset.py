@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 
 import tokenize_dataset
 from fabric_train.corpus.manifest import read_manifest
+from fabric_train.corpus.text_encoder import TextEncoder, open_encoder
 from fabric_train.errors import InputError
 
 Write = Callable[[Path], object]
@@ -104,6 +106,33 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
     assert results[0] == results[1] == results[2]
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
+
+
+class Forgetful:
+    """An encoder that is right, but for one word."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return self._encoder.encode_batch([text.replace("winter", "summer") for text in texts])
+
+
+@pytest.mark.parametrize("word", ["winter", "12"])
+def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, f"Now is the {word} of our discontent"])
+    expected = tokenize(tmp_path / "expected", tiny_model_dir, source)
+
+    def open_forgetful(file: Path, plain: bool, why_not_tiktoken: str = "") -> tuple[TextEncoder, str]:
+        encoder, name = open_encoder(file, plain, why_not_tiktoken)
+        return (Forgetful(encoder) if name == "tiktoken" else encoder), name
+
+    monkeypatch.setattr("fabric_train.corpus.encoding.open_encoder", open_forgetful)
+    assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
+    used = manifest_of(tmp_path / "out").tokenizer.encoder
+    assert used.startswith("encode_batch_fast: ids differ") if word == "winter" else used == "tiktoken"
 
 
 def test_the_ledger_counts_what_was_read_skipped_packed_and_dropped(tmp_path: Path, tiny_model_dir: Path) -> None:
