@@ -57,7 +57,7 @@ def tokenizer_files(
 ) -> dict[str, Path]:
     """A ``tokenizer.json`` of every style."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    load_tokenizer(str(llama3_tokenizer_model)).fast.save_pretrained(folder / "llama-3")
+    load_tokenizer(str(llama3_tokenizer_model)).save(folder / "llama-3")
     texts = [
         *(work[:50_000] for work in works[:2]),
         "Ça déjà été où? 日本語のテキスト、中文文本。 한국어 Việt Ångström",

@@ -83,7 +83,7 @@ def with_template(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -
 
 
 def saved(name: Path, folder: Path) -> Path:
-    load_tokenizer(str(name)).fast.save_pretrained(folder)
+    load_tokenizer(str(name)).save(folder)
     return folder
 
 

@@ -20,7 +20,7 @@ from fabric_train.corpus.tokenizer_json import read_tokenizer_json
 @pytest.fixture(scope="module")
 def spm_file(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("sentencepiece")
-    load_tokenizer(str(spm_tokenizer_model)).fast.save_pretrained(folder)
+    load_tokenizer(str(spm_tokenizer_model)).save(folder)
     return folder / "tokenizer.json"
 
 

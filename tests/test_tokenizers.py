@@ -4,18 +4,23 @@ import base64
 import json
 import random
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
 import tiktoken
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fabric_train.corpus.fast_tokenizer import load_fast
 from fabric_train.corpus.llama3_ranks import SPECIAL_TOKENS, read_ranks
 from fabric_train.corpus.sentencepiece_bpe import HARD_STRINGS
 from fabric_train.corpus.split_pattern import LLAMA3_PATTERN
 from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.corpus.tokenizer_folder import read_plain_folder
 from fabric_train.errors import InputError
 
 
@@ -67,16 +72,14 @@ def llama3_tokenizer(llama3_tokenizer_model: Path) -> CorpusTokenizer:
 
 
 def ids_in_documents(tokenizer: CorpusTokenizer, texts: list[str]) -> list[list[int]]:
-    fast = tokenizer.fast.backend_tokenizer
-    fast.encode_special_tokens = tokenizer.special_text_is_plain
-    try:
-        return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
-    finally:
-        fast.encode_special_tokens = False
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        fast = load_fast(Path(folder, "tokenizer.json"), tokenizer.special_text_is_plain)
+    return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def saved_and_loaded(tokenizer: CorpusTokenizer, folder: Path) -> Any:
-    tokenizer.fast.save_pretrained(folder)
+    tokenizer.save(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -104,7 +107,7 @@ def test_sentencepiece_ids_are_the_librarys_on_real_and_hard_text(
 
 def test_sentencepiece_tokenizer_has_the_models_own_bos_and_eos(spm_tokenizer: CorpusTokenizer) -> None:
     assert (spm_tokenizer.bos_token_id, spm_tokenizer.eos_token_id, spm_tokenizer.vocab_size) == (1, 2, 32000)
-    assert (spm_tokenizer.fast.bos_token, spm_tokenizer.fast.eos_token) == ("<s>", "</s>")
+    assert (spm_tokenizer.bos_token, spm_tokenizer.eos_token) == ("<s>", "</s>")
 
 
 OWN_WAYS = {
@@ -157,13 +160,13 @@ def test_bare_llama3_ranks_have_tiktokens_ids(
     assert ids_in_documents(llama3_tokenizer, texts) == [library.encode(text, allowed_special="all") for text in texts]
 
 
-def test_bare_llama3_ranks_get_llama3s_special_tokens(llama3_tokenizer: CorpusTokenizer) -> None:
+def test_bare_llama3_ranks_get_llama3s_special_tokens(llama3_tokenizer: CorpusTokenizer, tmp_path: Path) -> None:
     assert (llama3_tokenizer.bos_token_id, llama3_tokenizer.eos_token_id) == (128_000, 128_001)
     assert llama3_tokenizer.vocab_size == 128_256
     known = {"<|finetune_right_pad_id|>": 128_004, "<|start_header_id|>": 128_006, "<|end_header_id|>": 128_007}
     known |= {"<|eom_id|>": 128_008, "<|eot_id|>": 128_009, "<|python_tag|>": 128_010}
     known |= {"<|reserved_special_token_247|>": 128_255}
-    assert llama3_tokenizer.fast.convert_tokens_to_ids(list(known)) == list(known.values())
+    assert saved_and_loaded(llama3_tokenizer, tmp_path).convert_tokens_to_ids(list(known)) == list(known.values())
 
 
 @pytest.mark.parametrize("kind", ["llama3_tokenizer", "spm_tokenizer"])
@@ -186,6 +189,101 @@ def test_a_tokenizer_json_is_taken_as_it_stands_and_keeps_its_chat_template(smol
     loaded = saved_and_loaded(tokenizer, tmp_path)
     assert loaded.chat_template == AutoTokenizer.from_pretrained(smollm2_dir).chat_template
     assert loaded.chat_template
+
+
+def test_a_plain_folder_is_loaded_and_saved_without_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from fabric_train.corpus.tokenizer import load_tokenizer; "
+        f"load_tokenizer({str(smollm2_dir)!r}).save(Path({str(tmp_path / 'saved')!r})); "
+        "print(*sorted({'transformers', 'tokenizers', 'torch'} & sys.modules.keys()))"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == ""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "saved" / name).read_bytes() == (smollm2_dir / name).read_bytes()
+
+
+def token(content: str, **properties: object) -> dict[str, object]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"content": content, **plain, **properties}
+
+
+# beside tokenizer.json: files, and whether they leave its tokens as they are
+END, BEGIN = "<|im_end|>", "<|im_start|>"
+CONFIGURATIONS: dict[str, tuple[dict[str, dict[str, object]], bool]] = {
+    "names": (
+        {"tokenizer_config.json": {"bos_token": BEGIN, "eos_token": END, "pad_token": token(END, __type="AddedToken")}},
+        True,
+    ),
+    "the same tokens again": (
+        {"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {"2": token(END), "1": token(BEGIN)}}},
+        True,
+    ),
+    "another model's class": ({"tokenizer_config.json": {"eos_token": END, "tokenizer_class": "LlamaTokenizer"}}, True),
+    "a map of special tokens": (
+        {
+            "tokenizer_config.json": {"eos_token": BEGIN, "model_max_length": 99},
+            "special_tokens_map.json": {"eos_token": token(END), "bos_token": BEGIN},
+        },
+        True,
+    ),
+    "a map that a list of tokens overrules": (
+        {
+            "tokenizer_config.json": {"eos_token": BEGIN, "added_tokens_decoder": {"1": token(BEGIN)}},
+            "special_tokens_map.json": {"eos_token": END},
+        },
+        True,
+    ),
+    "a token more": (
+        {"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {"49152": token("the")}}},
+        False,
+    ),
+    "a token more, as older files have it": (
+        {"tokenizer_config.json": {"eos_token": END}, "added_tokens.json": {"<new>": 49152}},
+        False,
+    ),
+    "a token that takes blanks along": (
+        {"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {"2": token(END, lstrip=True)}}},
+        False,
+    ),
+    "a name for what is no special token": ({"tokenizer_config.json": {"eos_token": "the"}}, False),
+    "an extra token": ({"tokenizer_config.json": {"eos_token": END, "extra_special_tokens": ["king"]}}, False),
+    "an option of its own": ({"tokenizer_config.json": {"eos_token": END, "image_token": "the"}}, False),
+    "special tokens as text": ({"tokenizer_config.json": {"eos_token": END, "split_special_tokens": True}}, False),
+    "several templates": (
+        {"tokenizer_config.json": {"eos_token": END, "chat_template": [{"name": "default", "template": "{{ x }}"}]}},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_folder_says_the_same_to_us_as_to_transformers(case: str, smollm2_dir: Path, tmp_path: Path) -> None:
+    files, is_plain = CONFIGURATIONS[case]
+    folder, saved = tmp_path / "given", tmp_path / "saved"
+    folder.mkdir()
+    shutil.copy(smollm2_dir / "tokenizer.json", folder)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    assert (read_plain_folder(folder) is not None) == is_plain
+    ours, theirs = load_tokenizer(str(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
+    ours.save(saved)
+    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (
+        theirs.bos_token_id,
+        theirs.eos_token_id,
+        theirs.pad_token_id,
+    )
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+    assert ours.chat_template == ("{{ x }}" if case == "several templates" else theirs.chat_template)
+    text = f"the king {END} and{END}  the<new>  {BEGIN}the"
+    for loaded in (AutoTokenizer.from_pretrained(saved), PreTrainedTokenizerFast.from_pretrained(saved)):
+        assert loaded(text)["input_ids"] == theirs(text)["input_ids"]
+        assert (loaded.bos_token, loaded.eos_token, loaded.pad_token) == (
+            theirs.bos_token,
+            theirs.eos_token,
+            theirs.pad_token,
+        )
 
 
 def test_a_chat_template_beside_tokenizer_model_is_kept(spm_tokenizer_model: Path, tmp_path: Path) -> None:

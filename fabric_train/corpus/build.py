@@ -68,7 +68,7 @@ def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
         train_sources, held_out = _open(arguments, unfinished / "downloads")
         sources = [*train_sources, *held_out]
-        tokenizer.fast.save_pretrained(folder / "tokenizer")
+        tokenizer.save(folder / "tokenizer")
         formats = find_formats(sources, folder / "tokenizer", arguments)
         started = time.monotonic()
         caps = _caps(arguments)
@@ -192,7 +192,7 @@ def _write_splits(
     faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
     if faults:
         raise InputError(*faults)
-    padding = tokenizer.eos_token_id if tokenizer.fast.pad_token_id is None else tokenizer.fast.pad_token_id
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ledgers = {}
     for name, plan in plans.items():
         num_supervised = write_split(folder / name, splits[name].collection.documents, plan, padding)
@@ -279,8 +279,8 @@ def _tokenizer_record(
         vocab_size=tokenizer.vocab_size,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        bos_token=tokenizer.fast.bos_token,
-        eos_token=tokenizer.fast.eos_token,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
         sha256={file.name: sha256(file) for file in sorted(folder.iterdir())},
         encoder=encoder,
         chat_template_sha256=None if chat is None else chat.chat_template_sha256,

@@ -11,7 +11,7 @@ import numpy as np
 from fabric_train.corpus.byte_bpe import NotExpressibleError, express
 from fabric_train.corpus.fast_tokenizer import load_fast
 from fabric_train.corpus.hard_strings import HARD_STRINGS, special_token_strings
-from fabric_train.corpus.long_texts import Cutter, Part, find_cutter
+from fabric_train.corpus.long_texts import Cutter, Part, WholeTexts, find_cutter
 from fabric_train.corpus.tokenizer_json import read_tokenizer_json
 
 if TYPE_CHECKING:
@@ -60,7 +60,11 @@ def open_encoder(
     That is "tiktoken", or "encode_batch_fast: WHY" where it cannot be or ``why_not_tiktoken`` is known.
     ``special_text_is_plain``: the text of a special token inside a document is text, and not that token.
     """
-    content = read_tokenizer_json(tokenizer_file)
+    try:
+        content = read_tokenizer_json(tokenizer_file)
+    except ValueError as reason:  # perhaps tokenizers knows better
+        encoder = FastEncoder(tokenizer_file, special_text_is_plain, WholeTexts())
+        return encoder, f"encode_batch_fast: {reason}"
     try:
         if why_not_tiktoken:
             raise NotExpressibleError(why_not_tiktoken)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.corpus.fast_tokenizer import load_fast
 from fabric_train.corpus.hub import hub_fault, is_hub_name
+from fabric_train.corpus.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
 from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,40 +26,96 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class CorpusTokenizer:
-    """A fast tokenizer and what is needed to end documents with it.
+    """What is needed of a tokenizer to end documents with it, and what it is saved from.
 
-    ``bos_token_id`` is None for tokenizers that have no BOS (Qwen's): documents then begin without one.
+    ``bos_token`` is None for tokenizers that have no BOS (Qwen's): documents then begin without one.
     ``vocab_size`` is one more than the largest id. ``special_text_is_plain`` says whether the text of a special token
-    inside a document is encoded as text, as the sentencepiece library does, and not as that token.
+    inside a document is encoded as text, as the sentencepiece library does, and not as that token. ``source`` is a
+    plain tokenizer folder, or transformers' tokenizer.
     """
 
     name: str
-    fast: "PreTrainedTokenizerFast"
+    bos_token: str | None
+    eos_token: str
     bos_token_id: int | None
     eos_token_id: int
+    pad_token_id: int | None
     vocab_size: int
     special_text_is_plain: bool
+    chat_template: str | None
+    source: "Path | PreTrainedTokenizerFast"
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face tokenizer folder with ``tokenizer.json``."""
+        if isinstance(self.source, Path):
+            copy_plain_folder(self.source, folder)
+        else:
+            self.source.save_pretrained(folder)
 
 
 def load_tokenizer(name: str) -> CorpusTokenizer:
     """Load the tokenizer called ``name``: a folder, a ``tokenizer.json`` or ``tokenizer.model`` file, or a hub name.
 
     A ``tokenizer.json`` is taken as it stands: the classes that transformers chooses for some model families rebuild it
-    and give other ids (``LlamaTokenizer`` does).
+    and give other ids (``LlamaTokenizer`` does). transformers is imported only where the folder is not plain.
 
     Raises:
         InputError: nothing of that name, a damaged file, a tokenizer that has no fast form, or one without EOS.
     """
+    folder, model_file = _find(name)
+    plain = read_plain_folder(folder) if model_file is None else None
+    return _from_plain_folder(name, plain) if plain else _from_transformers(name, folder, model_file)
+
+
+def _from_plain_folder(name: str, plain: TokenizerFolder) -> CorpusTokenizer:
+    if plain.eos is None:
+        raise _no_eos(name, has_bos=plain.bos is not None)
+    return CorpusTokenizer(
+        name=name,
+        bos_token=plain.bos.content if plain.bos else None,
+        eos_token=plain.eos.content,
+        bos_token_id=plain.bos.id if plain.bos else None,
+        eos_token_id=plain.eos.id,
+        pad_token_id=plain.pad.id if plain.pad else None,
+        vocab_size=plain.vocab_size,
+        special_text_is_plain=False,
+        chat_template=plain.chat_template,
+        source=plain.folder,
+    )
+
+
+def _from_transformers(name: str, folder: Path, model_file: Path | None) -> CorpusTokenizer:
     from transformers.utils import logging
 
     logging.set_verbosity(logging.CRITICAL)
-    folder, model_file = _find(name)
+    special_text_is_plain = False
     if model_file is None:
         fast = _load_folder(folder)
-        special_text_is_plain = False
     else:
         fast, special_text_is_plain = _load_model_file(model_file)
-    return _with_borders(name, fast, special_text_is_plain)
+    if fast.eos_token_id is None:
+        raise _no_eos(name, has_bos=fast.bos_token_id is not None)
+    templates = fast.chat_template
+    return CorpusTokenizer(
+        name=name,
+        bos_token=fast.bos_token,
+        eos_token=fast.eos_token,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        vocab_size=max(fast.get_vocab().values()) + 1,
+        special_text_is_plain=special_text_is_plain,
+        chat_template=templates.get("default") if isinstance(templates, dict) else templates,
+        source=fast,
+    )
+
+
+def _no_eos(name: str, *, has_bos: bool) -> InputError:
+    lacking = "EOS token" if has_bos else "EOS token and no BOS token"
+    return InputError(
+        f"--tokenizer_name {name}: it has no {lacking}, so documents could not be told apart; "
+        "set eos_token (and bos_token) in its tokenizer_config.json"
+    )
 
 
 def _find(name: str) -> tuple[Path, Path | None]:
@@ -100,28 +158,20 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
     file = folder / "tokenizer.json"
     try:
         if file.is_file():
-            _refuse_damaged(file)
+            _refuse_pointer(file)
             fast = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        if file.is_file():
+            load_fast(file, special_text_is_plain=False)  # says so if the file itself is damaged
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"--tokenizer_name {folder}: transformers cannot load it: {reason}") from None
     if not getattr(fast, "is_fast", False):
         raise InputError(f"--tokenizer_name {folder}: it has no fast form; give a folder with tokenizer.json")
     return fast
-
-
-def _refuse_damaged(file: Path) -> None:
-    from tokenizers import Tokenizer
-
-    _refuse_pointer(file)
-    try:
-        Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-        raise InputError(f"{file} is not a tokenizer: {error}; fetch the file again") from None
 
 
 def _refuse_pointer(file: Path) -> None:
@@ -173,20 +223,3 @@ def _read_json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise InputError(f"{file} is not a JSON object; fetch the file again") from None
-
-
-def _with_borders(name: str, fast: "PreTrainedTokenizerFast", special_text_is_plain: bool) -> CorpusTokenizer:
-    if fast.eos_token_id is None:
-        lacking = "EOS token" if fast.bos_token_id is not None else "EOS token and no BOS token"
-        raise InputError(
-            f"--tokenizer_name {name}: it has no {lacking}, so documents could not be told apart; "
-            "set eos_token (and bos_token) in its tokenizer_config.json"
-        )
-    return CorpusTokenizer(
-        name=name,
-        fast=fast,
-        bos_token_id=fast.bos_token_id,
-        eos_token_id=fast.eos_token_id,
-        vocab_size=max(fast.get_vocab().values()) + 1,
-        special_text_is_plain=special_text_is_plain,
-    )

@@ -1,6 +1,7 @@
 """A ``tokenizer.json`` as plain data."""
 
 import gc
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +15,22 @@ import orjson
 class AddedToken:
     """A token that is looked for in the text itself, before the model sees it.
 
-    ``normalized`` says whether it is looked for after the normalizer. ``has_conditions`` is true where blanks or word
-    borders around it matter.
+    ``normalized`` says whether it is looked for after the normalizer; ``lstrip`` and ``rstrip`` take blanks along, and
+    ``single_word`` asks for word borders around it.
     """
 
-    content: str
     id: int
-    special: bool
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
     normalized: bool
-    has_conditions: bool
+    special: bool
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether blanks or word borders around it matter."""
+        return self.single_word or self.lstrip or self.rstrip
 
 
 @dataclass(frozen=True)
@@ -35,33 +43,36 @@ class TokenizerJson:
     added_tokens: tuple[AddedToken, ...]
 
 
-def read_tokenizer_json(file: Path) -> TokenizerJson:
-    """Read ``file``.
+_kept: dict[bytes, TokenizerJson] = {}  # one file's content, by its SHA-256
+
+
+def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
+    """Read ``file``; with ``keep``, hold the content in memory for whoever reads the same next, also from a copy.
 
     Raises:
         ValueError: it is not JSON, or not of this format.
     """
+    raw = file.read_bytes()
+    digest = hashlib.sha256(raw).digest()
+    content = _kept.pop(digest, None) or _parse(raw)
+    _kept.clear()
+    if keep:
+        _kept[digest] = content
+    return content
+
+
+def _parse(raw: bytes) -> TokenizerJson:
     with _without_garbage_collection():
-        content = orjson.loads(file.read_bytes())
+        content = orjson.loads(raw)
     try:
         return TokenizerJson(
             model=dict(content["model"]),
             normalizer=content.get("normalizer"),
             pre_tokenizer=content.get("pre_tokenizer"),
-            added_tokens=tuple(map(_added_token, content.get("added_tokens") or ())),
+            added_tokens=tuple(AddedToken(**token) for token in content.get("added_tokens") or ()),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it lacks what a tokenizer.json has: {error}") from None
-
-
-def _added_token(token: dict[str, Any]) -> AddedToken:
-    return AddedToken(
-        content=token["content"],
-        id=token["id"],
-        special=token["special"],
-        normalized=token["normalized"],
-        has_conditions=token["single_word"] or token["lstrip"] or token["rstrip"],
-    )
 
 
 @contextmanager
