@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from fabric_train.corpus import manifest
 from fabric_train.corpus.chat import ChatEncoder, columns, recognise
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
+from fabric_train.corpus.hard_strings import HARD_STRINGS
 from fabric_train.corpus.tokenizer import load_tokenizer
 from fabric_train.errors import InputError
 
@@ -148,7 +149,7 @@ conversations = st.builds(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "smollm2"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(messages=conversations)
 def test_the_assistants_contents_and_ends_of_turn_are_supervised_and_nothing_else(
     llama3_dir: Path, smollm2_dir: Path, kind: str, messages: Chat
@@ -166,7 +167,7 @@ def test_the_assistants_contents_and_ends_of_turn_are_supervised_and_nothing_els
     assert document.num_characters == sum(len(message["content"]) for message in messages)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(turns=st.lists(st.text(max_size=8), min_size=2, max_size=8).filter(lambda turns: len(turns) % 2 == 0))
 def test_a_template_without_control_token_in_the_header_is_marked_too(spm_dir: Path, turns: list[str]) -> None:
     messages = exchanges(*turns, "end", "it")
@@ -177,7 +178,7 @@ def test_a_template_without_control_token_in_the_header_is_marked_too(spm_dir: P
     assert ["".join(piece.split()) for piece in pieces] == ["".join(content.split()) for content in said] + [""]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     roles=st.lists(st.sampled_from(["user", "assistant", "system", "tool"]), min_size=1, max_size=8),
     content=st.text(max_size=4),
@@ -197,6 +198,19 @@ def test_generation_marks_and_renderings_turn_by_turn_agree_for_any_order_of_rol
     assert by_turns.supervised is not None
     assert by_marks.supervised is not None
     assert by_turns.supervised.tolist() == by_marks.supervised.tolist()
+
+
+def test_tiktoken_and_tokenizers_encode_chats_alike(llama3_dir: Path, smollm2_dir: Path) -> None:
+    turns = [*HARD_STRINGS[:200], "\n\n\n", "", " ", " a ", "<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "\u0301"]
+    messages = exchanges(*turns, *turns[1:])
+    for folder in (llama3_dir, smollm2_dir):
+        by_tokenizers = ChatEncoder(folder, "auto", "assistant", "cut_end", None, with_tiktoken=False)
+        for pair in zip(messages[::2], messages[1::2], strict=False):
+            with_tiktoken, without = (encoded(chats, list(pair)) for chats in (encoder(folder), by_tokenizers))
+            assert with_tiktoken.input_ids.tolist() == without.input_ids.tolist()
+            assert with_tiktoken.supervised is not None
+            assert without.supervised is not None
+            assert with_tiktoken.supervised.tolist() == without.supervised.tolist()
 
 
 def test_train_on_last_and_all(smollm2_dir: Path) -> None:
@@ -443,7 +457,7 @@ def test_a_long_row_is_shown_shortened(smollm2_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(messages=conversations, max_length=st.integers(10, 150))
 def test_cutting_the_end_keeps_the_most_whole_turns_that_fit(
     smollm2_dir: Path, train_on: str, messages: Chat, max_length: int
@@ -466,7 +480,7 @@ def test_cutting_the_end_keeps_the_most_whole_turns_that_fit(
     assert cut.num_tokens_cut == len(document.input_ids) - len(fitting[-1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(messages=conversations, max_length=st.integers(10, 150))
 def test_cutting_the_start_keeps_the_system_and_begins_with_a_user(
     smollm2_dir: Path, messages: Chat, max_length: int

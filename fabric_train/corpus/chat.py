@@ -38,6 +38,7 @@ class ChatEncoder:
             cut_start: those after the system's, so that a turn of the user comes first.
             drop: the chat is left out.
         max_length: None is no limit.
+        with_tiktoken: encode with tiktoken if it can have the tokenizer's ids; the ids are the same without it.
 
     Attributes:
         chat_template: the template used, as text, and ``chat_template_sha256``.
@@ -49,7 +50,13 @@ class ChatEncoder:
     """
 
     def __init__(
-        self, tokenizer_folder: Path, data_format: str, train_on: str, too_long: str, max_length: int | None
+        self,
+        tokenizer_folder: Path,
+        data_format: str,
+        train_on: str,
+        too_long: str,
+        max_length: int | None,
+        with_tiktoken: bool = True,
     ) -> None:
         from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +70,7 @@ class ChatEncoder:
         self._eos_token_id: int = tokenizer.eos_token_id
         control = {token: tokenizer.convert_tokens_to_ids(token) for token in self._template.control_tokens}
         self.end_of_turn_token_id: int | None = control.get(self._template.end_of_turn or "")
-        self._tokens = ControlTokens(tokenizer.backend_tokenizer, control)
+        self._tokens = ControlTokens(tokenizer_folder / "tokenizer.json", control, with_tiktoken)
 
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | str:
         """Encode a row; return the ledger's reason where it is left out: EMPTY, TOO_LONG or NOTHING_SUPERVISED.

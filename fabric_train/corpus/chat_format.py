@@ -108,7 +108,7 @@ def _prompt_and_completion(record: Mapping[str, Any]) -> Chat:
 def _exchange(question: str, answer: Any) -> Chat:
     if not isinstance(answer, str):
         raise TypeError("the answer to a text is a text")
-    return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return Chat(_messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]))
 
 
 def _instruction(record: Mapping[str, Any]) -> str:
@@ -153,6 +153,8 @@ def _content(content: Any) -> str:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise TypeError("content is neither text nor a list of parts of type text")
+    if not content.isascii():
+        content.encode()  # half a surrogate pair is no text
     return content
 
 

@@ -1,119 +1,151 @@
 """Text with control tokens to ids: those that a chat template writes become tokens, those in a turn's content do not.
 
-A content is *shielded* before it is rendered: in it, the text of every control token is replaced by a placeholder. In
-the rendering, the text of a control token is then one that the template wrote. It is replaced by an *alias*, and the
-placeholders by the text they stood for; the tokenizer knows the aliases and takes the control tokens' own text as
-ordinary:
+A content is *shielded* before it is rendered: in it, the text of every control token is replaced by a placeholder. So
+whatever looks like a control token in the rendering was written by the template:
 
-    content             write <|eot_id|>!
-    rendering           <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
-    to the tokenizer    ALIAS1 user ALIAS2 \\n\\nwrite <|eot_id|>! ALIAS3
+    content      write <|eot_id|>!
+    rendering    <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
 
-Aliases and placeholders hold a random number, so that no text can hold one. The rendering goes through the tokenizer in
-one piece, so that ids and blanks around control tokens are those of ``apply_chat_template``.
+Between two control tokens is text, which tiktoken encodes if it can have the tokenizer's ids. Otherwise the
+``tokenizers`` library gets the rendering as a whole (see ``aliased_tokenizer``), for then ids may depend on the control
+tokens around a text.
 """
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fabric_train.corpus.aliased_tokenizer import AliasedTokenizer
+from fabric_train.corpus.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
 from fabric_train.corpus.documents import BadRowError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 Span = tuple[int, int]
+
+_SHORT = 20  # headers, and what stands between turns, come again and again
+
+
+class _NotByPartsError(Exception):
+    """A rendering that has to be encoded as a whole."""
 
 
 class ControlTokens:
     """A tokenizer's control tokens and the way around them.
 
     Args:
-        tokenizer: is changed and must not be used for anything else afterwards.
+        tokenizer_file: ``tokenizer.json``.
         control: the control tokens, text → id.
+        with_tiktoken: use tiktoken if it can have the tokenizer's ids.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", control: Mapping[str, int]) -> None:
-        number = secrets.token_hex(8)
-        aliases = {text: f"{number}c{token_id}c" for text, token_id in control.items()}
-        self._placeholders = {text: f"{number}t{token_id}t" for text, token_id in control.items()}
-        self._shielded = _any_of(control)
-        self._replacements = aliases | {placeholder: text for text, placeholder in self._placeholders.items()}
-        self._replaced = _any_of(self._replacements)
-        self._tokenizer = tokenizer
-        _add_aliases(tokenizer, aliases)
-
-        size = max(tokenizer.get_vocab().values()) + 1
-        self._ids = np.arange(size, dtype=np.int32)
-        for text, alias in aliases.items():
-            self._ids[tokenizer.token_to_id(alias)] = control[text]
-        self._from_text = np.zeros(size, dtype=bool)
-        unknown = getattr(tokenizer.model, "unk_token", None)
-        self._from_text[[token_id for text, token_id in control.items() if text != unknown]] = True
+    def __init__(self, tokenizer_file: Path, control: Mapping[str, int], with_tiktoken: bool = True) -> None:
+        self._tokenizer_file, self._control = tokenizer_file, control
+        self._number = secrets.token_hex(8)  # no text can hold it
+        self._placeholders = {text: f"{self._number}t{token_id}t" for text, token_id in control.items()}
+        self._shielded_texts = {placeholder: text for text, placeholder in self._placeholders.items()}
+        self._control_token, self._placeholder = _any_of(control), _any_of(self._shielded_texts)
+        self._ids = {text: np.array([token_id], np.int32) for text, token_id in control.items()}
+        self._tiktoken = _load_tiktoken(tokenizer_file) if with_tiktoken else None
+        self._encode_short = lru_cache(maxsize=4096)(self._encode_text)
+        # control tokens that are not special, which tiktoken takes for tokens in any text
+        self._tiktoken_takes = self._tiktoken and any(control[text] in self._encode_text(text) for text in control)
 
     def shield(self, value: Any) -> Any:
         """Return ``value`` with the text of control tokens replaced by placeholders in every text within it."""
         if isinstance(value, str):
-            return self._shielded.sub(lambda match: self._placeholders[match[0]], value)
+            return self._control_token.sub(lambda match: self._placeholders[match[0]], value)
         if isinstance(value, dict):
             return {self.shield(key): self.shield(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.shield(item) for item in value]
         return value
 
-    def encode(self, text: str, spans: Iterable[Span]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a rendering, int32 [T], and which of them lie in ``spans`` of its characters, bool [T].
 
         A token that reaches across the border of a span lies in it. Spans are in order and do not overlap.
 
         Raises:
-            BadRowError: ordinary text has become a control token, as with a tokenizer that merges to one.
+            BadRowError: the tokenizer makes a control token of text.
         """
-        borders = [0, *(border for span in spans for border in span), len(text)]
-        pieces = [self._replaced.sub(self._replacement, text[begin:end]) for begin, end in pairwise(borders)]
-        encoding = self._tokenizer.encode("".join(pieces), add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int32)
-        if self._from_text[ids].any():
-            raise BadRowError("the tokenizer makes a control token of ordinary text in it; leave the row out")
-        inside = np.zeros(len(ids), dtype=bool)
-        if len(pieces) > 1:
-            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            # a token lies in a span where it begins before the span's end and ends after its beginning: the spans that
-            # have begun at the token's end are one more than those that have ended at its beginning
-            ends = np.cumsum([len(piece) for piece in pieces])
-            begun = np.searchsorted(ends[0:-1:2], offsets[:, 1], side="left")
-            ended = np.searchsorted(ends[1::2], offsets[:, 0], side="right")
-            inside = begun > ended
-        return self._ids[ids], inside
+        borders = list(chain.from_iterable(spans))
+        if self._tiktoken:
+            try:
+                return self._encode_by_parts(text, borders)
+            except _NotByPartsError:
+                pass
+        pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
+        ids, inside, has_made_control = self._as_whole.encode([self._with_aliases(piece) for piece in pieces])
+        if has_made_control:
+            raise BadRowError("the tokenizer makes a control token of its text; leave it out")
+        return ids, inside
 
-    def _replacement(self, match: re.Match[str]) -> str:
-        return self._replacements[match[0]]
+    def _encode_by_parts(self, text: str, borders: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode each text between two control tokens, or borders, on its own; every other border begins a span."""
+        ids: list[np.ndarray] = []
+        inside: list[int] = []
+        position = 0
+        for match in self._control_token.finditer(text):
+            self._encode_part(text, position, match.start(), borders, ids, inside)
+            ids.append(self._ids[match[0]])
+            inside.append(bisect_right(borders, match.start()) % 2)
+            position = match.end()
+        self._encode_part(text, position, len(text), borders, ids, inside)
+        lengths = [len(part) for part in ids]
+        return np.concatenate(ids), np.repeat(np.array(inside, dtype=bool), lengths)
+
+    def _encode_part(
+        self, text: str, begin: int, end: int, borders: Sequence[int], ids: list[np.ndarray], inside: list[int]
+    ) -> None:
+        """Append the ids of text without control tokens, cut at the borders within, to ``ids``."""
+        if begin == end:
+            return
+        part = self._encode_shielded(text[begin:end])
+        done = 0
+        for index in range(bisect_right(borders, begin), bisect_left(borders, end)):
+            head = self._encode_shielded(text[begin : borders[index]])
+            if part[: len(head)].tobytes() != head.tobytes():
+                raise _NotByPartsError  # the border is within a token
+            ids.append(part[done : len(head)])
+            inside.append(index % 2)
+            done = len(head)
+        ids.append(part[done:])
+        inside.append(bisect_left(borders, end) % 2)
+
+    def _encode_shielded(self, text: str) -> np.ndarray:
+        if self._number in text:
+            if self._tiktoken_takes:
+                raise _NotByPartsError
+            text = self._placeholder.sub(lambda match: self._shielded_texts[match[0]], text)
+        return self._encode_short(text) if len(text) <= _SHORT else self._encode_text(text)
+
+    def _encode_text(self, text: str) -> np.ndarray:
+        assert self._tiktoken
+        return self._tiktoken.encode_batch([text])[0]
+
+    @cached_property
+    def _as_whole(self) -> AliasedTokenizer:
+        aliases = {text: f"{self._number}a{token_id}a" for text, token_id in self._control.items()}
+        return AliasedTokenizer(self._tokenizer_file, self._control, aliases)
+
+    def _with_aliases(self, text: str) -> str:
+        text = self._control_token.sub(lambda match: self._as_whole.aliases[match[0]], text)
+        return self._placeholder.sub(lambda match: self._shielded_texts[match[0]], text)
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)")
+def _any_of(texts: Mapping[str, Any]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))
 
 
-def _add_aliases(tokenizer: "Tokenizer", aliases: Mapping[str, str]) -> None:
-    """Let ``tokenizer`` take aliases for tokens and all special tokens' own text for text."""
-    from tokenizers import AddedToken, processors
-
-    added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    own = [added[text] for text in aliases]
-    for token in own:
-        token.special = True
-    tokenizer.add_special_tokens(own)
-    tokenizer.add_tokens(
-        [
-            AddedToken(aliases[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)
-            for token in own
-        ]
-    )
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # a blank is a part of its token
+def _load_tiktoken(tokenizer_file: Path) -> ByteBPE | None:
+    try:
+        return load_byte_bpe(tokenizer_file, special_text_is_plain=True)
+    except NotExpressibleError:
+        return None
