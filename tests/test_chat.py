@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fabric_train.corpus import manifest
 from fabric_train.corpus.chat import ChatEncoder, columns, recognise
+from fabric_train.corpus.chat_format import read_chat
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
 from fabric_train.corpus.hard_strings import HARD_STRINGS
 from fabric_train.corpus.tokenizer import load_tokenizer
@@ -201,12 +202,12 @@ def test_generation_marks_and_renderings_turn_by_turn_agree_for_any_order_of_rol
 
 
 def test_tiktoken_and_tokenizers_encode_chats_alike(llama3_dir: Path, smollm2_dir: Path) -> None:
-    turns = [*HARD_STRINGS[:200], "\n\n\n", "", " ", " a ", "<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "\u0301"]
-    messages = exchanges(*turns, *turns[1:])
+    look_alikes = ["<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "<|im_start", "\n\n\n", " a ", "\u0301"]
     for folder in (llama3_dir, smollm2_dir):
         by_tokenizers = ChatEncoder(folder, "auto", "assistant", "cut_end", None, with_tiktoken=False)
-        for pair in zip(messages[::2], messages[1::2], strict=False):
-            with_tiktoken, without = (encoded(chats, list(pair)) for chats in (encoder(folder), by_tokenizers))
+        for content in [*HARD_STRINGS[::5], *look_alikes]:
+            messages = exchanges("?", content, content, "!")
+            with_tiktoken, without = (encoded(chats, messages) for chats in (encoder(folder), by_tokenizers))
             assert with_tiktoken.input_ids.tolist() == without.input_ids.tolist()
             assert with_tiktoken.supervised is not None
             assert without.supervised is not None
@@ -401,12 +402,12 @@ def test_every_shape_is_recognised_and_read(smollm2_dir: Path, row: dict[str, An
     assert recognise(row) == data_format
     assert set(row) <= set(columns(data_format))
     expected = encoded(encoder(smollm2_dir), [QUESTION, ANSWER])
-    for chats in (encoder(smollm2_dir), ChatEncoder(smollm2_dir, data_format, "assistant", "drop", None)):
-        document = chats.encode(row)
-        assert isinstance(document, EncodedDocument)
-        assert document.input_ids.tolist() == expected.input_ids.tolist()
-        assert supervised_text(smollm2_dir, document) == "Seven of them.<|im_end|>"
-        assert document.num_characters == len("How many?Seven of them.")
+    document = encoder(smollm2_dir).encode(row)
+    assert isinstance(document, EncodedDocument)
+    assert document.input_ids.tolist() == expected.input_ids.tolist()
+    assert supervised_text(smollm2_dir, document) == "Seven of them.<|im_end|>"
+    assert document.num_characters == len("How many?Seven of them.")
+    assert read_chat(row, data_format) == read_chat(row, "auto")
 
 
 def test_an_instruction_has_its_input_after_a_blank_line(smollm2_dir: Path) -> None:
@@ -422,6 +423,11 @@ def test_what_the_assistant_says_in_a_prompt_is_not_supervised(smollm2_dir: Path
     assert supervised_text(smollm2_dir, document) == "Eight.<|im_end|>"
 
 
+def test_a_row_of_another_shape_than_the_named_one_is_refused() -> None:
+    with pytest.raises(BadRowError, match=r"'messages' is missing; accepted: messages \[.*; the row: "):
+        read_chat({"instruction": "x", "output": "y"}, "messages")
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -429,6 +435,7 @@ def test_what_the_assistant_says_in_a_prompt_is_not_supervised(smollm2_dir: Path
         ({"messages": [{"role": "narrator", "content": "x"}]}, '"narrator" is none of system, user'),
         ({"messages": [{"role": "user", "value": "x"}]}, "'content' is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "neither text nor"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "is none of system"),
         ({"messages": ["How many?"]}, "a list of objects"),
         ({"conversations": [{"from": "bot", "value": "x"}]}, '"bot" is none of human'),
         ({"instruction": ["x"], "output": "y"}, "are texts"),
@@ -445,6 +452,11 @@ def test_a_row_of_another_shape_is_shown_beside_the_accepted_ones(
     assert json.dumps(row) in message
     assert 'accepted: messages [{"role": "user"' in message
     assert "\n" not in message
+
+
+def test_half_of_a_surrogate_pair_is_no_text(smollm2_dir: Path) -> None:
+    with pytest.raises(BadRowError, match="half of a surrogate pair"):
+        encoder(smollm2_dir).encode({"prompt": "\ud83d", "completion": "x"})
 
 
 def test_a_long_row_is_shown_shortened(smollm2_dir: Path) -> None:
@@ -509,11 +521,12 @@ def test_a_long_chat_is_dropped_or_loses_its_last_turn_with_its_only_labels(smol
     messages = exchanges("a", "b " * 50, "c", "d")
     row = {"messages": messages}
     length = len(reference_ids(smollm2_dir, messages))
-    assert ChatEncoder(smollm2_dir, "auto", "assistant", "drop", length - 1).encode(row) == manifest.TOO_LONG
-    assert isinstance(ChatEncoder(smollm2_dir, "auto", "assistant", "drop", length).encode(row), EncodedDocument)
-    cut_end = ChatEncoder(smollm2_dir, "auto", "last", "cut_end", length - 1)
+    drop = encoder(smollm2_dir, "assistant", "drop", 1)
+    assert with_limit(drop, length - 1).encode(row) == manifest.TOO_LONG
+    assert isinstance(with_limit(drop, length).encode(row), EncodedDocument)
+    cut_end = encoder(smollm2_dir, "last", "cut_end", length - 1)
     assert cut_end.encode(row) == manifest.NOTHING_SUPERVISED
-    cut_start = ChatEncoder(smollm2_dir, "auto", "last", "cut_start", length - 1).encode(row)
+    cut_start = encoder(smollm2_dir, "last", "cut_start", length - 1).encode(row)
     assert isinstance(cut_start, EncodedDocument)
     assert supervised_text(smollm2_dir, cut_start) == "d<|im_end|>"
 

@@ -88,7 +88,7 @@ def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
 
 def excerpt(value: Any) -> str:
     """Return ``value`` as JSON on one line, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}…"
 
 
@@ -153,8 +153,6 @@ def _content(content: Any) -> str:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise TypeError("content is neither text nor a list of parts of type text")
-    if not content.isascii():
-        content.encode()  # half a surrogate pair is no text
     return content
 
 

@@ -72,8 +72,10 @@ class ControlTokens:
         A token that reaches across the border of a span lies in it. Spans are in order and do not overlap.
 
         Raises:
-            BadRowError: the tokenizer makes a control token of text.
+            BadRowError: the text is no Unicode, or the tokenizer makes a control token of it.
         """
+        if not text.isascii():
+            _refuse_half_characters(text)
         borders = list(chain.from_iterable(spans))
         if self._tiktoken:
             try:
@@ -142,6 +144,13 @@ class ControlTokens:
 def _any_of(texts: Mapping[str, Any]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)))
+
+
+def _refuse_half_characters(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRowError("it holds half of a surrogate pair, which is no character; write it anew as UTF-8") from None
 
 
 def _load_tiktoken(tokenizer_file: Path) -> ByteBPE | None:
