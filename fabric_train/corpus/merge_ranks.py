@@ -58,7 +58,7 @@ def merge_ranks(model: dict[str, Any], found_in_text: frozenset[str]) -> MergeRa
         raise NotExpressibleError(f"its merges make {error}, which is not in its vocabulary") from None
     starts = np.flatnonzero(np.diff(results, prepend=-1))  # where the next token's merges begin
     order = results[starts]
-    if len(np.unique(order)) < len(order):
+    if np.bincount(order).max() > 1:
         raise NotExpressibleError("its merges are not in the order of the tokens they make")
 
     letters = sorted(_BYTE_OF_LETTER, key=lambda letter: vocabulary.get(letter, NOT_IN_VOCABULARY))
@@ -110,9 +110,10 @@ def _as_bytes(names: list[str]) -> list[bytes]:
 
 def _refuse_unmade(vocabulary: dict[str, int], ids: np.ndarray, found_in_text: frozenset[str]) -> None:
     """Raise if a token that no merge makes could still be a whole piece of a text."""
-    made = set(ids.tolist())
-    for token, index in vocabulary.items():
-        if index not in made and token not in found_in_text and _BYTE_OF_LETTER.keys() >= set(token):
+    unmade = set(vocabulary.values()).difference(ids.tolist())
+    tokens = [token for token, index in vocabulary.items() if index in unmade] if unmade else []
+    for token in tokens:
+        if token not in found_in_text and _BYTE_OF_LETTER.keys() >= set(token):
             raise NotExpressibleError(f"no merge makes its token {token!r}")
 
 

@@ -16,6 +16,7 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+_MATCH_EVERYTHING = (GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN)  # so that nothing lies between matches
 
 # The Digits step asks Rust's char::is_numeric, which is one Unicode version ahead of both regular expression engines.
 _NUMERIC = r"\p{N}\x{11DE0}-\x{11DE9}\x{16FF4}-\x{16FF6}"
@@ -68,8 +69,7 @@ def ends_pieces_with_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
         pattern = split_pattern(pre_tokenizer)
     except NotExpressibleError:
         return False
-    own = [variant for known in (LLAMA3_PATTERN, QWEN2_PATTERN) for variant in (known, _with_gaps(known))]
-    return pattern in (GPT2_PATTERN, _DIGITS_THEN_GPT2, *own)
+    return pattern in (*_MATCH_EVERYTHING, _DIGITS_THEN_GPT2)
 
 
 def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -91,9 +91,5 @@ def _own_pattern(split: dict[str, Any]) -> str:
     if way == ("Removed", True):
         return str(pattern)
     if way == ("Isolated", False):  # what lies between matches is a piece too; tiktoken drops it
-        return _with_gaps(pattern)
+        return str(pattern) if pattern in _MATCH_EVERYTHING else rf"{pattern}|(?:(?!{pattern})[\s\S])+"
     raise NotExpressibleError(f"it splits with behavior {split['behavior']}")
-
-
-def _with_gaps(pattern: str) -> str:
-    return rf"{pattern}|(?:(?!{pattern})[\s\S])+"

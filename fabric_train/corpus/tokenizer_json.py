@@ -1,7 +1,6 @@
 """A ``tokenizer.json`` as plain data."""
 
 import gc
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class TokenizerJson:
     added_tokens: tuple[AddedToken, ...]
 
 
-_kept: dict[bytes, TokenizerJson] = {}  # one file's content, by its SHA-256
+_kept: list[tuple[bytes, TokenizerJson]] = []  # one file's bytes and content, or none
 
 
 def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
@@ -53,11 +52,8 @@ def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
         ValueError: it is not JSON, or not of this format.
     """
     raw = file.read_bytes()
-    digest = hashlib.sha256(raw).digest()
-    content = _kept.pop(digest, None) or _parse(raw)
-    _kept.clear()
-    if keep:
-        _kept[digest] = content
+    content = next((content for kept, content in _kept if kept == raw), None) or _parse(raw)
+    _kept[:] = [(raw, content)] if keep else []
     return content
 
 
