@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from benchmarks import memory, tokenization, training
+from benchmarks import identity, memory, tokenization, training
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
 from demo import real_data
@@ -29,6 +29,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "tokenization": Benchmark(tokenization.measure, tokenization.table),
+    "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
 }

@@ -19,7 +19,17 @@ from benchmarks.measure import ROOT, Command
 from fabric_train.corpus.encoding import available_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
-_VERSIONS_OF = ("torch", "lightning", "transformers", "datasets", "tokenizers", "pyarrow", "numpy")
+_VERSIONS_OF = (
+    "torch",
+    "lightning",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece",
+    "pyarrow",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)
