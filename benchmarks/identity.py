@@ -89,7 +89,7 @@ def table(report: Report) -> Table:
         f"Identity of ids: {summary.num_documents_different:,} of {summary.num_documents:,} documents differ, "
         f"{summary.num_tokens:,} tokens compared"
     )
-    columns = ("tokenizer", "encoder", "library", "corpus", "documents", "tokens", "documents that differ")
+    columns = ("tokenizer", "encoder", "library", "corpus", "documents", "tokens", "differ")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     for name, runs in report.runs.items():
         for run in runs:
