@@ -57,11 +57,6 @@ ANSWER: dict[str, Any] = {"role": "assistant", "content": "Seven of them."}
 
 
 @pytest.fixture(scope="module")
-def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model: Path) -> Path:
-    return saved(llama3_tokenizer_model, tmp_path_factory.mktemp("llama-3"))
-
-
-@pytest.fixture(scope="module")
 def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer_model: Path) -> Path:
     folder = saved(spm_tokenizer_model, tmp_path_factory.mktemp("sentencepiece"))
     (folder / "chat_template.jinja").write_text(INST)

@@ -89,9 +89,11 @@ def available_cores() -> int:
 
 
 def find_formats(
-    sources: Sequence[Source], tokenizer_folder: Path, arguments: "TokenizeArguments"
+    sources: Sequence[Source], tokenizer_folder: Path, arguments: "TokenizeArguments", with_tiktoken: bool = True
 ) -> list[SourceFormat]:
     """Find out from each source's first row what it holds; the template of chats is written into the folder.
+
+    ``with_tiktoken`` lets chats be encoded by it where it gives the tokenizer's ids.
 
     Raises:
         InputError: one line for each source whose rows are something else, or whose first row is bad.
@@ -108,7 +110,9 @@ def find_formats(
     formats = {"text": SourceFormat((arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
-        encoder = chat.ChatEncoder(tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest)
+        encoder = chat.ChatEncoder(
+            tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest, with_tiktoken=with_tiktoken
+        )
         formats[kind] = SourceFormat(chat.columns(kind), encoder)
         (tokenizer_folder / "chat_template.jinja").write_text(encoder.chat_template, encoding="utf-8")
     return [formats[kind] for kind in kinds]
@@ -172,7 +176,8 @@ def encode_sources(
         return _encode_all(work, name, settings, num_proc, caps)
     except _DifferentIdsError as error:
         encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
-        return _encode_all(replace(work, encoder=encoder), name, settings, num_proc, caps)
+        formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
+        return _encode_all(replace(work, encoder=encoder, formats=formats), name, settings, num_proc, caps)
 
 
 def _settings(tokenizer_folder: Path, arguments: "TokenizeArguments") -> str:
