@@ -99,10 +99,9 @@ def test_a_row_of_another_shape_is_shown_with_file_line_and_the_shapes_there_are
     tmp_path: Path, llama3_dir: Path
 ) -> None:
     source = write(tmp_path / "a.jsonl", [SHAPES["messages"]("Hi", "Ho"), {"messages": "Hello"}])
-    with pytest.raises(InputError, match=r"a\.jsonl, line 2: .*Hello.*--on_bad_rows skip") as caught:
+    with pytest.raises(InputError, match=r"line 2: .*accepted: messages \[.*Hello.*--on_bad_rows skip"):
         run(tmp_path / "out", llama3_dir, source, packing="none")
-    assert "conversations" in str(caught.value)
-    with pytest.raises(InputError, match="no column 'text'; there are: question"):
+    with pytest.raises(InputError, match=r"no column 'text'; there are: question; .*conversations .*the row: \{"):
         run(tmp_path / "out", llama3_dir, write(tmp_path / "b.jsonl", [{"question": "Hi"}]))
 
 

@@ -80,10 +80,10 @@ def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
         if found == "prompt_completion":
             return _prompt_and_completion(record)
     except KeyError as error:
-        raise BadRowError(_other_shape(record, data_format, f"{error} is missing")) from None
+        raise BadRowError(other_shape(record, data_format, f"{error} is missing")) from None
     except (TypeError, ValueError) as error:
-        raise BadRowError(_other_shape(record, data_format, str(error))) from None
-    raise BadRowError(_other_shape(record, data_format, "no columns of a chat or an instruction"))
+        raise BadRowError(other_shape(record, data_format, str(error))) from None
+    raise BadRowError(other_shape(record, data_format, "no columns of a chat or an instruction"))
 
 
 def excerpt(value: Any) -> str:
@@ -92,7 +92,8 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}…"
 
 
-def _other_shape(record: Mapping[str, Any], data_format: str, reason: str) -> str:
+def other_shape(record: Mapping[str, Any], data_format: str, reason: str) -> str:
+    """Return the fault of a row with the shapes that ``data_format`` accepts and the row."""
     accepted = "; ".join(_SHAPES.values()) if data_format == "auto" else _SHAPES[data_format]
     return f"{reason}; accepted: {accepted}; the row: {excerpt(dict(record))}"
 

@@ -133,7 +133,8 @@ def _data_format(source: Source, arguments: "TokenizeArguments") -> str:
                 return "text"
             kind = chat.recognise(row)
             if kind is None:
-                raise missing_column(reader.place(number), arguments.text_column, row)
+                no_text = str(missing_column(reader.place(number), arguments.text_column, row))
+                raise InputError(chat.other_shape(row, "auto", f"{no_text}; and no chat or instruction"))
             return kind
     return "text"
 
