@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tiktoken
 
 from fabric_train.corpus.added_tokens import AddedTokenSplitter, refuse_unlike
 from fabric_train.corpus.expressible import NotExpressibleError
 from fabric_train.corpus.fast_tokenizer import load_fast
+from fabric_train.corpus.long_texts import line_cutter
 from fabric_train.corpus.merge_ranks import NOT_IN_VOCABULARY, merge_ranks, refuse_other_kinds
+from fabric_train.corpus.piece_encoder import PieceEncoder, UnlikelyTextError
 from fabric_train.corpus.split_pattern import split_pattern
 from fabric_train.corpus.tokenizer_json import TokenizerJson, read_tokenizer_json
 
@@ -28,13 +29,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = ["ByteBPE", "NotExpressibleError", "load_byte_bpe"]
-
-# tiktoken's expressions overflow their stack on a run of half a million blanks
-_LONG_BLANKS = re.compile(r"(?<!\s)\s{100000}")
-
-
-class _UnlikelyTextError(Exception):
-    """A text that tiktoken cannot encode as the tokenizer would, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class ByteBPE:
     encode are left to the ``tokenizers`` library and ``tokenizer_file``.
     """
 
-    encoding: tiktoken.Encoding
+    pieces: PieceEncoder
     ids: np.ndarray | None
     composes: bool
     tokens_before: AddedTokenSplitter
@@ -61,7 +55,7 @@ class ByteBPE:
     def _encode(self, text: str) -> np.ndarray:
         try:
             parts = [self._encode_part(part) for part in self._split(text)]
-        except _UnlikelyTextError:
+        except UnlikelyTextError:
             return np.array(self._reference.encode(text, add_special_tokens=False).ids, np.int32)
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
 
@@ -79,24 +73,13 @@ class ByteBPE:
     def _encode_part(self, part: str | int) -> np.ndarray:
         if isinstance(part, int):
             return np.array([part], np.int32)
-        ranks = self._ranks(part)
+        ranks = self.pieces.encode(part)
         if self.ids is None:
-            return np.fromiter(ranks, np.int32, len(ranks))
-        ids = self.ids[np.fromiter(ranks, np.int64, len(ranks))]
+            return ranks
+        ids = self.ids[ranks]
         if len(ids) and ids.min() == NOT_IN_VOCABULARY:  # the tokenizer drops such a byte and joins its neighbours
-            raise _UnlikelyTextError
+            raise UnlikelyTextError
         return ids
-
-    def _ranks(self, part: str) -> list[int]:
-        if _LONG_BLANKS.search(part):
-            raise _UnlikelyTextError
-        try:
-            return self.encoding.encode_ordinary(part)
-        except BaseException as error:
-            # Rust's panic when an expression overflows; its class can be imported from nowhere
-            if type(error).__name__ == "PanicException":
-                raise _UnlikelyTextError from None
-            raise
 
 
 def load_byte_bpe(tokenizer_file: Path, special_text_is_plain: bool) -> ByteBPE:
@@ -118,9 +101,8 @@ def express(content: TokenizerJson, tokenizer_file: Path, special_text_is_plain:
     composes = _composes(content.normalizer)
     plain = {token.content for token in content.added_tokens if special_text_is_plain and token.special}
     made = merge_ranks(content.model, frozenset(token.content for token in content.added_tokens) - plain)
-    encoding = tiktoken.Encoding("tokenizer.json", pat_str=pattern, mergeable_ranks=made.ranks, special_tokens={})
     return ByteBPE(
-        encoding,
+        pieces=PieceEncoder(pattern, made.ranks, line_cutter(content.pre_tokenizer)),
         ids=None if np.array_equal(made.ids, np.arange(len(made.ids))) else made.ids,
         composes=composes,
         tokens_before=_splitter(content, plain, normalized=False),
@@ -163,7 +145,7 @@ def _compose(text: str) -> str:
     if text.isascii():
         return text
     if _unassigned().search(text):  # tokenizers' Unicode may be newer than Python's
-        raise _UnlikelyTextError
+        raise UnlikelyTextError
     return unicodedata.normalize("NFC", text)
 
 

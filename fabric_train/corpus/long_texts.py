@@ -6,7 +6,7 @@ The ``tokenizers`` library is several times slower on such a text than on its pa
 import re
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from fabric_train.corpus.split_pattern import ends_pieces_with_lines
 from fabric_train.corpus.tokenizer_json import TokenizerJson
@@ -75,6 +75,11 @@ def find_cutter(content: TokenizerJson, special_text_is_plain: bool) -> Cutter:
     if special_text_is_plain and _begins_tokens_with_blanks(content):
         return BeforeBlanks()
     return WholeTexts()
+
+
+def line_cutter(pre_tokenizer: dict[str, Any] | None) -> Cutter:
+    """Return the cutter for what is left of a text once its added tokens are taken out and it is normalized."""
+    return AfterLines() if ends_pieces_with_lines(pre_tokenizer) else WholeTexts()
 
 
 def _borders(text: str, border: "re.Pattern[str]") -> list[int]:

@@ -72,6 +72,15 @@ def ends_pieces_with_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
     return pattern in (*_MATCH_EVERYTHING, _DIGITS_THEN_GPT2)
 
 
+def without_lookahead(pattern: str) -> str | None:
+    r"""Return the pattern for texts in which no two blanks stand together but line breaks; None where none is known.
+
+    ``\s+(?!\S)`` leaves the last of several blanks to what follows. It is tried where ``\s*[\r\n]+`` has failed, so on
+    blanks without a line break, and does the same as ``\s+`` where these are not several.
+    """
+    return pattern.replace(r"|\s+(?!\S)", "") if pattern in (LLAMA3_PATTERN, QWEN2_PATTERN) else None
+
+
 def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     if step is None:
         return []
