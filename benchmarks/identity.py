@@ -89,8 +89,9 @@ def table(report: Report) -> Table:
         f"Identity of ids: {summary.num_documents_different:,} of {summary.num_documents:,} documents differ, "
         f"{summary.num_tokens:,} tokens compared"
     )
-    columns = ("tokenizer", "encoder", "library", "corpus", "documents", "tokens", "differ")
-    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
+    shown = Table("tokenizer", "encoder", "library", "corpus", title=title, title_justify="left", box=box.SIMPLE)
+    for column in ("documents", "tokens", "differ"):
+        shown.add_column(column, justify="right", no_wrap=True)
     for name, runs in report.runs.items():
         for run in runs:
             encoder = run.encoder.split(":")[0]
