@@ -12,9 +12,15 @@ from tokenizers import Tokenizer
 
 from fabric_train.corpus import long_texts
 from fabric_train.corpus.long_texts import AfterLines, BeforeBlanks, Part, WholeTexts, find_cutter
-from fabric_train.corpus.text_encoder import FastEncoder, find_difference, open_encoder, with_borders
+from fabric_train.corpus.text_encoder import FastEncoder, Reference, TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizer import load_tokenizer
 from fabric_train.corpus.tokenizer_json import read_tokenizer_json
+
+
+def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, texts: list[str]) -> str | None:
+    reference = Reference(tokenizer_file, plain)
+    texts = [*reference.hard_strings(), *texts]
+    return reference.find_difference(texts, encoder.encode_batch(texts))
 
 
 @pytest.fixture(scope="module")

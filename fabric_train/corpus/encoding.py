@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabric_train.corpus import chat
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.files import missing_column, text_of
+from fabric_train.corpus.identity import IdentityCheck
 from fabric_train.corpus.manifest import BAD_ROW, SourceRecord
 from fabric_train.corpus.progress import Show, progress
 from fabric_train.corpus.shards import (
@@ -26,7 +27,7 @@ from fabric_train.corpus.shards import (
     read_record,
 )
 from fabric_train.corpus.sources import Source, sha256
-from fabric_train.corpus.text_encoder import find_difference, open_encoder
+from fabric_train.corpus.text_encoder import open_encoder
 from fabric_train.corpus.tokenizer import CorpusTokenizer
 from fabric_train.corpus.workers import Workers
 from fabric_train.errors import InputError
@@ -64,21 +65,7 @@ class _DifferentIdsError(Exception):
     """The encoder does not give the tokenizer's ids; the message shows where."""
 
 
-@dataclass(frozen=True)
-class _Check:
-    """Compare the encoder's ids with the tokenizer's, on hard strings and a sample of these shards."""
-
-    shards: tuple[Shard, ...]
-
-
-@dataclass(frozen=True)
-class _Describe:
-    """Hash a source's files."""
-
-    source: int
-
-
-_Task = Shard | _Check | _Describe
+_Task = Shard | int  # to encode; or the number of a source whose files are to be hashed
 
 
 def available_cores() -> int:
@@ -158,27 +145,27 @@ def encode_sources(
         ChildProcessError: a process was killed.
     """
     file = tokenizer_folder / "tokenizer.json"
-    encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
-    work = Work(
-        folder=folder,
-        sources=list(sources),
-        formats=list(formats),
-        encoder=encoder,
-        tokenizer_file=file,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        special_text_is_plain=tokenizer.special_text_is_plain,
-        hashed=arguments.deduplicate,
-        skips_bad_rows=arguments.on_bad_rows == "skip",
-        progress=None,
-    )
-    settings = _settings(tokenizer_folder, arguments)
-    try:
-        return _encode_all(work, name, settings, num_proc, caps)
-    except _DifferentIdsError as error:
-        encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
-        formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
-        return _encode_all(replace(work, encoder=encoder, formats=formats), name, settings, num_proc, caps)
+    with IdentityCheck(file, tokenizer.special_text_is_plain) as check:
+        encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
+        work = Work(
+            folder=folder,
+            sources=list(sources),
+            formats=list(formats),
+            encoder=encoder,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            hashed=arguments.deduplicate,
+            skips_bad_rows=arguments.on_bad_rows == "skip",
+            progress=None,
+        )
+        settings = _settings(tokenizer_folder, arguments)
+        try:
+            return _encode_all(work, name, settings, check if name == "tiktoken" else None, num_proc, caps)
+        except _DifferentIdsError as error:
+            encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
+            formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
+            work = replace(work, encoder=encoder, formats=formats)
+            return _encode_all(work, name, settings, None, num_proc, caps)
 
 
 def _settings(tokenizer_folder: Path, arguments: "TokenizeArguments") -> str:
@@ -189,7 +176,9 @@ def _settings(tokenizer_folder: Path, arguments: "TokenizeArguments") -> str:
     return json.dumps([chosen, files, arguments.deduplicate])
 
 
-def _encode_all(work: Work, name: str, settings: str, num_proc: int, caps: Caps) -> Encoded:
+def _encode_all(
+    work: Work, name: str, settings: str, check: IdentityCheck | None, num_proc: int, caps: Caps
+) -> Encoded:
     shards = cut_into_shards(work.sources, f"{settings} {name}")
     work = replace(work, progress=multiprocessing.RawArray("q", 3 * len(shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(work, shard)) is not None}
@@ -197,37 +186,36 @@ def _encode_all(work: Work, name: str, settings: str, num_proc: int, caps: Caps)
         done = (shards[index].num_bytes, len(record.documents), record.num_tokens)
         work.progress[3 * index : 3 * index + 3] = done
     described: dict[int, SourceRecord] = {}
-    tasks: list[_Task] = [_Check(tuple(_sampled(work, shards)))] if name == "tiktoken" else []
-    tasks += [_Describe(source) for source in range(len(work.sources))]
     total = sum(shard.num_bytes for shard in shards)
+    tasks = chain(range(len(work.sources)), _to_do(shards, records, caps))
     with Workers(partial(_perform, work), num_proc) as workers, progress(total) as show:
+        if check:
+            check.begin(work.encoder, [text for shard in _sampled(work, shards) for text in _sample(work, shard)])
         import pyarrow  # noqa: F401 - the rows need it, and there is time for it while the processes work
 
-        for finished in workers.run(chain(tasks, _to_do(shards, records, caps)), _TICK_SECONDS):
+        for finished in workers.run(tasks, _TICK_SECONDS):
             if finished is not None:
                 task, result = finished
                 if isinstance(task, Shard):
                     record = read_record(work.folder, task)
                     assert record is not None, task
                     records[task.index] = record
-                elif isinstance(task, _Describe):
-                    described[task.source] = result
                 elif result is not None:
-                    raise _DifferentIdsError(result)
+                    described[task] = result
             _show(work, show)
+        difference = check.result() if check else None
+    if difference:
+        raise _DifferentIdsError(difference)
     used = [shard for shard in shards if shard.index in records]
     return Encoded(used, [records[shard.index] for shard in used], [described[i] for i in sorted(described)], name)
 
 
-def _perform(work: Work, task: _Task) -> Any:
-    """Return a source's record, what is wrong with the ids or None, or for a shard, which lies on the disk, None."""
-    if isinstance(task, _Describe):
-        return work.sources[task.source].record()
-    if isinstance(task, _Check):
-        texts = chain(*(_sample(work, shard) for shard in task.shards))
-        return find_difference(work.encoder, work.tokenizer_file, work.special_text_is_plain, texts)
-    encode_shard(work, task)
-    return None
+def _perform(work: Work, task: _Task) -> SourceRecord | None:
+    """Return a source's record; a shard's lies on the disk."""
+    if isinstance(task, Shard):
+        encode_shard(work, task)
+        return None
+    return work.sources[task].record()
 
 
 def _sampled(work: Work, shards: Sequence[Shard]) -> list[Shard]:

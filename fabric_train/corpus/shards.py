@@ -86,10 +86,8 @@ class Work:
     sources: list[Source]
     formats: list[SourceFormat]
     encoder: TextEncoder
-    tokenizer_file: Path
     bos_token_id: int | None
     eos_token_id: int
-    special_text_is_plain: bool
     hashed: bool
     skips_bad_rows: bool
     progress: Any

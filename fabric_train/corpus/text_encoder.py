@@ -17,7 +17,7 @@ from fabric_train.corpus.tokenizer_json import read_tokenizer_json
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-__all__ = ["HARD_STRINGS", "FastEncoder", "TextEncoder", "find_difference", "open_encoder", "with_borders"]
+__all__ = ["HARD_STRINGS", "FastEncoder", "Reference", "TextEncoder", "open_encoder", "with_borders"]
 
 _PARTS_AT_ONCE = 256
 _EXCERPT = 30  # characters before and after the place where ids differ
@@ -74,22 +74,30 @@ def open_encoder(
         return FastEncoder(tokenizer_file, special_text_is_plain, cutter), f"encode_batch_fast: {reason}"
 
 
-def find_difference(
-    encoder: TextEncoder, tokenizer_file: Path, special_text_is_plain: bool, texts: Iterable[str]
-) -> str | None:
-    """Compare the encoder with the ``tokenizers`` library on hard strings, on special tokens, and on ``texts``.
+class Reference:
+    """The tokenizer itself, by the ``tokenizers`` library, that an encoder's ids are compared with.
 
-    Returns None if all ids are the same, otherwise where the first difference is. Texts are encoded one at a time: the
-    library starts no threads for that, so that the process may still be forked.
+    Texts are encoded one at a time: the library starts no threads for that, so that the process may still be forked.
+
+    Raises:
+        InputError: the file is damaged.
     """
-    reference = load_fast(tokenizer_file, special_text_is_plain)
-    own = (token.content for token in reference.get_added_tokens_decoder().values())
-    for text in (*HARD_STRINGS, *special_token_strings(own), *texts):
-        (ids,) = encoder.encode_batch([text])
-        expected = reference.encode(text, add_special_tokens=False)
-        if ids.tolist() != expected.ids:
-            return f"ids differ from the tokenizer's at {_excerpt(text, ids.tolist(), expected)!r}"
-    return None
+
+    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
+        self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
+
+    def hard_strings(self) -> list[str]:
+        """Return texts on which encoders fail, with this tokenizer's special tokens among them."""
+        own = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+        return [*HARD_STRINGS, *special_token_strings(own)]
+
+    def find_difference(self, texts: Iterable[str], ids: Iterable[np.ndarray]) -> str | None:
+        """Return where the first of an encoder's ids is another than the tokenizer's, None if none is."""
+        for text, found in zip(texts, ids, strict=True):
+            expected = self._tokenizer.encode(text, add_special_tokens=False)
+            if found.tolist() != expected.ids:
+                return f"ids differ from the tokenizer's at {_excerpt(text, found.tolist(), expected)!r}"
+        return None
 
 
 def with_borders(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -> np.ndarray:

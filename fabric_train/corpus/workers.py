@@ -52,6 +52,12 @@ class Worker(Generic[Item, Result]):
             raise error
         return result
 
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
 
 class Workers(Generic[Item, Result]):
     """``num_proc`` processes; leaving the block ends them at once."""
@@ -64,10 +70,7 @@ class Workers(Generic[Item, Result]):
 
     def __exit__(self, *_: "type[BaseException] | BaseException | TracebackType | None") -> None:
         for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.process.join()
-            worker.connection.close()
+            worker.kill()
 
     def run(self, items: Iterator[Item], tick: float) -> Iterator[tuple[Item, Result] | None]:
         """Yield items with their results as they come, items being taken in order, and None every ``tick`` seconds.

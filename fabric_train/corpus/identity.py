@@ -1,0 +1,54 @@
+"""A process that compares an encoder's ids with the tokenizer's, which it loads while others do other things."""
+
+from functools import cache, partial
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from fabric_train.corpus.text_encoder import Reference, TextEncoder
+from fabric_train.corpus.workers import Worker
+
+_Compared = tuple[list[str], list[np.ndarray]]
+
+
+class IdentityCheck:
+    """Starts at once; leaving the block ends it, whatever it has found.
+
+    Raises:
+        InputError: where an answer is waited for, the tokenizer cannot be loaded.
+    """
+
+    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
+        self._worker: Worker[_Compared | None, list[str] | str | None] = Worker(
+            partial(_answer, tokenizer_file, special_text_is_plain)
+        )
+        self._worker.send(None)
+
+    def __enter__(self) -> "IdentityCheck":
+        return self
+
+    def __exit__(self, *_: "type[BaseException] | BaseException | TracebackType | None") -> None:
+        self._worker.kill()
+
+    def begin(self, encoder: TextEncoder, sample: list[str]) -> None:
+        """Compare the encoder's ids of hard strings and of ``sample``."""
+        texts = [*(self._worker.receive() or ()), *sample]
+        self._worker.send((texts, encoder.encode_batch(texts)))
+
+    def result(self) -> str | None:
+        """Wait for the end and return where the first difference is, None if there is none."""
+        found = self._worker.receive()
+        assert not isinstance(found, list)
+        return found
+
+
+def _answer(tokenizer_file: Path, special_text_is_plain: bool, given: _Compared | None) -> list[str] | str | None:
+    """Return hard strings where nothing is given yet, then what comes of the comparison."""
+    reference = _reference(tokenizer_file, special_text_is_plain)
+    return reference.hard_strings() if given is None else reference.find_difference(*given)
+
+
+@cache
+def _reference(tokenizer_file: Path, special_text_is_plain: bool) -> Reference:
+    return Reference(tokenizer_file, special_text_is_plain)
