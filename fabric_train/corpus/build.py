@@ -70,10 +70,11 @@ def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
         sources = [*train_sources, *held_out]
         tokenizer.save(folder / "tokenizer")
         formats = find_formats(sources, folder / "tokenizer", arguments)
+        hashes = {file.name: sha256(file) for file in sorted((folder / "tokenizer").iterdir())}
         started = time.monotonic()
         caps = _caps(arguments)
         encoded = encode_sources(
-            sources, formats, tokenizer, folder / "tokenizer", unfinished, arguments, num_proc, caps
+            sources, formats, tokenizer, folder / "tokenizer", hashes, unfinished, arguments, num_proc, caps
         )
         seconds = time.monotonic() - started
         collections = _collect(encoded, unfinished, sources, arguments, caps)
@@ -82,7 +83,7 @@ def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
         manifest = Manifest(
             ledger=_ledger(collections, splits, ledgers),
             sources=tuple(_source_records(encoded, collections, splits, arguments)),
-            tokenizer=_tokenizer_record(tokenizer, folder / "tokenizer", encoded.encoder, formats),
+            tokenizer=_tokenizer_record(tokenizer, hashes, encoded.encoder, formats),
             settings=Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)}),
             versions={name: version(name) for name in _VERSIONS_OF},
         )
@@ -271,7 +272,7 @@ def _source_records(
 
 
 def _tokenizer_record(
-    tokenizer: CorpusTokenizer, folder: Path, encoder: str, formats: Sequence[SourceFormat]
+    tokenizer: CorpusTokenizer, hashes: dict[str, str], encoder: str, formats: Sequence[SourceFormat]
 ) -> TokenizerRecord:
     chat = next((format_.chat for format_ in formats if format_.chat is not None), None)
     return TokenizerRecord(
@@ -281,7 +282,7 @@ def _tokenizer_record(
         eos_token_id=tokenizer.eos_token_id,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
-        sha256={file.name: sha256(file) for file in sorted(folder.iterdir())},
+        sha256=hashes,
         encoder=encoder,
         chat_template_sha256=None if chat is None else chat.chat_template_sha256,
         end_of_turn_token_id=None if chat is None else chat.end_of_turn_token_id,

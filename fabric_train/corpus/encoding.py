@@ -26,7 +26,7 @@ from fabric_train.corpus.shards import (
     encode_shard,
     read_record,
 )
-from fabric_train.corpus.sources import Source, sha256
+from fabric_train.corpus.sources import Source
 from fabric_train.corpus.text_encoder import open_encoder
 from fabric_train.corpus.tokenizer import CorpusTokenizer
 from fabric_train.corpus.workers import Workers
@@ -131,6 +131,7 @@ def encode_sources(
     formats: Sequence[SourceFormat],
     tokenizer: CorpusTokenizer,
     tokenizer_folder: Path,
+    tokenizer_hashes: dict[str, str],
     folder: Path,
     arguments: "TokenizeArguments",
     num_proc: int,
@@ -138,7 +139,8 @@ def encode_sources(
 ) -> Encoded:
     """Encode what is not finished in ``folder`` yet.
 
-    Where tiktoken gives another id than the Hugging Face tokenizer, all is done again with the latter.
+    ``tokenizer_hashes`` are the SHA-256 of the files in ``tokenizer_folder``; a shard of other ones is not used. Where
+    tiktoken gives another id than the Hugging Face tokenizer, all is done again with the latter.
 
     Raises:
         InputError: what the sources raise.
@@ -158,7 +160,7 @@ def encode_sources(
             skips_bad_rows=arguments.on_bad_rows == "skip",
             progress=None,
         )
-        settings = _settings(tokenizer_folder, arguments)
+        settings = _settings(tokenizer_hashes, arguments)
         try:
             return _encode_all(work, name, settings, check if name == "tiktoken" else None, num_proc, caps)
         except _DifferentIdsError as error:
@@ -168,12 +170,11 @@ def encode_sources(
             return _encode_all(work, name, settings, None, num_proc, caps)
 
 
-def _settings(tokenizer_folder: Path, arguments: "TokenizeArguments") -> str:
+def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") -> str:
     """Return what decides a shard's content beside the source and the encoder."""
     longest = None if arguments.packing == "concat" else arguments.max_length
     chosen = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, longest)
-    files = {path.name: sha256(path) for path in sorted(tokenizer_folder.iterdir())}
-    return json.dumps([chosen, files, arguments.deduplicate])
+    return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate])
 
 
 def _encode_all(
