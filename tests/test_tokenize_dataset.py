@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 import tokenize_dataset
 from fabric_train.corpus.manifest import read_manifest
-from fabric_train.corpus.text_encoder import TextEncoder, open_encoder
+from fabric_train.corpus.piece_encoder import PieceEncoder
 from fabric_train.errors import InputError
 
 Write = Callable[[Path], object]
@@ -108,28 +108,26 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
 
 
-class Forgetful:
-    """An encoder that is right, but for one word."""
-
-    def __init__(self, encoder: TextEncoder) -> None:
-        self._encoder = encoder
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return self._encoder.encode_batch([text.replace("winter", "summer") for text in texts])
-
-
+@pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("word", ["winter", "12"])
 def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, is_long: bool
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, f"Now is the {word} of our discontent"])
     expected = tokenize(tmp_path / "expected", tiny_model_dir, source)
+    encode, quicken = PieceEncoder.encode, PieceEncoder.quicken
 
-    def open_forgetful(file: Path, plain: bool, why_not_tiktoken: str = "") -> tuple[TextEncoder, str]:
-        encoder, name = open_encoder(file, plain, why_not_tiktoken)
-        return (Forgetful(encoder) if name == "tiktoken" else encoder), name
+    def encode_but_for_one_word(pieces: PieceEncoder, text: str) -> np.ndarray:
+        is_wrong = not is_long or hasattr(pieces, "is_quick")
+        return encode(pieces, text.replace("winter", "summer") if is_wrong else text)
 
-    monkeypatch.setattr("fabric_train.corpus.encoding.open_encoder", open_forgetful)
+    def remember(pieces: PieceEncoder) -> None:
+        monkeypatch.setattr(pieces, "is_quick", True, raising=False)
+        quicken(pieces)
+
+    monkeypatch.setattr(PieceEncoder, "encode", encode_but_for_one_word)
+    monkeypatch.setattr(PieceEncoder, "quicken", remember)
+    monkeypatch.setattr("fabric_train.corpus.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
     assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
     used = manifest_of(tmp_path / "out").tokenizer.encoder
     assert used.startswith("encode_batch_fast: ids differ") if word == "winter" else used == "tiktoken"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train.corpus import chat
+from fabric_train.corpus.byte_bpe import ByteBPE
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.files import missing_column, text_of
 from fabric_train.corpus.identity import IdentityCheck
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
 _TICK_SECONDS = 0.2
+_LONG_RUN_BYTES = 64 << 20
 _SAMPLED_SHARDS, _SAMPLED_CHARACTERS = 8, 50_000  # of the corpus, to compare ids; characters of each shard
 
 
@@ -162,12 +164,12 @@ def encode_sources(
         )
         settings = _settings(tokenizer_hashes, arguments)
         try:
-            return _encode_all(work, name, settings, check if name == "tiktoken" else None, num_proc, caps)
+            return _encode_all(work, name, settings, check, num_proc, caps)
         except _DifferentIdsError as error:
             encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
             formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
             work = replace(work, encoder=encoder, formats=formats)
-            return _encode_all(work, name, settings, None, num_proc, caps)
+            return _encode_all(work, name, settings, check, num_proc, caps)
 
 
 def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") -> str:
@@ -177,9 +179,7 @@ def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") 
     return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate])
 
 
-def _encode_all(
-    work: Work, name: str, settings: str, check: IdentityCheck | None, num_proc: int, caps: Caps
-) -> Encoded:
+def _encode_all(work: Work, name: str, settings: str, check: IdentityCheck, num_proc: int, caps: Caps) -> Encoded:
     shards = cut_into_shards(work.sources, f"{settings} {name}")
     work = replace(work, progress=multiprocessing.RawArray("q", 3 * len(shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(work, shard)) is not None}
@@ -190,8 +190,9 @@ def _encode_all(
     total = sum(shard.num_bytes for shard in shards)
     tasks = chain(range(len(work.sources)), _to_do(shards, records, caps))
     with Workers(partial(_perform, work), num_proc) as workers, progress(total) as show:
-        if check:
-            check.begin(work.encoder, [text for shard in _sampled(work, shards) for text in _sample(work, shard)])
+        if isinstance(work.encoder, ByteBPE):
+            sample = [text for shard in _sampled(work, shards) for text in _sample(work, shard)]
+            check.begin(work.encoder, sample, is_long=total > _LONG_RUN_BYTES)
         import pyarrow  # noqa: F401 - the rows need it, and there is time for it while the processes work
 
         for finished in workers.run(tasks, _TICK_SECONDS):
@@ -204,7 +205,7 @@ def _encode_all(
                 elif result is not None:
                     described[task] = result
             _show(work, show)
-        difference = check.result() if check else None
+        difference = check.result() if isinstance(work.encoder, ByteBPE) else None
     if difference:
         raise _DifferentIdsError(difference)
     used = [shard for shard in shards if shard.index in records]

@@ -6,7 +6,8 @@ from types import TracebackType
 
 import numpy as np
 
-from fabric_train.corpus.text_encoder import Reference, TextEncoder
+from fabric_train.corpus.byte_bpe import ByteBPE
+from fabric_train.corpus.text_encoder import Reference
 from fabric_train.corpus.workers import Worker
 
 _Compared = tuple[list[str], list[np.ndarray]]
@@ -31,10 +32,14 @@ class IdentityCheck:
     def __exit__(self, *_: "type[BaseException] | BaseException | TracebackType | None") -> None:
         self._worker.kill()
 
-    def begin(self, encoder: TextEncoder, sample: list[str]) -> None:
-        """Compare the encoder's ids of hard strings and of ``sample``."""
+    def begin(self, encoder: ByteBPE, sample: list[str], is_long: bool) -> None:
+        """Compare the encoder's ids of hard strings and of ``sample``, in a long run also as it goes on in one."""
         texts = [*(self._worker.receive() or ()), *sample]
-        self._worker.send((texts, encoder.encode_batch(texts)))
+        ids = encoder.encode_batch(texts)
+        if is_long:
+            encoder.pieces.quicken()
+            ids += encoder.encode_batch(texts)
+        self._worker.send((texts * (2 if is_long else 1), ids))
 
     def result(self) -> str | None:
         """Wait for the end and return where the first difference is, None if there is none."""

@@ -44,12 +44,17 @@ class PieceEncoder:
         parts = [self._encode_part(part.text) for part in self._cutter.cut(text)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def quicken(self) -> None:
+        """Look ahead only where it matters from now on, as is done by itself after many texts."""
+        if self._quick_pattern is not None:
+            self._quick_encoding, self._quick_pattern = _encoding(self._quick_pattern, self._ranks), None
+
     def _encode_part(self, text: str) -> np.ndarray:
         if len(text) >= _LONG_RUN and _LONG_BLANKS.search(text):
             raise UnlikelyTextError
         self._num_characters += len(text)
-        if self._quick_pattern is not None and self._num_characters > _WORTH_A_SECOND:
-            self._quick_encoding, self._quick_pattern = _encoding(self._quick_pattern, self._ranks), None
+        if self._num_characters > _WORTH_A_SECOND:
+            self.quicken()
         encoding = self._encoding if _has_wide_blanks(text) else self._quick_encoding
         try:
             ranks = encoding.encode_ordinary(text)
