@@ -62,15 +62,40 @@ class DeviceArguments:
 class DataArguments:
     """Data"""
 
-    train_data_dir: str
+    train_data_dir: str | None = None
     """Token dataset made by tokenize_dataset.py (train/ and validation/ in one folder)."""
+    streaming_dataset: list[str] | None = None
+    """Train on these texts without a token dataset: files, globs, folders, save_to_disk folders or hub names, tokenized
+    on the fly; of --train_data_dir, if given too, only validation/ is used.
+    """
+    text_column: str = "text"
+    """Column of --streaming_dataset that holds the text."""
+    max_length: PositiveInt = 2048
+    """Tokens in a row of --streaming_dataset."""
     isolate_documents: bool = True
     """Let no document of a packed row see another: attention ends and positions begin at its border; false joins them.
     """
     num_workers: NonNegativeInt = 1
     """Processes that read batches ahead of the loop, on each rank; 0 reads in the loop."""
     seed: NonNegativeInt = 0
-    """Seed of the sample order, which is a function of this seed, the epoch and the position alone."""
+    """Seed of the sample order, which is a function of this seed, the epoch and the position alone. A stream is read in
+    its own order.
+    """
+
+    def faults(self) -> list[str]:
+        """Name what leaves nothing to train on, and what cannot be streamed."""
+        if self.streaming_dataset is None:
+            return [] if self.train_data_dir else ["--train_data_dir is required, or --streaming_dataset"]
+        faults = [
+            f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with tokenize_dataset.py"
+            for name in self.streaming_dataset
+            if "://" in name
+        ]
+        if not self.streaming_dataset:
+            faults.append("--streaming_dataset names nothing: give files or hub names")
+        if self.max_length < 2:
+            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -140,7 +165,7 @@ class TrainingArguments:
     """Training"""
 
     number_epochs: PositiveInt = 2
-    """How many times every row is seen."""
+    """How many times every row is seen; a stream goes on until --max_step."""
     max_step: PositiveInt | None = None
     """Optimizer steps in all; left out, it follows from the epochs and the data."""
     micro_batch_size: PositiveInt = 1

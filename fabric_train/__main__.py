@@ -25,14 +25,23 @@ from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
 from fabric_train.attention import refuse_leaking, refuse_unusable  # noqa: E402
-from fabric_train.batches import TokenDataset, TrainBatches, WindowOrder, open_dataset, validation_batches  # noqa: E402
+from fabric_train.batches import (  # noqa: E402
+    TokenDataset,
+    TrainBatches,
+    WindowOrder,
+    WindowSource,
+    open_dataset,
+    validation_batches,
+)
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
+from fabric_train.corpus.lanes import Cursor  # noqa: E402
 from fabric_train.errors import InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
+from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine, WandbLogger, open_loggers  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
@@ -49,10 +58,10 @@ class Prepared:
     folder: Path
     checkpoint: Path | None
     shape: ModelShape
-    dataset: TokenDataset
+    data: TokenDataset | Stream
     parallelism: str
     plan: Plan
-    order: checkpoints.DataOrder
+    order: checkpoints.DataOrder | checkpoints.StreamOrder
     state: checkpoints.TrainerState
 
 
@@ -88,16 +97,19 @@ def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
     """Build what the loop drives and train, or evaluate alone."""
     arguments = prepared.arguments
     model = _load(prepared)
-    if fabric.is_global_zero and (note := note_on_end_of_turn(model, prepared.dataset)):
+    note = note_on_end_of_turn(model, prepared.data) if isinstance(prepared.data, TokenDataset) else None
+    if fabric.is_global_zero and note:
         _note(console, note)
     decayed, tied = decayed_names(model), tied_weight_names(model)
     model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
-    if prepared.dataset.train.isolates:
+    if prepared.data.isolates:
         refuse_leaking(fabric, model, prepared.shape.source)
     if fabric.is_global_zero:
         prepared.folder.mkdir(parents=True, exist_ok=True)
         if not arguments.evaluation.eval_only:
             (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
+        if isinstance(prepared.data, Stream):
+            prepared.data.tokenizer.save(prepared.data.tokenizer_folder)
     validate = _validation(fabric, model, prepared)
     if arguments.evaluation.eval_only:
         assert validate is not None  # the plan has refused a dataset without validation rows
@@ -144,16 +156,54 @@ def prepare(arguments: TrainArguments) -> Prepared:
     world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
-    dataset = open_dataset(arguments.data.train_data_dir, arguments.data.isolate_documents)
+    data = _open_data(arguments, folder, checkpoint)
     source = str(checkpoint or arguments.model.model_name)
     shape = read_shape(source, arguments.fsdp.auto_wrap_policy, arguments.model.attention)
-    plan = make_plan(arguments, shape, dataset, world_size)
-    order = checkpoints.DataOrder(dataset.fingerprint, plan.num_rows, plan.rows_per_window, arguments.data.seed)
+    plan = make_plan(arguments, shape, data, world_size)
+    order = _order(data, plan, arguments.data.seed)
     state = checkpoints.TrainerState()
     if checkpoint and not (arguments.checkpoint.weights_only or arguments.evaluation.eval_only):
         checkpoints.refuse_other_data(checkpoint, order)
         state = checkpoints.read_trainer_state(checkpoint)
-    return Prepared(arguments, folder, checkpoint, shape, dataset, parallelism, plan, order, state)
+    return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state)
+
+
+def _open_data(arguments: TrainArguments, folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:
+    """Open what is trained on; to evaluate alone, the token dataset that has the rows for it."""
+    given = arguments.data
+    dataset = open_dataset(given.train_data_dir, given.isolate_documents) if given.train_data_dir else None
+    if given.streaming_dataset is None or arguments.evaluation.eval_only:
+        if dataset is None:
+            raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
+        return dataset
+    tokenizer_name, streamed = arguments.model.model_name, None
+    if checkpoint:
+        streamed = checkpoints.read_stream_order(checkpoint)
+        if (checkpoint / "tokenizer").is_dir():
+            tokenizer_name = str(checkpoint / "tokenizer")
+    return open_stream(
+        given.streaming_dataset,
+        given.text_column,
+        given.max_length,
+        tokenizer_name,
+        streamed.special_text_is_plain if streamed else None,
+        folder / "tokenizer",
+        given.isolate_documents,
+        dataset,
+    )
+
+
+def _order(data: TokenDataset | Stream, plan: Plan, seed: int) -> checkpoints.DataOrder | checkpoints.StreamOrder:
+    if isinstance(data, TokenDataset):
+        return checkpoints.DataOrder(data.fingerprint, len(data.train), plan.rows_per_window, seed)
+    return checkpoints.StreamOrder(
+        sources=data.texts.identities(),
+        text_column=data.texts.column,
+        max_length=data.max_length,
+        tokenizer=data.tokenizer_hash,
+        special_text_is_plain=data.tokenizer.special_text_is_plain,
+        rows_per_window=plan.rows_per_window,
+    )
 
 
 def _load(prepared: Prepared) -> Any:
@@ -165,7 +215,7 @@ def _load(prepared: Prepared) -> Any:
 
 def _validation(fabric: Fabric, model: Any, prepared: Prepared) -> Callable[[], Evaluation] | None:
     """Return what evaluates the model on this rank's share of the validation split."""
-    rows, limits = prepared.dataset.validation, prepared.arguments.evaluation
+    rows, limits = prepared.data.validation, prepared.arguments.evaluation
     if rows is None:
         return None
     batches = validation_batches(
@@ -187,7 +237,7 @@ def _description(prepared: Prepared) -> checkpoints.Description:
         data=prepared.order,
         arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
         versions={name: version(name) for name in _PACKAGES},
-        attachments=prepared.dataset.attachments,
+        attachments=prepared.data.attachments,
     )
 
 
@@ -208,14 +258,6 @@ def _train(
             logging_.loggers, prepared.folder, state.step, logging_.project, logging_.entity, flatten(arguments)
         )
         outputs = [*loggers, ProgressLine(state.step, plan.num_steps, console)]
-    order = WindowOrder(
-        plan.num_rows,
-        plan.rows_per_window,
-        arguments.training.micro_batch_size,
-        fabric.world_size,
-        fabric.global_rank,
-        arguments.data.seed,
-    )
 
     def log(metrics: Metrics) -> None:
         for output in outputs:
@@ -227,9 +269,7 @@ def _train(
             if isinstance(output, WandbLogger) and arguments.logging.log_model == "all":
                 output.log_model(path)
 
-    batches = TrainBatches(
-        prepared.dataset.train, order, arguments.data.num_workers, pin_memory=fabric.device.type == "cuda"
-    )
+    batches = _batches(fabric, prepared)
     started = time.monotonic()
     try:
         run = Run(fabric, model, optimizer, batches, plan.num_steps, saved, validate, log, saved_checkpoint)
@@ -243,6 +283,30 @@ def _train(
             output.close()
     seconds = time.monotonic() - started
     console.print(summary.after(end, seconds, end.num_tokens - state.num_tokens, prepared.folder, newest))
+
+
+def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
+    """Return where this rank's windows come from."""
+    arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
+    num_workers, pins = arguments.data.num_workers, fabric.device.type == "cuda"
+    share = (plan.rows_per_window, arguments.training.micro_batch_size, fabric.world_size, fabric.global_rank)
+    if isinstance(data, TokenDataset):
+        order = WindowOrder(len(data.train), *share, arguments.data.seed)
+        return TrainBatches(data.train, order, num_workers, pin_memory=pins)
+    fabric.barrier()  # rank 0 has written the tokenizer
+    cursors = [Cursor()] * plan.rows_per_window
+    if prepared.checkpoint and prepared.state.step:
+        cursors = checkpoints.read_cursors(prepared.checkpoint)
+    return StreamBatches(
+        read=data.texts.read,
+        encode=data.open_encoder(),
+        max_length=data.max_length,
+        isolates=data.isolates,
+        order=LaneOrder(*share),
+        cursors=cursors,
+        num_workers=num_workers,
+        pin_memory=pins,
+    )
 
 
 def _report(evaluation: Evaluation, prepared: Prepared, fabric: Fabric, console: Console) -> None:

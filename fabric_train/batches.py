@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -59,7 +59,8 @@ class Batch:
 class Window:
     """What one rank computes in one optimizer step.
 
-    ``step`` counts from 1, ``epoch`` from 0; ``num_rows`` and ``num_tokens`` are those of all ranks.
+    ``step`` counts from 1, ``epoch`` from 0; ``num_rows`` and ``num_tokens`` are those of all ranks. ``cursors`` are
+    where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells.
     """
 
     step: int
@@ -68,6 +69,14 @@ class Window:
     num_rows: int
     num_tokens: int
     batches: list[Batch]
+    cursors: np.ndarray | None = None
+
+
+class WindowSource(Protocol):
+    """Where the loop gets its windows from."""
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
 
 
 class Rows(torch.utils.data.Dataset):
@@ -116,9 +125,14 @@ class Rows(torch.utils.data.Dataset):
         input_ids = _padded(_lists(table, "input_ids"), 0)
         labels = _padded(_lists(table, "labels" if self.has_labels else "input_ids"), IGNORED_LABEL)
         starts = _lists(table, "document_starts") if self.isolates else []
-        if not any(start for row in starts for start in row[:2]):  # the first may be 0, the second is above
-            return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
-        return isolate(input_ids, labels, starts)
+        return make_batch(input_ids, labels, starts)
+
+
+def make_batch(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
+    """Make a batch that keeps documents apart where a row holds more than one; see ``isolate`` for the arguments."""
+    if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second is above
+        return isolate(input_ids, labels, document_starts)
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
 
 
 def isolate(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
@@ -158,6 +172,11 @@ class TokenDataset:
     def manifest(self) -> Manifest | None:
         """What ``manifest.json`` says; None for an older folder without one. See ``read_manifest`` for the errors."""
         return read_manifest(self.folder)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether training keeps the documents of a row apart."""
+        return self.train.isolates
 
     @property
     def fingerprint(self) -> str:
@@ -224,6 +243,12 @@ def _fault_of_columns(split: datasets.Dataset) -> str | None:
     return None
 
 
+def positions(batch: int, micro_batch_size: int, world_size: int, rank: int) -> range:
+    """Return which rows of a full window are micro-batch number ``batch`` of a rank."""
+    begin = (batch * world_size + rank) * micro_batch_size
+    return range(begin, begin + micro_batch_size)
+
+
 @dataclass(frozen=True)
 class WindowOrder:
     """Which rows every rank takes at every step."""
@@ -262,8 +287,8 @@ class WindowOrder:
         for window in range(first_window, self.windows_per_epoch):
             rows = self.rows_in(epoch, window)
             for batch in range(self.num_batches_in(window)):
-                begin = (batch * self.world_size + self.rank) * self.micro_batch_size
-                yield rows[begin : begin + self.micro_batch_size].tolist()
+                place = positions(batch, self.micro_batch_size, self.world_size, self.rank)
+                yield rows[place.start : place.stop].tolist()
 
 
 @dataclass(frozen=True)

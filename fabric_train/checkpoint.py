@@ -4,7 +4,8 @@ of the step.
 step-00000500/
   trainer.json                          counters, losses, the data order's identity, arguments, versions
   config.json  generation_config.json   of the model
-  tokenizer/  manifest.json             of the token dataset
+  tokenizer/  manifest.json             of the token dataset; of a stream only the tokenizer
+  stream.json                           where every lane of a stream goes on
   model.safetensors  optimizer/         full: gathered on rank 0
   model/  optimizer/                    sharded: one safetensors file a rank, each knowing its offsets
 """
@@ -14,9 +15,11 @@ import json
 import re
 import shutil
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning import Fabric
@@ -29,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.complete_folder import complete_folder
+from fabric_train.corpus.lanes import Cursor
 from fabric_train.errors import InputError
 from fabric_train.optimizer import original_name
 from fabric_train.weights import CheckpointTensors
@@ -45,6 +49,20 @@ class DataOrder:
     num_rows: int
     rows_per_window: int
     seed: int
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """What fixes, beside the cursors, which rows of a stream a step consumes; a run is resumed only where all of it is
+    the same.
+    """
+
+    sources: list[str]
+    text_column: str
+    max_length: int
+    tokenizer: str
+    special_text_is_plain: bool
+    rows_per_window: int
 
 
 @dataclass(frozen=True)
@@ -65,12 +83,12 @@ class TrainerState:
 class Description:
     """What every checkpoint of a run says of it: enough to export, generate or resume with no other argument.
 
-    ``attachments`` are files and folders copied into each: the token dataset's manifest and tokenizer.
+    ``attachments`` are files and folders copied into each: the tokenizer, and the token dataset's manifest.
     """
 
     state_dict_type: str
     weights_dtype: str
-    data: DataOrder
+    data: DataOrder | StreamOrder
     arguments: dict[str, Any]
     versions: dict[str, str]
     attachments: tuple[Path, ...]
@@ -98,13 +116,18 @@ class Checkpoints:
         """Return where the checkpoint of this state lies, or will."""
         return self.folder / f"step-{state.step:08d}"
 
-    def save(self, state: TrainerState) -> Path:
-        """Write a checkpoint, then prune: the newest stay, and the best by validation loss."""
+    def save(self, state: TrainerState, cursors: np.ndarray | None = None) -> Path:
+        """Write a checkpoint, then prune: the newest stay, and the best by validation loss.
+
+        ``cursors``, int64 [lanes of this rank, 4], are lane, epoch, document and offset where a stream is read.
+        """
         target = self.path(state)
         with contextlib.ExitStack() as stack:
             temporary = stack.enter_context(complete_folder(target)) if self._fabric.is_global_zero else None
             folder = Path(self._fabric.broadcast(str(temporary)))
             self._write_tensors(folder)
+            if cursors is not None:
+                self._write_cursors(folder, cursors)
             if self._fabric.is_global_zero:
                 self._write_description(folder, state)
             self._fabric.barrier()  # every rank's shard is written before the folder gets its name
@@ -131,6 +154,13 @@ class Checkpoints:
             if self._fabric.is_global_zero:
                 path.parent.mkdir(exist_ok=True)
                 save_file(whole, path.with_suffix(".safetensors"), metadata={"format": "pt"})
+
+    def _write_cursors(self, folder: Path, cursors: np.ndarray) -> None:
+        gathered: Any = self._fabric.all_gather(torch.from_numpy(cursors).to(self._fabric.device))
+        if self._fabric.is_global_zero:
+            in_order = sorted(gathered.reshape(-1, 4).tolist())
+            content = {"cursors": [cursor for _, *cursor in in_order]}
+            (folder / "stream.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def _write_description(self, folder: Path, state: TrainerState) -> None:
         model = self._model.module
@@ -247,27 +277,67 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     return TrainerState(**{field.name: content[field.name] for field in fields(TrainerState)})
 
 
-def refuse_other_data(checkpoint: Path, data: DataOrder) -> None:
+def read_stream_order(checkpoint: Path) -> StreamOrder | None:
+    """Return what the checkpoint's run streamed, None where it read a token dataset.
+
+    Raises:
+        InputError: where trainer.json is damaged.
+    """
+    saved = read_trainer_json(checkpoint)["data"]
+    return StreamOrder(**saved) if "sources" in saved else None
+
+
+def read_cursors(checkpoint: Path) -> list[Cursor]:
+    """Return where every lane of the checkpoint's stream goes on.
+
+    Raises:
+        InputError: where stream.json is damaged.
+    """
+    file = checkpoint / "stream.json"
+    try:
+        return [Cursor(*map(int, cursor)) for cursor in json.loads(file.read_text(encoding="utf-8"))["cursors"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
+
+
+def refuse_other_data(checkpoint: Path, data: DataOrder | StreamOrder) -> None:
     """Refuse to resume where the steps to come would not consume the rows they would have consumed.
 
     Raises:
         InputError: naming what differs.
     """
     saved = read_trainer_json(checkpoint)["data"]
+    here = asdict(data)
+    mend = "resume with the same, or take its weights alone with --weights_only true"
+    if saved.keys() != here.keys():
+        options = ("--streaming_dataset", "--train_data_dir")
+        there, other = options if "sources" in saved else reversed(options)
+        raise InputError(f"{checkpoint}: its run read {there}, not {other}; {mend}")
     advice = {
+        "sources": "--streaming_dataset reads other files, or they have changed",
+        "text_column": "--text_column differs",
+        "max_length": "--max_length differs",
+        "tokenizer": "the tokenizer is another one",
+        "special_text_is_plain": "the tokenizer is of another kind",
         "fingerprint": "--train_data_dir is another token dataset",
         "num_rows": "--train_data_dir has another number of rows",
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
     }
     faults = [
-        f"{checkpoint}: {advice[name]}: {saved[name]} there, {value} here; resume with the same, "
-        "or take its weights alone with --weights_only true"
-        for name, value in asdict(data).items()
+        f"{checkpoint}: {advice[name]}: {_difference(saved[name], value)}; {mend}"
+        for name, value in here.items()
         if saved[name] != value
     ]
     if faults:
         raise InputError(*faults)
+
+
+def _difference(saved: Any, here: Any) -> str:
+    """Say both values; of lists the first elements that differ."""
+    if isinstance(here, list):
+        saved, here = next(pair for pair in zip_longest(saved, here, fillvalue="nothing") if pair[0] != pair[1])
+    return f"{saved} there, {here} here"
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.batches import TrainBatches, Window
+from fabric_train.batches import Window, WindowSource
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.loss import count_supervised, sum_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
@@ -28,7 +28,7 @@ class Run:
     fabric: Fabric
     model: Any
     optimizer: Any
-    batches: TrainBatches
+    batches: WindowSource
     num_steps: int
     checkpoints: Checkpoints
     evaluate: Callable[[], Evaluation] | None
@@ -81,7 +81,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
             metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
         run.log(metrics)
         if saves:
-            run.saved(run.checkpoints.save(state))
+            run.saved(run.checkpoints.save(state, window.cursors))
         stopwatch.restart()
     return state
 

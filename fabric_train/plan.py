@@ -1,15 +1,14 @@
-"""What a run will do, worked out from the arguments, the model's configuration and the token dataset before anything
-is built.
-"""
+"""What a run will do, worked out from the arguments, the model's configuration and the data, before it is built."""
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fabric_train.batches import TokenDataset
-from fabric_train.contract import compare_with_contract
+from fabric_train.contract import Verdict, compare_with_contract
 from fabric_train.errors import InputError
 from fabric_train.model import ModelShape
+from fabric_train.stream import Stream
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -19,31 +18,37 @@ if TYPE_CHECKING:
 class Plan:
     """Counts of a run; a window is what one optimizer step consumes over all ranks.
 
-    ``notes`` are lines the user should read before it starts.
+    ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose end is not known. ``notes`` are lines the user
+    should read before it starts.
     """
 
-    num_rows: int
+    num_rows: int | None
     world_size: int
     accumulation: int
     rows_per_window: int
-    windows_per_epoch: int
+    windows_per_epoch: int | None
     num_steps: int
     tokens_per_row: int
     notes: tuple[str, ...]
 
 
-def make_plan(arguments: "TrainArguments", shape: ModelShape, dataset: TokenDataset, world_size: int) -> Plan:
+def make_plan(arguments: "TrainArguments", shape: ModelShape, data: TokenDataset | Stream, world_size: int) -> Plan:
     """Work out the run's windows and steps.
 
     Raises:
         InputError: where the batch does not divide, or the data do not suit the model.
     """
     training = arguments.training
-    verdict = compare_with_contract(dataset, shape, arguments.data.isolate_documents)
+    dataset = data.held_out if isinstance(data, Stream) else data
+    verdict = Verdict((), ())
+    if dataset is not None:
+        verdict = compare_with_contract(dataset, shape, arguments.data.isolate_documents)
     faults = list(verdict.faults)
-    if arguments.evaluation.eval_only and dataset.validation is None:
+    if isinstance(data, Stream):
+        faults += _faults_of_stream(data, shape, training.max_step)
+    elif arguments.evaluation.eval_only and data.validation is None:
         faults.append(
-            f"--eval_only true: {dataset.folder} has no validation split; tokenize with --validation_split above 0"
+            f"--eval_only true: {data.folder} has no validation split; tokenize with --validation_split above 0"
         )
     together = training.micro_batch_size * world_size
     accumulation = training.gradient_accumulation_steps
@@ -59,35 +64,57 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, dataset: TokenData
     if faults:
         raise InputError(*faults)
     rows_per_window = together * accumulation
-    windows_per_epoch = math.ceil(len(dataset.train) / rows_per_window)
-    in_epochs = windows_per_epoch * training.number_epochs
-    num_steps = min(training.max_step or in_epochs, in_epochs)
+    num_rows = windows_per_epoch = in_epochs = None
+    if isinstance(data, TokenDataset):
+        num_rows = len(data.train)
+        windows_per_epoch = math.ceil(num_rows / rows_per_window)
+        in_epochs = windows_per_epoch * training.number_epochs
+    num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
     return Plan(
-        num_rows=len(dataset.train),
+        num_rows=num_rows,
         world_size=world_size,
         accumulation=accumulation,
         rows_per_window=rows_per_window,
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
-        tokens_per_row=dataset.train.longest(),
-        notes=(*verdict.notes, *_notes(arguments, num_steps, in_epochs, dataset)),
+        tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
+        notes=(*verdict.notes, *_notes(arguments, num_steps, in_epochs, data)),
     )
 
 
-def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int, dataset: TokenDataset) -> list[str]:
+def _faults_of_stream(stream: Stream, shape: ModelShape, max_step: int | None) -> list[str]:
+    """Name what the model cannot take, and a run without end."""
+    faults = []
+    if max_step is None:
+        faults.append("--streaming_dataset has no end that is known beforehand: give --max_step")
+    if shape.max_positions is not None and stream.max_length > shape.max_positions:
+        faults.append(f"--max_length {stream.max_length}: {shape.source} takes {shape.max_positions}; give no more")
+    if stream.tokenizer.vocab_size > shape.vocab_size:
+        faults.append(
+            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {shape.source} "
+            f"has {shape.vocab_size} tokens; stream with a model that has its own tokenizer"
+        )
+    return faults
+
+
+def _notes(
+    arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TokenDataset | Stream
+) -> list[str]:
     notes = []
     training = arguments.training
-    if training.max_step and training.max_step > in_epochs:
+    if training.max_step and in_epochs and training.max_step > in_epochs:
         notes.append(
             f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
             f"{in_epochs}, where the learning rate ends too; raise --number_epochs to go further"
         )
-    elif training.max_step and training.max_step < in_epochs:
+    elif training.max_step and in_epochs and training.max_step < in_epochs:
         notes.append(
             f"--max_step {training.max_step} ends the run before its {training.number_epochs} epochs, {in_epochs} steps"
         )
     if training.warmup_steps > num_steps:
         notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
-    if dataset.validation is None:
-        notes.append(f"{dataset.folder} has no validation split: nothing will be evaluated")
+    if data.validation is None:
+        folder = arguments.data.train_data_dir
+        lacking = f"{folder} has no validation split" if folder else "--train_data_dir is not given"
+        notes.append(f"{lacking}: nothing will be evaluated")
     return notes

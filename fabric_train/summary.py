@@ -22,14 +22,15 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
     table = _table("Fabric Train")
     table.add_row("model", f"{arguments.model.model_name}: {shape.num_parameters:,} parameters, layers {layers}")
     table.add_row("start", start)
-    table.add_row("data", f"{arguments.data.train_data_dir}: {plan.num_rows:,} rows of {plan.tokens_per_row:,} tokens")
+    table.add_row("data", _data(arguments, plan))
     table.add_row("devices", f"{plan.world_size} × {parallelism}, {arguments.model.precision}")
     table.add_row(
         "step",
         f"{plan.rows_per_window} rows = {training.micro_batch_size} × {plan.accumulation} × {plan.world_size} "
         f"(micro-batch × accumulation × devices), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
     )
-    table.add_row("steps", f"{plan.num_steps:,}; {plan.windows_per_epoch:,} an epoch")
+    per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
+    table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row(
         "learning rate", f"{schedule}, {training.lr:g} to {training.min_lr:g}, warm-up {training.warmup_steps}"
     )
@@ -53,6 +54,13 @@ def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, check
     table.add_row("metrics", str(run / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     return table
+
+
+def _data(arguments: "TrainArguments", plan: Plan) -> str:
+    rows = f"rows of {plan.tokens_per_row:,} tokens"
+    if arguments.data.streaming_dataset:
+        return f"stream of {', '.join(arguments.data.streaming_dataset)}, {rows}"
+    return f"{arguments.data.train_data_dir}: {plan.num_rows:,} {rows}"
 
 
 def _table(title: str) -> Table:

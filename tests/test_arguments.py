@@ -183,7 +183,7 @@ def test_what_belongs_to_no_argument_is_refused() -> None:
     for stray in ("stray", "--", "--=3"):
         refused = faults(stray, required=[])
         assert refused[0] == f"{stray!r} belongs to no argument: write --argument value"
-        assert refused[1:] == ["--train_data_dir is required", "--output_dir is required"]
+        assert refused[1:] == ["--train_data_dir is required, or --streaming_dataset", "--output_dir is required"]
 
 
 def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_all_faults_of_the_line_and_the_file_are_told_at_once(tmp_path: Path) ->
         f"{config}: beta_1: no such argument; did you mean --beta1?",
         "--mirco_batch_size: no such argument; did you mean --micro_batch_size?",
         "--eval_iters: expected a whole number above 0 or null, got '0'",
-        "--train_data_dir is required",
+        "--train_data_dir is required, or --streaming_dataset",
         "--cpu_offload true needs --parallelism fsdp or fsdp2, not ddp",
         "--warmup_steps 9 is more than --max_step 5",
     ]

@@ -43,7 +43,7 @@ def write_model_card(checkpoint: Path, folder: Path, title: str) -> None:
         f"# {title}",
         f"`{public_name(base)}` trained further with Fabric Train. See the base model for its licence.",
         _usage(title),
-        _training_data(manifest),
+        _training_data(manifest, trainer["arguments"].get("streaming_dataset")),
         _results(read_trainer_state(checkpoint)),
         "## Hyperparameters\n\n" + _table("argument | value", _hyperparameters(trainer["arguments"])),
         "## Versions\n\n" + _table("package | training | export", _versions(trainer["versions"])),
@@ -72,7 +72,9 @@ def _usage(title: str) -> str:
     )
 
 
-def _training_data(manifest: Manifest | None) -> str:
+def _training_data(manifest: Manifest | None, streamed: list[str] | None) -> str:
+    if streamed:
+        return f"## Training data\n\nStreamed: {', '.join(f'`{public_name(name)}`' for name in streamed)}."
     if manifest is None:
         return "## Training data\n\nThe token dataset had no manifest."
     sources = ", ".join(f"`{public_name(source.name)}`" for source in manifest.sources)

@@ -1,0 +1,323 @@
+"""Files and hub datasets → the micro-batches of each window, read, encoded and packed in the loader's workers.
+
+Position p of every window is a row of lane p (see ``corpus.lanes``), and ``batches.positions`` says which rank takes
+it: no lane has two readers, and a window has the same rows however many ranks and workers there are.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from fabric_train.batches import Batch, Rows, TokenDataset, Window, make_batch, positions
+from fabric_train.corpus.chat_format import recognise
+from fabric_train.corpus.documents import BadRowError
+from fabric_train.corpus.files import missing_column, text_of
+from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes
+from fabric_train.corpus.sources import DatasetSource, FileSource, Source, open_sources
+from fabric_train.corpus.text_encoder import TextEncoder, find_difference, open_encoder, with_borders
+from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.errors import InputError
+
+_PART_BYTES = 64 << 20
+_HASHED_BYTES = 1 << 20  # at each end of a file
+_COMPARED_DOCUMENTS, _COMPARED_CHARACTERS = 8, 50_000
+_CHAT_COLUMNS = ("messages", "conversations", "instruction", "output", "prompt", "completion")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The sources' texts in order, blank ones left out as in tokenization."""
+
+    sources: Sequence[Source]
+    column: str
+
+    def read(self) -> Iterator[str]:
+        """Yield all texts once.
+
+        Raises:
+            InputError: a row that cannot be used, with its place; a damaged file.
+        """
+        for source in self.sources:
+            for part in source.parts(_PART_BYTES):
+                reader = source.reader(part, (self.column,))
+                for number, row in reader:
+                    try:
+                        if isinstance(row, BadRowError):
+                            raise row
+                        text = text_of(row, self.column, partial(reader.place, number))
+                    except BadRowError as error:
+                        advice = "mend it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip"
+                        raise InputError(f"{error}; {advice}") from None
+                    if text is not None and text.strip():
+                        yield text
+
+    def identities(self) -> list[str]:
+        """Tell what the sources hold: of files name, size and a hash of the first and last MiB, which is soon read."""
+        return [identity for source in self.sources for identity in _identities(source)]
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Encodes a document as tokenization does, BOS and EOS included."""
+
+    encoder: TextEncoder
+    bos_token_id: int | None
+    eos_token_id: int
+
+    def __call__(self, text: str) -> np.ndarray:
+        """Return the ids, int32 [at least 1]."""
+        (ids,) = self.encoder.encode_batch([text])
+        return with_borders(ids, self.bos_token_id, self.eos_token_id)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is trained on where it is no token dataset; ``validation`` are rows of one.
+
+    ``tokenizer_folder`` is where the run keeps the tokenizer, from which the encoder is opened.
+    """
+
+    texts: Texts
+    tokenizer: CorpusTokenizer
+    tokenizer_folder: Path
+    max_length: int
+    isolates: bool
+    held_out: TokenDataset | None
+
+    @property
+    def validation(self) -> Rows | None:
+        """Rows of --train_data_dir's validation split."""
+        return self.held_out.validation if self.held_out else None
+
+    @property
+    def attachments(self) -> tuple[Path, ...]:
+        """What a checkpoint copies, so that it can be exported and used on its own."""
+        return (self.tokenizer_folder,)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """SHA-256 of what decides ids, BOS and EOS included."""
+        source = self.tokenizer.source
+        if isinstance(source, Path):
+            given = (source / "tokenizer.json").read_text(encoding="utf-8")
+        else:
+            given = source.backend_tokenizer.to_str()
+        content = orjson.dumps(orjson.loads(given), option=orjson.OPT_SORT_KEYS)  # however it was written
+        borders = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id} {self.tokenizer.special_text_is_plain}"
+        return hashlib.sha256(content + borders.encode()).hexdigest()
+
+    def open_encoder(self) -> DocumentEncoder:
+        """Open the encoder of the tokenizer in ``tokenizer_folder``, the one whose ids tokenization would write.
+
+        It may be taken into forked processes as long as this one has encoded nothing with it.
+        """
+        file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
+        encoder, name = open_encoder(file, is_plain)
+        first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
+        difference = find_difference(encoder, file, is_plain, first) if name == "tiktoken" else None
+        if difference:
+            encoder, _ = open_encoder(file, is_plain, why_not_tiktoken=difference)
+        return DocumentEncoder(encoder, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+
+
+def open_stream(
+    names: list[str],
+    text_column: str,
+    max_length: int,
+    tokenizer_name: str,
+    special_text_is_plain: bool | None,
+    tokenizer_folder: Path,
+    isolate_documents: bool,
+    held_out: TokenDataset | None,
+) -> Stream:
+    """Find the sources of --streaming_dataset and the tokenizer.
+
+    Args:
+        special_text_is_plain: see ``CorpusTokenizer``; None leaves it to the tokenizer's kind.
+
+    Raises:
+        InputError: a source or the tokenizer is not there, or a source's first row has no text.
+    """
+    sources = open_sources(names, "--streaming_dataset", stream=True, downloads=tokenizer_folder)
+    for source in sources:
+        _refuse_textless(source, text_column)
+    try:
+        tokenizer = load_tokenizer(tokenizer_name)
+    except InputError as error:
+        raise InputError(*(fault.replace("--tokenizer_name", "--model_name") for fault in error.faults)) from None
+    if special_text_is_plain is not None:
+        tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
+    texts = Texts(sources, text_column)
+    return Stream(texts, tokenizer, tokenizer_folder, max_length, isolate_documents, held_out)
+
+
+@dataclass(frozen=True)
+class LaneOrder:
+    """Which lanes each micro-batch of a rank takes, the same ones in every window."""
+
+    rows_per_window: int
+    micro_batch_size: int
+    world_size: int
+    rank: int
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches of a window on each rank."""
+        return self.rows_per_window // (self.micro_batch_size * self.world_size)
+
+    def lanes(self, batch: int) -> range:
+        """Lanes whose rows are the window's micro-batch ``batch`` on this rank."""
+        return positions(batch, self.micro_batch_size, self.world_size, self.rank)
+
+
+@dataclass(frozen=True)
+class StreamBatches:
+    """The windows of a run on this rank, made by up to ``num_workers`` processes.
+
+    ``read`` begins a pass over the texts; ``cursors`` say of every lane, also those of other ranks, where it begins.
+    """
+
+    read: Callable[[], Iterable[str]]
+    encode: Callable[[str], np.ndarray]
+    max_length: int
+    isolates: bool
+    order: LaneOrder
+    cursors: Sequence[Cursor]
+    num_workers: int
+    pin_memory: bool
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; the cursors are those of ``after_step``.
+
+        Raises:
+            InputError: what reading raises, also in a worker.
+        """
+        made = iter(self._loader(last_step - after_step))
+        for step in range(after_step + 1, last_step + 1):
+            parts = [_raised(next(made)) for _ in range(self.order.num_batches)]
+            cursors = np.concatenate([part.cursors for part in parts])
+            yield Window(
+                step=step,
+                epoch=int(cursors[0, 1]),
+                ends_epoch=False,
+                num_rows=self.order.rows_per_window,
+                num_tokens=self.order.rows_per_window * self.max_length,
+                batches=[part.batch for part in parts],
+                cursors=cursors,
+            )
+
+    def _loader(self, num_windows: int) -> DataLoader:
+        """Workers take turns at a rank's micro-batches. Their number divides that of a window, and so each lane stays
+        with one of them.
+        """
+        num_batches = self.order.num_batches
+        dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
+        num_workers = max(dividing, default=0)
+        return DataLoader(
+            _LaneDataset(self, num_windows),
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            prefetch_factor=8 if num_workers else None,
+        )
+
+    def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:
+        """Yield every ``stride``-th micro-batch of so many windows, beginning with the ``first``."""
+        own = [self.order.lanes(batch) for batch in range(first, self.order.num_batches, stride)]
+        cursors = {lane: self.cursors[lane] for lanes in own for lane in lanes}
+        reader = Lanes(self.read, self.encode, self.order.rows_per_window, cursors, self.max_length)
+        for _ in range(num_windows):
+            for lanes in own:
+                yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    """A micro-batch and, int64 [B, 4], each row's lane and the lane's cursor after it: epoch, document, offset."""
+
+    batch: Batch
+    cursors: np.ndarray
+
+    def pin_memory(self) -> "StreamBatch":
+        """Return it in page-locked memory (the DataLoader calls this)."""
+        return StreamBatch(self.batch.pin_memory(), self.cursors)
+
+
+class _LaneDataset(IterableDataset):
+    def __init__(self, batches: StreamBatches, num_windows: int) -> None:
+        self._batches, self._num_windows = batches, num_windows
+
+    def __iter__(self) -> Iterator[StreamBatch | InputError | OSError]:
+        """Yield this worker's micro-batches. An error of the data is its last item: raised in here, the DataLoader
+        would wrap it into a traceback.
+        """
+        info = get_worker_info()
+        first, stride = (info.id, info.num_workers) if info else (0, 1)
+        if info:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are as many as are wanted
+        try:
+            yield from self._batches.batches(first, stride, self._num_windows)
+        except (InputError, OSError) as error:
+            yield error
+
+
+def _raised(item: StreamBatch | InputError | OSError) -> StreamBatch:
+    if isinstance(item, StreamBatch):
+        return item
+    raise item
+
+
+def _batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch:
+    input_ids = np.stack([row.input_ids for row in rows]).astype(np.int64)
+    starts = [np.array(row.document_starts, np.int64) for row in rows] if isolates else []
+    cursors = np.array([(lane, *row.cursor) for lane, row in zip(lanes, rows, strict=True)], np.int64)
+    return StreamBatch(make_batch(input_ids, input_ids.copy(), starts), cursors)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _refuse_textless(source: Source, column: str) -> None:
+    """Raise InputError where the first row has chats or no text: found now, not when the model is loaded."""
+    for part in source.parts(_PART_BYTES):
+        reader = source.reader(part, (column, *_CHAT_COLUMNS))
+        for number, row in reader:
+            if isinstance(row, BadRowError) or column in row:
+                return
+            if recognise(row):
+                raise InputError(
+                    f"--streaming_dataset {source.name}: chats and instructions are not streamed; make a token dataset "
+                    "of them with tokenize_dataset.py and give --train_data_dir"
+                )
+            raise missing_column(reader.place(number), column, row)
+
+
+def _identities(source: Source) -> Iterator[str]:
+    if isinstance(source, FileSource):
+        for path in source.files:
+            yield f"{path.relative_to(source.root).as_posix()}, {path.stat().st_size} bytes, {_hash_ends(path)}"
+    elif isinstance(source, DatasetSource):
+        for split, dataset in source.splits.items():
+            yield f"{source.name}, {split}, {dataset._fingerprint}"
+    else:
+        for split, streamed in source.splits.items():
+            yield f"{source.name}, {split}, version {streamed.info.version}"
+
+
+def _hash_ends(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_HASHED_BYTES))
+        file.seek(max(file.tell(), path.stat().st_size - _HASHED_BYTES))
+        digest.update(file.read(_HASHED_BYTES))
+    return f"sha256 of its ends {digest.hexdigest()[:16]}"
