@@ -23,7 +23,7 @@ from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.files import missing_column, text_of
 from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes
 from fabric_train.corpus.sources import DatasetSource, FileSource, Source, open_sources
-from fabric_train.corpus.text_encoder import TextEncoder, find_difference, open_encoder, with_borders
+from fabric_train.corpus.text_encoder import Reference, TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
 
@@ -122,10 +122,13 @@ class Stream:
         """
         file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
         encoder, name = open_encoder(file, is_plain)
-        first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
-        difference = find_difference(encoder, file, is_plain, first) if name == "tiktoken" else None
-        if difference:
-            encoder, _ = open_encoder(file, is_plain, why_not_tiktoken=difference)
+        if name == "tiktoken":
+            reference = Reference(file, is_plain)
+            first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
+            texts = [*reference.hard_strings(), *first]
+            difference = reference.find_difference(texts, encoder.encode_batch(texts))
+            if difference:
+                encoder, _ = open_encoder(file, is_plain, why_not_tiktoken=difference)
         return DocumentEncoder(encoder, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
 
 
