@@ -18,6 +18,7 @@ import orjson
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabric_train.batches import Batch, Rows, TokenDataset, Window, make_batch, positions
+from fabric_train.corpus.byte_bpe import ByteBPE
 from fabric_train.corpus.chat_format import recognise
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.files import missing_column, text_of
@@ -121,15 +122,18 @@ class Stream:
         It may be taken into forked processes as long as this one has encoded nothing with it.
         """
         file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
-        encoder, name = open_encoder(file, is_plain)
-        if name == "tiktoken":
-            reference = Reference(file, is_plain)
-            first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
-            texts = [*reference.hard_strings(), *first]
-            difference = reference.find_difference(texts, encoder.encode_batch(texts))
-            if difference:
-                encoder, _ = open_encoder(file, is_plain, why_not_tiktoken=difference)
+        encoder, _ = open_encoder(file, is_plain)
+        if isinstance(encoder, ByteBPE) and (difference := self._find_difference(encoder, Reference(file, is_plain))):
+            encoder, _ = open_encoder(file, is_plain, why_not_tiktoken=difference)
         return DocumentEncoder(encoder, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+
+    def _find_difference(self, encoder: ByteBPE, reference: Reference) -> str | None:
+        """Compare ids of hard strings and of the first documents, as the encoder begins and as it goes on."""
+        first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
+        texts = [*reference.hard_strings(), *first]
+        ids = encoder.encode_batch(texts)
+        encoder.pieces.quicken()
+        return reference.find_difference([*texts, *texts], [*ids, *encoder.encode_batch(texts)])
 
 
 def open_stream(

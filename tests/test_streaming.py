@@ -22,8 +22,10 @@ from test_training import SETTINGS, kill_with_ranks, timeless
 from arguments import TrainArguments, parse
 from fabric_train.__main__ import prepare
 from fabric_train.batches import Batch, Rows, Window
+from fabric_train.corpus.byte_bpe import ByteBPE
 from fabric_train.corpus.lanes import Cursor, Lanes, deal
 from fabric_train.corpus.sources import StreamSource
+from fabric_train.corpus.text_encoder import FastEncoder
 from fabric_train.errors import InputError
 from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 
@@ -348,6 +350,20 @@ def test_a_stream_is_known_by_content_and_not_by_place_or_time(
     other.write_text(other.read_text(encoding="utf-8").replace(slices[-1][-5:], "other"), encoding="utf-8")
     identities = [stream_of([file], tiny_model_dir, tmp_path).texts.identities() for file in (one, same, other)]
     assert identities[0] == identities[1] != identities[2]
+
+
+def test_an_encoder_with_other_ids_is_found_out_and_replaced(
+    tmp_path: Path, slices: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = stream_of([write_jsonl(tmp_path / "texts.jsonl", slices)], tiny_model_dir, tmp_path)
+    assert isinstance(stream.open_encoder().encoder, ByteBPE)
+    encode_batch = ByteBPE.encode_batch
+
+    def wrong_in_one_document(encoder: ByteBPE, texts: list[str]) -> list[np.ndarray]:
+        return [ids[text == slices[1] :] for text, ids in zip(texts, encode_batch(encoder, texts), strict=True)]
+
+    monkeypatch.setattr(ByteBPE, "encode_batch", wrong_in_one_document)
+    assert isinstance(stream.open_encoder().encoder, FastEncoder)
 
 
 def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], spm_tokenizer_model: Path) -> None:
