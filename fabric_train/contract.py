@@ -12,7 +12,7 @@ from typing import Any
 
 from fabric_train.batches import Rows, TokenDataset
 from fabric_train.corpus.manifest import FILE_NAME, Manifest, TokenizerRecord
-from fabric_train.corpus.tokenizer_identity import compare_tokenizers
+from fabric_train.corpus.tokenizers.tokenizer_identity import compare_tokenizers
 from fabric_train.errors import InputError
 from fabric_train.model import ModelShape
 

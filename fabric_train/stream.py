@@ -18,14 +18,14 @@ import orjson
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabric_train.batches import Batch, Rows, TokenDataset, Window, make_batch, positions
-from fabric_train.corpus.byte_bpe import ByteBPE
-from fabric_train.corpus.chat_format import recognise
+from fabric_train.corpus.chats.chat_format import recognise
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.corpus.files import missing_column, text_of
 from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes
-from fabric_train.corpus.sources import DatasetSource, FileSource, Source, open_sources
-from fabric_train.corpus.text_encoder import Reference, TextEncoder, open_encoder, with_borders
-from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.corpus.reading.files import missing_column, text_of
+from fabric_train.corpus.reading.sources import DatasetSource, FileSource, Source, open_sources
+from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
+from fabric_train.corpus.tokenizers.text_encoder import Reference, TextEncoder, open_encoder, with_borders
+from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
 
 _PART_BYTES = 64 << 20

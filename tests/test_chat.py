@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fabric_train.corpus import manifest
-from fabric_train.corpus.chat import ChatEncoder, columns, recognise
-from fabric_train.corpus.chat_format import read_chat
+from fabric_train.corpus.chats.chat import ChatEncoder, columns, recognise
+from fabric_train.corpus.chats.chat_format import read_chat
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
-from fabric_train.corpus.hard_strings import HARD_STRINGS
-from fabric_train.corpus.tokenizer import load_tokenizer
+from fabric_train.corpus.tokenizers.hard_strings import HARD_STRINGS
+from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer
 from fabric_train.errors import InputError
 
 CHATML = (

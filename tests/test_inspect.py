@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from arguments import InspectArguments, parse
 from fabric_train.corpus import inspect
-from fabric_train.corpus.sentencepiece_bpe import load_sentencepiece_bpe
-from fabric_train.corpus.token_folder import RowBatch, open_splits
-from fabric_train.corpus.vocabulary import load_vocabulary
+from fabric_train.corpus.packing.token_folder import RowBatch, open_splits
+from fabric_train.corpus.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
+from fabric_train.corpus.tokenizers.vocabulary import load_vocabulary
 from fabric_train.errors import InputError
 from fabric_train.inspection.examination import Examination, Expectation
 from fabric_train.inspection.report import make_report
@@ -406,7 +406,7 @@ def test_what_cannot_be_read_is_told_in_a_line(copy: Path, tmp_path: Path, wrong
 
 
 def test_batches_are_small_whatever_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.corpus.token_folder._TOKENS_PER_BATCH", 10)
+    monkeypatch.setattr("fabric_train.corpus.packing.token_folder._TOKENS_PER_BATCH", 10)
     rows = [list(range(length)) for length in (3, 4, 5, 1, 9, 2)]
     split = open_splits(save(tmp_path / "many", None, train={"input_ids": rows}))["train"]
     batches = list(split.batches())

@@ -14,8 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.corpus.files import Reader, split_file
-from fabric_train.corpus.sources import StreamSource, open_sources
+from fabric_train.corpus.reading.files import Reader, split_file
+from fabric_train.corpus.reading.sources import StreamSource, open_sources
 from fabric_train.errors import InputError
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]

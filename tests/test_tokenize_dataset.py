@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 import tokenize_dataset
 from fabric_train.corpus.manifest import read_manifest
-from fabric_train.corpus.piece_encoder import PieceEncoder
+from fabric_train.corpus.tokenizers.piece_encoder import PieceEncoder
 from fabric_train.errors import InputError
 
 Write = Callable[[Path], object]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.complete_folder import complete_folder, refuse_if_taken
-from fabric_train.corpus.arrow_folder import write_dataset_dict, write_split
 from fabric_train.corpus.encoding import Caps, Encoded, available_cores, encode_sources, find_formats
 from fabric_train.corpus.manifest import (
     Ledger,
@@ -23,11 +22,12 @@ from fabric_train.corpus.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from fabric_train.corpus.rows import RowPlan, plan_rows
+from fabric_train.corpus.packing.arrow_folder import write_dataset_dict, write_split
+from fabric_train.corpus.packing.rows import RowPlan, plan_rows
+from fabric_train.corpus.reading.sources import Source, open_sources, sha256
 from fabric_train.corpus.selection import Collection, collect, draw_validation, mix
 from fabric_train.corpus.shards import HASH_BYTES, SourceFormat
-from fabric_train.corpus.sources import Source, open_sources, sha256
-from fabric_train.corpus.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.corpus.unfinished import unfinished_folder
 from fabric_train.errors import InputError
 

@@ -10,13 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train.corpus import chat
-from fabric_train.corpus.byte_bpe import ByteBPE
+from fabric_train.corpus.chats import chat
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.corpus.files import missing_column, text_of
-from fabric_train.corpus.identity import IdentityCheck
 from fabric_train.corpus.manifest import BAD_ROW, SourceRecord
 from fabric_train.corpus.progress import Show, progress
+from fabric_train.corpus.reading.files import missing_column, text_of
+from fabric_train.corpus.reading.sources import Source
 from fabric_train.corpus.shards import (
     REASONS,
     Shard,
@@ -27,9 +26,10 @@ from fabric_train.corpus.shards import (
     encode_shard,
     read_record,
 )
-from fabric_train.corpus.sources import Source
-from fabric_train.corpus.text_encoder import open_encoder
-from fabric_train.corpus.tokenizer import CorpusTokenizer
+from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
+from fabric_train.corpus.tokenizers.identity import IdentityCheck
+from fabric_train.corpus.tokenizers.text_encoder import open_encoder
+from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer
 from fabric_train.corpus.workers import Workers
 from fabric_train.errors import InputError
 

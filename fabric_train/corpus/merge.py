@@ -26,7 +26,7 @@ from fabric_train.corpus.manifest import (
     read_manifest,
     write_manifest,
 )
-from fabric_train.corpus.token_folder import Split, open_splits, read_arrow
+from fabric_train.corpus.packing.token_folder import Split, open_splits, read_arrow
 from fabric_train.errors import InputError, run_program
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.corpus.manifest import DUPLICATE, TOO_LONG
+from fabric_train.corpus.packing.spooled import SpooledDocuments, SpooledFile
 from fabric_train.corpus.shards import HASH_BYTES, REASONS, Shard, ShardRecord
-from fabric_train.corpus.spooled import SpooledDocuments, SpooledFile
 
 
 @dataclass(frozen=True)

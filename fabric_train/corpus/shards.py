@@ -20,12 +20,12 @@ import numpy as np
 
 from fabric_train.corpus import manifest
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
-from fabric_train.corpus.files import text_of
-from fabric_train.corpus.sources import PartReader, Source
-from fabric_train.corpus.text_encoder import TextEncoder, with_borders
+from fabric_train.corpus.reading.files import text_of
+from fabric_train.corpus.reading.sources import PartReader, Source
+from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, with_borders
 
 if TYPE_CHECKING:
-    from fabric_train.corpus.chat import ChatEncoder
+    from fabric_train.corpus.chats.chat import ChatEncoder
 
 _BATCH_CHARACTERS = 500_000  # texts handed to the encoder at once
 _LARGEST, _SMALLEST, _WANTED = 32 << 20, 1 << 20, 256  # bytes of a shard; how many shards there should be

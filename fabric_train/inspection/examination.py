@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric_train.corpus.token_folder import RowBatch
+from fabric_train.corpus.packing.token_folder import RowBatch
 from fabric_train.inspection.documents import DocumentCounter, Pieces
 
 IGNORED_LABEL = -100  # fabric_train.loss has it too, and imports torch

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fabric_train.corpus.token_folder import RowBatch
-from fabric_train.corpus.vocabulary import Vocabulary
+from fabric_train.corpus.packing.token_folder import RowBatch
+from fabric_train.corpus.tokenizers.vocabulary import Vocabulary
 from fabric_train.inspection.examination import IGNORED_LABEL, Expectation, content_ends
 
 Role = Literal["text", "bos", "eos", "special"]

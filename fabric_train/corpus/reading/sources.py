@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.corpus.files import Part, Reader, Row, is_readable, readable_suffixes, refuse_numbers, split_file
-from fabric_train.corpus.hub import hub_fault, is_hub_name
 from fabric_train.corpus.manifest import SourceFile, SourceRecord
+from fabric_train.corpus.reading.files import (
+    Part,
+    Reader,
+    Row,
+    is_readable,
+    readable_suffixes,
+    refuse_numbers,
+    split_file,
+)
+from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
 from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
@@ -247,7 +255,7 @@ def _of_files(name: str, option: str, where: str, root: Path, found: list[Path])
 
 
 def _open_url(name: str, option: str, downloads: Path) -> FileSource:
-    from fabric_train.corpus.download import download
+    from fabric_train.corpus.reading.download import download
 
     files = download(name, option, downloads)
     return FileSource(name=name, root=downloads, files=files)

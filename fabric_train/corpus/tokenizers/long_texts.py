@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from fabric_train.corpus.split_pattern import ends_pieces_with_lines
-from fabric_train.corpus.tokenizer_json import TokenizerJson
+from fabric_train.corpus.tokenizers.split_pattern import ends_pieces_with_lines
+from fabric_train.corpus.tokenizers.tokenizer_json import TokenizerJson
 
 PART_CHARACTERS = 10_000
 _SPACE = "▁"

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.corpus.aliased_tokenizer import AliasedTokenizer
-from fabric_train.corpus.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
+from fabric_train.corpus.chats.aliased_tokenizer import AliasedTokenizer
 from fabric_train.corpus.documents import BadRowError
+from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
 
 Span = tuple[int, int]
 

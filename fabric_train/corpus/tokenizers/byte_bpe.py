@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.corpus.added_tokens import AddedTokenSplitter, refuse_unlike
-from fabric_train.corpus.expressible import NotExpressibleError
-from fabric_train.corpus.fast_tokenizer import load_fast
-from fabric_train.corpus.long_texts import line_cutter
-from fabric_train.corpus.merge_ranks import NOT_IN_VOCABULARY, merge_ranks, refuse_other_kinds
-from fabric_train.corpus.piece_encoder import PieceEncoder, UnlikelyTextError
-from fabric_train.corpus.split_pattern import split_pattern
-from fabric_train.corpus.tokenizer_json import TokenizerJson, read_tokenizer_json
+from fabric_train.corpus.tokenizers.added_tokens import AddedTokenSplitter, refuse_unlike
+from fabric_train.corpus.tokenizers.expressible import NotExpressibleError
+from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
+from fabric_train.corpus.tokenizers.long_texts import line_cutter
+from fabric_train.corpus.tokenizers.merge_ranks import NOT_IN_VOCABULARY, merge_ranks, refuse_other_kinds
+from fabric_train.corpus.tokenizers.piece_encoder import PieceEncoder, UnlikelyTextError
+from fabric_train.corpus.tokenizers.split_pattern import split_pattern
+from fabric_train.corpus.tokenizers.tokenizer_json import TokenizerJson, read_tokenizer_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

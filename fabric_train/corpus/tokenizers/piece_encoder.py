@@ -5,8 +5,8 @@ import re
 import numpy as np
 import tiktoken
 
-from fabric_train.corpus.long_texts import Cutter
-from fabric_train.corpus.split_pattern import without_lookahead
+from fabric_train.corpus.tokenizers.long_texts import Cutter
+from fabric_train.corpus.tokenizers.split_pattern import without_lookahead
 
 # tiktoken's expressions overflow their stack on a run of half a million blanks
 _LONG_RUN = 100_000

@@ -7,7 +7,7 @@ and try alternatives in order; Unicode classes agree, as ``tests/test_byte_bpe.p
 import re
 from typing import Any
 
-from fabric_train.corpus.expressible import NotExpressibleError
+from fabric_train.corpus.tokenizers.expressible import NotExpressibleError
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # as in Meta's llama-models, llama3/tokenizer.py

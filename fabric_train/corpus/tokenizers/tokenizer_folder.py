@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabric_train.corpus.tokenizer_json import AddedToken, read_tokenizer_json
+from fabric_train.corpus.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
 
 CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.corpus.expressible import NotExpressibleError
+from fabric_train.corpus.tokenizers.expressible import NotExpressibleError
 
 NOT_IN_VOCABULARY = -1
 _NUM_BYTES = 256

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.corpus.fast_tokenizer import load_fast
-from fabric_train.corpus.hub import hub_fault, is_hub_name
-from fabric_train.corpus.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
+from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
+from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
+from fabric_train.corpus.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
 from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
@@ -184,12 +184,12 @@ def _refuse_pointer(file: Path) -> None:
 
 def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
     """Return the tokenizer of a ``tokenizer.model`` and whether it reads the text of special tokens as plain text."""
-    from fabric_train.corpus.llama3_ranks import is_rank_file, load_llama3_ranks
+    from fabric_train.corpus.tokenizers.llama3_ranks import is_rank_file, load_llama3_ranks
 
     chat_template = _chat_template(file.parent)
     if is_rank_file(file):
         return load_llama3_ranks(file, chat_template), False
-    from fabric_train.corpus.sentencepiece_bpe import load_sentencepiece_bpe
+    from fabric_train.corpus.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
 
     fast = load_sentencepiece_bpe(file, chat_template)
     extra = _added_tokens(file.parent, fast.vocab_size)

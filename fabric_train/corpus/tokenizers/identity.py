@@ -6,8 +6,8 @@ from types import TracebackType
 
 import numpy as np
 
-from fabric_train.corpus.byte_bpe import ByteBPE
-from fabric_train.corpus.text_encoder import Reference
+from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
+from fabric_train.corpus.tokenizers.text_encoder import Reference
 from fabric_train.corpus.workers import Worker
 
 _Compared = tuple[list[str], list[np.ndarray]]

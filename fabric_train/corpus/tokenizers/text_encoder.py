@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from fabric_train.corpus.byte_bpe import NotExpressibleError, express
-from fabric_train.corpus.fast_tokenizer import load_fast
-from fabric_train.corpus.hard_strings import HARD_STRINGS, special_token_strings
-from fabric_train.corpus.long_texts import Cutter, Part, WholeTexts, find_cutter
-from fabric_train.corpus.tokenizer_json import read_tokenizer_json
+from fabric_train.corpus.tokenizers.byte_bpe import NotExpressibleError, express
+from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
+from fabric_train.corpus.tokenizers.hard_strings import HARD_STRINGS, special_token_strings
+from fabric_train.corpus.tokenizers.long_texts import Cutter, Part, WholeTexts, find_cutter
+from fabric_train.corpus.tokenizers.tokenizer_json import read_tokenizer_json
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

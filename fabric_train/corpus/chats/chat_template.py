@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from fabric_train.corpus.chat_format import Message
-from fabric_train.corpus.control_tokens import Span
+from fabric_train.corpus.chats.chat_format import Message
+from fabric_train.corpus.chats.control_tokens import Span
 from fabric_train.corpus.documents import BadRowError
 
 # Meta's format, as in llama-models' llama3/chat_format.py: contents without blanks around them, tools under ipython

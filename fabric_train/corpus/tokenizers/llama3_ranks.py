@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from fabric_train.corpus.split_pattern import LLAMA3_PATTERN
+from fabric_train.corpus.tokenizers.split_pattern import LLAMA3_PATTERN
 from fabric_train.errors import InputError
 
 NUM_RANKS = 128_000

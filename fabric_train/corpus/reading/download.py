@@ -5,8 +5,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from fabric_train.corpus.files import is_readable, readable_suffixes
 from fabric_train.corpus.progress import Pulse
+from fabric_train.corpus.reading.files import is_readable, readable_suffixes
 from fabric_train.errors import InputError
 
 

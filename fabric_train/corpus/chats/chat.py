@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.corpus import manifest
-from fabric_train.corpus.chat_format import Chat, columns, other_shape, read_chat, recognise
-from fabric_train.corpus.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
-from fabric_train.corpus.control_tokens import ControlTokens
+from fabric_train.corpus.chats.chat_format import Chat, columns, other_shape, read_chat, recognise
+from fabric_train.corpus.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
+from fabric_train.corpus.chats.control_tokens import ControlTokens
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
 from fabric_train.errors import InputError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.corpus.fast_tokenizer import load_fast
+from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
 
 
 class AliasedTokenizer:

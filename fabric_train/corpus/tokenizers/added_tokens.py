@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from itertools import takewhile
 
-from fabric_train.corpus.expressible import NotExpressibleError
-from fabric_train.corpus.tokenizer_json import AddedToken
+from fabric_train.corpus.tokenizers.expressible import NotExpressibleError
+from fabric_train.corpus.tokenizers.tokenizer_json import AddedToken
 
 
 class AddedTokenSplitter:

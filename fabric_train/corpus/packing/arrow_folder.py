@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh3_64
 
+from fabric_train.corpus.packing.rows import RowPlan
+from fabric_train.corpus.packing.spooled import Pieces, SpooledDocuments, SpoolReader
 from fabric_train.corpus.progress import Pulse
-from fabric_train.corpus.rows import RowPlan
-from fabric_train.corpus.spooled import Pieces, SpooledDocuments, SpoolReader
 
 if TYPE_CHECKING:
     import pyarrow

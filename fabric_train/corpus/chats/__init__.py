@@ -1,0 +1,1 @@
+"""Chats and instructions to tokens with labels."""

@@ -1,0 +1,1 @@
+"""Encoded documents to rows, and rows to folders."""

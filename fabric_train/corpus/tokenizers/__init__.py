@@ -1,0 +1,1 @@
+"""Tokenizers: loaded, compared, and expressed so that tiktoken encodes by them."""
