@@ -5,6 +5,7 @@ it: no lane has two readers, and a window has the same rows however many ranks a
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabric_train.batches import Batch, Rows, TokenDataset, Window, make_batch, positions
@@ -112,9 +112,9 @@ class Stream:
             given = (source / "tokenizer.json").read_text(encoding="utf-8")
         else:
             given = source.backend_tokenizer.to_str()
-        content = orjson.dumps(orjson.loads(given), option=orjson.OPT_SORT_KEYS)  # however it was written
+        content = json.dumps(json.loads(given), sort_keys=True)  # the same, however it was written
         borders = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id} {self.tokenizer.special_text_is_plain}"
-        return hashlib.sha256(content + borders.encode()).hexdigest()
+        return hashlib.sha256(f"{content} {borders}".encode()).hexdigest()
 
     def open_encoder(self) -> DocumentEncoder:
         """Open the encoder of the tokenizer in ``tokenizer_folder``, the one whose ids tokenization would write.
