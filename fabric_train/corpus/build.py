@@ -27,7 +27,8 @@ from fabric_train.corpus.packing.rows import RowPlan, plan_rows
 from fabric_train.corpus.reading.sources import Source, open_sources, sha256
 from fabric_train.corpus.selection import Collection, collect, draw_validation, mix
 from fabric_train.corpus.shards import HASH_BYTES, SourceFormat
-from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.corpus.tokenizers.identity import IdentityCheck
+from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, find_tokenizer_json, load_tokenizer
 from fabric_train.corpus.unfinished import unfinished_folder
 from fabric_train.errors import InputError
 
@@ -63,7 +64,15 @@ def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
     """
     target = Path(arguments.output_dir).expanduser()
     refuse_if_taken(target)
-    tokenizer = load_tokenizer(arguments.tokenizer_name)
+    with IdentityCheck() as check:
+        file = find_tokenizer_json(arguments.tokenizer_name)
+        if file:  # to load while this process reads it too
+            check.start(file, special_text_is_plain=False)
+        tokenizer = load_tokenizer(arguments.tokenizer_name)
+        return _build(target, tokenizer, check, arguments)
+
+
+def _build(target: Path, tokenizer: CorpusTokenizer, check: IdentityCheck, arguments: "TokenizeArguments") -> Outcome:
     num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
         train_sources, held_out = _open(arguments, unfinished / "downloads")
@@ -74,7 +83,7 @@ def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
         started = time.monotonic()
         caps = _caps(arguments)
         encoded = encode_sources(
-            sources, formats, tokenizer, folder / "tokenizer", hashes, unfinished, arguments, num_proc, caps
+            sources, formats, tokenizer, folder / "tokenizer", hashes, unfinished, arguments, num_proc, caps, check
         )
         seconds = time.monotonic() - started
         collections = _collect(encoded, unfinished, sources, arguments, caps)

@@ -138,6 +138,7 @@ def encode_sources(
     arguments: "TokenizeArguments",
     num_proc: int,
     caps: Caps,
+    check: IdentityCheck,
 ) -> Encoded:
     """Encode what is not finished in ``folder`` yet.
 
@@ -149,27 +150,27 @@ def encode_sources(
         ChildProcessError: a process was killed.
     """
     file = tokenizer_folder / "tokenizer.json"
-    with IdentityCheck(file, tokenizer.special_text_is_plain) as check:
-        encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
-        work = Work(
-            folder=folder,
-            sources=list(sources),
-            formats=list(formats),
-            encoder=encoder,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            hashed=arguments.deduplicate,
-            skips_bad_rows=arguments.on_bad_rows == "skip",
-            progress=None,
-        )
-        settings = _settings(tokenizer_hashes, arguments)
-        try:
-            return _encode_all(work, name, settings, check, num_proc, caps)
-        except _DifferentIdsError as error:
-            encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
-            formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
-            work = replace(work, encoder=encoder, formats=formats)
-            return _encode_all(work, name, settings, check, num_proc, caps)
+    check.start(file, tokenizer.special_text_is_plain)
+    encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
+    work = Work(
+        folder=folder,
+        sources=list(sources),
+        formats=list(formats),
+        encoder=encoder,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        hashed=arguments.deduplicate,
+        skips_bad_rows=arguments.on_bad_rows == "skip",
+        progress=None,
+    )
+    settings = _settings(tokenizer_hashes, arguments)
+    try:
+        return _encode_all(work, name, settings, check, num_proc, caps)
+    except _DifferentIdsError as error:
+        encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
+        formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
+        work = replace(work, encoder=encoder, formats=formats)
+        return _encode_all(work, name, settings, check, num_proc, caps)
 
 
 def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") -> str:

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -53,9 +52,8 @@ class Worker(Generic[Item, Result]):
         return result
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once; it may take the system a moment to clear it away."""
         self.process.kill()
-        self.process.join()
         self.connection.close()
 
 
@@ -68,9 +66,12 @@ class Workers(Generic[Item, Result]):
     def __enter__(self) -> "Workers[Item, Result]":
         return self
 
-    def __exit__(self, *_: "type[BaseException] | BaseException | TracebackType | None") -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for worker in self._workers:
             worker.kill()
+        if kind is not None:  # what they have begun to write may be removed next
+            for worker in self._workers:
+                worker.process.join()
 
     def run(self, items: Iterator[Item], tick: float) -> Iterator[tuple[Item, Result] | None]:
         """Yield items with their results as they come, items being taken in order, and None every ``tick`` seconds.

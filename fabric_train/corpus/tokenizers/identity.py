@@ -2,7 +2,6 @@
 
 from functools import cache, partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -14,26 +13,31 @@ _Compared = tuple[list[str], list[np.ndarray]]
 
 
 class IdentityCheck:
-    """Starts at once; leaving the block ends it, whatever it has found.
+    """Begins with ``start``; leaving the block ends it, whatever it has found.
 
     Raises:
         InputError: where an answer is waited for, the tokenizer cannot be loaded.
     """
 
-    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
-        self._worker: Worker[_Compared | None, list[str] | str | None] = Worker(
-            partial(_answer, tokenizer_file, special_text_is_plain)
-        )
-        self._worker.send(None)
+    def __init__(self) -> None:
+        self._worker: Worker[_Compared | None, list[str] | str | None] | None = None
 
     def __enter__(self) -> "IdentityCheck":
         return self
 
-    def __exit__(self, *_: "type[BaseException] | BaseException | TracebackType | None") -> None:
-        self._worker.kill()
+    def __exit__(self, *_: object) -> None:
+        if self._worker:
+            self._worker.kill()
+
+    def start(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
+        """Load the tokenizer, unless that has begun already."""
+        if self._worker is None:
+            self._worker = Worker(partial(_answer, tokenizer_file, special_text_is_plain))
+            self._worker.send(None)
 
     def begin(self, encoder: ByteBPE, sample: list[str], is_long: bool) -> None:
         """Compare the encoder's ids of hard strings and of ``sample``, in a long run also as it goes on in one."""
+        assert self._worker is not None, "start comes first"
         texts = [*(self._worker.receive() or ()), *sample]
         ids = encoder.encode_batch(texts)
         if is_long:
@@ -43,6 +47,7 @@ class IdentityCheck:
 
     def result(self) -> str | None:
         """Wait for the end and return where the first difference is, None if there is none."""
+        assert self._worker is not None, "start comes first"
         found = self._worker.receive()
         assert not isinstance(found, list)
         return found

@@ -53,7 +53,7 @@ def merge_ranks(model: dict[str, Any], found_in_text: frozenset[str]) -> MergeRa
     vocabulary: dict[str, int] = model["vocab"]
     joined = _joined(model["merges"])
     try:
-        results = np.fromiter(map(vocabulary.__getitem__, joined), np.int64, len(joined))
+        results = np.array(list(map(vocabulary.__getitem__, joined)), np.int64)
     except KeyError as error:
         raise NotExpressibleError(f"its merges make {error}, which is not in its vocabulary") from None
     starts = np.flatnonzero(np.diff(results, prepend=-1))  # where the next token's merges begin

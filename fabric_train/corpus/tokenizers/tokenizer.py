@@ -53,6 +53,17 @@ class CorpusTokenizer:
             self.source.save_pretrained(folder)
 
 
+def find_tokenizer_json(name: str) -> Path | None:
+    """Return the ``tokenizer.json`` that ``load_tokenizer`` takes as it stands, None where it makes one.
+
+    Raises:
+        InputError: nothing of that name.
+    """
+    folder, model_file = _find(name)
+    file = folder / "tokenizer.json"
+    return file if model_file is None and file.is_file() else None
+
+
 def load_tokenizer(name: str) -> CorpusTokenizer:
     """Load the tokenizer called ``name``: a folder, a ``tokenizer.json`` or ``tokenizer.model`` file, or a hub name.
 
