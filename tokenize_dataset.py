@@ -3,6 +3,8 @@
 What takes long to import is imported where it is used: a start costs as much as a million tokens.
 """
 
+import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,11 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         InputError: what was given cannot be used; nothing has been written.
     """
+    # a tokenizer is a million objects, which the collector would visit again and again while they are made
+    gc.disable()
+    # numpy would start a thread a core, which are in the way of forking and do nothing here
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
     from arguments import TokenizeArguments, parse
 
     arguments = parse(TokenizeArguments, argv)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _TICK_SECONDS = 0.2
 _LONG_RUN_BYTES = 64 << 20
-_SAMPLED_SHARDS, _SAMPLED_CHARACTERS = 8, 50_000  # of the corpus, to compare ids; characters of each shard
+_SAMPLED_SHARDS, _SAMPLED_CHARACTERS = 8, 20_000  # of the corpus, to compare ids; characters of each shard
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,14 @@ def _encode_all(work: Work, name: str, settings: str, check: IdentityCheck, num_
     total = sum(shard.num_bytes for shard in shards)
     tasks = chain(range(len(work.sources)), _to_do(shards, records, caps))
     with Workers(partial(_perform, work), num_proc) as workers, progress(total) as show:
+        finished_tasks = workers.run(tasks, _TICK_SECONDS)
+        next(finished_tasks, None)  # they have something to do now
         if isinstance(work.encoder, ByteBPE):
             sample = [text for shard in _sampled(work, shards) for text in _sample(work, shard)]
             check.begin(work.encoder, sample, is_long=total > _LONG_RUN_BYTES)
-        import pyarrow  # noqa: F401 - the rows need it, and there is time for it while the processes work
+        import pyarrow  # noqa: F401 - the rows need it, and there is time for it now
 
-        for finished in workers.run(tasks, _TICK_SECONDS):
+        for finished in finished_tasks:
             if finished is not None:
                 task, result = finished
                 if isinstance(task, Shard):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fabric_train.corpus.chats.chat import ChatEncoder
 
 _BATCH_CHARACTERS = 500_000  # texts handed to the encoder at once
-_LARGEST, _SMALLEST, _WANTED = 32 << 20, 1 << 20, 256  # bytes of a shard; how many shards there should be
+_LARGEST, _SMALLEST, _WANTED = 32 << 20, 512 << 10, 256  # bytes of a shard; how many shards there should be
 REASONS = (manifest.EMPTY, manifest.BAD_ROW, manifest.TOO_LONG, manifest.NOTHING_SUPERVISED, manifest.DUPLICATE)
 
 # number: the row's among those read of its shard, from 1; num_tokens_cut: see EncodedDocument

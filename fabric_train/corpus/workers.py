@@ -4,14 +4,18 @@
 fork made before any thread gives every process the loaded tokenizer without a copy and without its imports.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
+
+_ITEMS_AHEAD = 2  # given to a process: one to work on, and one to go on with
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,7 +34,7 @@ class Worker(Generic[Item, Result]):
         other.close()
 
     def send(self, item: Item) -> None:
-        """Give it one more item; one is computed at a time."""
+        """Give it one more item; they are computed one after another, in this order."""
         try:
             self.connection.send(item)
         except BrokenPipeError:
@@ -61,6 +65,8 @@ class Workers(Generic[Item, Result]):
     """``num_proc`` processes; leaving the block ends them at once."""
 
     def __init__(self, function: Callable[[Item], Result], num_proc: int) -> None:
+        gc.freeze()  # what is loaded is not visited again: not in this process, and not copied for it in those
+        gc.enable()
         self._workers: list[Worker[Item, Result]] = [Worker(function) for _ in range(num_proc)]
 
     def __enter__(self) -> "Workers[Item, Result]":
@@ -74,26 +80,33 @@ class Workers(Generic[Item, Result]):
                 worker.process.join()
 
     def run(self, items: Iterator[Item], tick: float) -> Iterator[tuple[Item, Result] | None]:
-        """Yield items with their results as they come, items being taken in order, and None every ``tick`` seconds.
+        """Yield items with their results as they come, items being taken in order, and None every ``tick`` seconds and
+        once at the beginning, when the first ones are under way.
 
         Raises:
             ChildProcessError: a process was killed.
             Exception: what the function raised.
         """
-        under_way: dict[Any, tuple[Worker[Item, Result], Item]] = {}
-        free = list(self._workers)
+        under_way: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
+            worker.connection: (worker, deque()) for worker in self._workers
+        }
+        has_begun = False
         while True:
-            while free and (item := next(items, None)) is not None:
-                worker = free.pop()
-                worker.send(item)
-                under_way[worker.connection] = (worker, item)
-            if not under_way:
+            for _ in range(_ITEMS_AHEAD):
+                for worker, own in under_way.values():
+                    if len(own) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
+                        worker.send(item)
+                        own.append(item)
+            if not has_begun:
+                has_begun = True
+                yield None
+            busy = [one for one, (_, own) in under_way.items() if own]
+            if not busy:
                 return
-            ready = connection.wait(list(under_way), timeout=tick)
+            ready = connection.wait(busy, timeout=tick)
             for one in ready:
-                worker, item = under_way.pop(one)
-                free.append(worker)
-                yield item, worker.receive()
+                worker, own = under_way[one]
+                yield own.popleft(), worker.receive()
             if not ready:
                 yield None
 
