@@ -1,6 +1,6 @@
 """Program 1: documents → token dataset, for ``fabric run fabric_train``.
 
-What takes long to import is imported where it is used: a start costs as much as a million tokens.
+What takes long to import is imported where it is used.
 """
 
 import gc
