@@ -1,0 +1,83 @@
+"""Give each rank its part of a checkpoint's optimizer state."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Fabric
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fabric_train.checkpoint.state import read_trainer_json
+from fabric_train.errors import InputError
+from fabric_train.optimizer import original_name
+from fabric_train.weights import CheckpointTensors
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
+    """Give each rank its part of AdamW's state, whatever the ranks and the parallelism were that wrote it.
+
+    One tensor is held at a time.
+
+    Raises:
+        InputError: where a tensor is missing or of another shape.
+    """
+    tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
+    cuts = _flat_shards(model._forward_module)
+    for name, parameter in model.named_parameters():
+        name = original_name(name)
+        try:
+            state = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in _MOMENTS}
+            count = tensors.read(f"{name}.step")
+        except KeyError as error:
+            raise InputError(
+                f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
+            ) from error
+        optimizer.optimizer.state[parameter] = {"step": count.to(parameter.device), **state}
+    fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint)["grad_scaler"])
+
+
+def _flat_shards(module: nn.Module) -> dict[int, tuple[int, int]]:
+    """For FSDP1's parameters, each a flat cut of the original: where the cut begins and ends in the flattened
+    original.
+    """
+    cuts = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        if unit._handle is None:  # a unit without parameters of its own
+            continue
+        flat: Any = unit._handle.flat_param
+        for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True):
+            begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+            cuts[id(parameter)] = (begin, end)
+    return cuts
+
+
+def _local_part(
+    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, tuple[int, int]]
+) -> torch.Tensor:
+    """Read of a stored tensor what ``parameter`` holds on this rank."""
+    if isinstance(parameter, DTensor):
+        _expect_same(tensors.shape(name), parameter.shape, name)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        local = tensors.read_block(name, offsets, shape).to(parameter.to_local().device)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    whole = tensors.read(name)
+    if id(parameter) in cuts:
+        begin, end = cuts[id(parameter)]
+        whole = whole.flatten()[begin:end].reshape(parameter.shape)
+    _expect_same(whole.shape, parameter.shape, name)
+    return whole.to(parameter.device, copy=True)
+
+
+def _expect_same(stored: torch.Size, wanted: torch.Size, name: str) -> None:
+    if stored != wanted:
+        raise InputError(
+            f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(wanted)}; use another checkpoint"
+        )
