@@ -10,6 +10,7 @@ import difflib
 import math
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -21,6 +22,8 @@ from fabric_train.errors import InputError
 from fabric_train.launch import Given
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_ON_LINE_ALONE = ("config", "debug")  # of every program, and not in a file
 
 POSITIONAL = {"positional": True}
 """Metadata of the one field of a dataclass whose value may stand on the command line without its name."""
@@ -50,13 +53,15 @@ def parse_arguments(
         raise SystemExit(0)
     faults: list[str] = []
     on_line = _from_command_line(argv, types, _positional(groups), faults)
+    _check_debug(on_line.pop("debug", None), faults)
     given = _from_file(on_line.pop("config").value, faults) if "config" in on_line else {}
     given = _merge(given, on_line, launcher or {}, faults)
 
     values: dict[str, Any] = {}
     for name, item in given.items():
         if name not in types:
-            faults.append(f"{item.where}: no such argument{_nearest(name, types)}")
+            known = [*types, *(_ON_LINE_ALONE if item.where.startswith("--") else ())]
+            faults.append(f"{item.where}: no such argument{_nearest(name, known)}")
             continue
         try:
             values[name] = _typed(name, types[name], item.value)
@@ -154,6 +159,7 @@ def _print_help(groups: dict[str, type], description: str) -> None:
     usage = f"%(prog)s {f'{positional.upper()} ' if positional else ''}[--config FILE.yaml] [--argument value ...]"
     parser = ArgumentParser(description=description.strip().splitlines()[0], usage=usage)
     parser.add_argument("--config", help="A YAML file of arguments; the command line overrides it.")
+    parser.add_argument("--debug", type=bool, default=False, help="Show the traceback of what ends the program.")
     for group in groups.values():
         parser.add_class_arguments(group, nested_key=None)
     parser.print_help()
@@ -222,6 +228,15 @@ def _from_command_line(
     return given
 
 
+def _check_debug(given: Given | None, faults: list[str]) -> None:
+    """Refuse a value that is no switch; ``errors.run_program``, which works before this module too, obeys it."""
+    try:
+        _typed("debug", bool, given.value if given else False)
+    except (ArgumentError, ValueError):
+        assert given is not None
+        faults.append(f"{given.where}: expected {describe(bool)}, got {_shown(given, bool)}")
+
+
 def _from_file(path: Any, faults: list[str]) -> dict[str, Given]:
     if not isinstance(path, str):
         faults.append("--config: expected one YAML file")
@@ -259,7 +274,7 @@ def _shown(item: Given, kind: Any) -> str:
     return repr(item.value)
 
 
-def _nearest(name: str, known: dict[str, Any]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
     initials = "".join(word[:1] for word in name.split("_"))
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if len(initials) > 1 and initials in known:  # learning_rate → lr
