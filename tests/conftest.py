@@ -5,10 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forked_runs import ForkedRuns
 
 # before any Hugging Face library is imported: no test may lean on a hub
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -133,6 +134,14 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
     finished = _run(folder, 300, ROOT / "tokenize_dataset.py", *arguments)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return tokens
+
+
+@pytest.fixture(scope="session")
+def forked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRuns]:
+    """What starts runs of real ranks in about a second each; its first start takes as long as the imports."""
+    runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"))
+    yield runs
+    runs.close()
 
 
 @pytest.fixture
