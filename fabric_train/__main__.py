@@ -42,7 +42,8 @@ from fabric_train.model import ModelShape, build_model, load_model, read_shape, 
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
-from fabric_train.telemetry import Metrics, ProgressLine, WandbLogger, open_loggers  # noqa: E402
+from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
+from fabric_train.trackers import WandbLogger, open_loggers  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
 from fabric_train.weights import load_weights  # noqa: E402
@@ -263,6 +264,10 @@ def _train(
         for output in outputs:
             output.log(metrics)
 
+    def flush() -> None:
+        for output in outputs:
+            output.flush()
+
     def saved_checkpoint(path: Path) -> None:
         console.print(f"saved {path}", highlight=False, soft_wrap=True)
         for output in outputs:
@@ -272,7 +277,7 @@ def _train(
     batches = _batches(fabric, prepared)
     started = time.monotonic()
     try:
-        run = Run(fabric, model, optimizer, batches, plan.num_steps, saved, validate, log, saved_checkpoint)
+        run = Run(fabric, model, optimizer, batches, plan.num_steps, saved, validate, log, flush, saved_checkpoint)
         end = train(run, arguments, state)
         newest = saved.path(end)
         for output in outputs:

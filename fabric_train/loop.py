@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop drives; ``evaluate`` is None where there is no validation; ``log`` and ``saved`` tell the user."""
+    """What the loop drives; ``evaluate`` is None where there is no validation; ``log`` and ``saved`` tell the user, and
+    ``flush`` waits until what was logged is written.
+    """
 
     fabric: Fabric
     model: Any
@@ -33,6 +35,7 @@ class Run:
     checkpoints: Checkpoints
     evaluate: Callable[[], Evaluation] | None
     log: Callable[[Metrics], None]
+    flush: Callable[[], None]
     saved: Callable[[Path], None]
 
 
@@ -81,6 +84,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
             metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
         run.log(metrics)
         if saves:
+            run.flush()
             run.saved(run.checkpoints.save(state, window.cursors))
         stopwatch.restart()
     return state

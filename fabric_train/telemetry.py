@@ -1,22 +1,17 @@
-"""What a run tells: metrics.csv, TensorBoard, Weights & Biases and the progress line. Only rank 0 has one of these."""
+"""What a run tells: its metrics, metrics.csv and the progress line. Only rank 0 has one of these."""
 
 import csv
-import netrc
 import os
 import resource
 import sys
 import time
-import uuid
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from fabric_train.errors import InputError
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -51,6 +46,9 @@ class Logger(Protocol):
     def log(self, metrics: Metrics) -> None:
         """Take one step's metrics."""
 
+    def flush(self) -> None:
+        """Write down what was logged; a checkpoint is saved only after it, and so never ahead of the metrics."""
+
     def close(self) -> None:
         """Write what is left."""
 
@@ -61,19 +59,14 @@ class CSVLogger:
     def __init__(self, path: Path, last_step: int) -> None:
         """Open for appending after ``last_step``; rows that an interrupted run wrote beyond it are taken back."""
         names = [field.name for field in fields(Metrics)]
-        kept: list[dict[str, str]] = []
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                kept = [
-                    row
-                    for row in csv.DictReader(file)
-                    if None not in row.values() and int(row["step"]) <= last_step  # a crash may have cut the last row
-                ]
+        kept = _rows_up_to(path, last_step)
         temporary = path.with_suffix(".csv.new")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(kept)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
         self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, names)
@@ -83,67 +76,34 @@ class CSVLogger:
         self._writer.writerow(asdict(metrics))
         self._file.flush()
 
+    def flush(self) -> None:
+        """Have the rows on the disk itself."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class TensorBoardLogger:
-    """Event files in ``RUN/tensorboard``."""
-
-    def __init__(self, folder: Path, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only where it is asked for
-
-        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
-
-    def log(self, metrics: Metrics) -> None:
-        """Write every measured value as a scalar."""
-        for name, value in _measured(metrics).items():
-            self._writer.add_scalar(name, value, metrics.step)
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
-class WandbLogger:
-    """Weights & Biases; offline, under ``RUN/wandb``, where there is no account. Never asks on the terminal."""
-
-    def __init__(self, folder: Path, project: str, entity: str | None, config: dict[str, Any]) -> None:
-        import wandb  # imports slowly, and only where it is asked for
-
-        identity = folder / "wandb_run_id"  # one W&B run for a run folder, however often it is resumed
-        if not identity.is_file():
-            identity.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
-        self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            dir=str(folder),
-            id=identity.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            mode=self.mode,  # type: ignore[arg-type]
-            config=config,
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+def read_metrics(path: Path, last_step: int) -> list[Metrics]:
+    """Return what metrics.csv tells up to ``last_step``, nothing where there is no such file."""
+    integers = {field.name for field in fields(Metrics) if field.type in (int, int | None)}
+    return [
+        Metrics(
+            **{  # type: ignore[arg-type]
+                name: (int if name in integers else float)(cell) for name, cell in row.items() if cell
+            }
         )
-        self._wandb = wandb
+        for row in _rows_up_to(path, last_step)
+    ]
 
-    def log(self, metrics: Metrics) -> None:
-        """Log every measured value at its step."""
-        self._run.log(_measured(metrics), step=metrics.step)
 
-    def log_model(self, checkpoint: Path) -> None:
-        """Upload a checkpoint without its optimizer as an artifact."""
-        artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"checkpoint": checkpoint.name})
-        for path in sorted(checkpoint.rglob("*")):
-            name = path.relative_to(checkpoint)
-            if path.is_file() and name.parts[0] != "optimizer":
-                artifact.add_file(str(path), name=name.as_posix())
-        self._run.log_artifact(artifact)
-
-    def close(self) -> None:
-        """Wait for what is to be uploaded."""
-        self._run.finish()
+def _rows_up_to(path: Path, last_step: int) -> list[dict[str, str]]:
+    """Return the whole rows up to a step; a crash may have cut the last one."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) <= last_step]
 
 
 class ProgressLine:
@@ -181,6 +141,9 @@ class ProgressLine:
             left = (now - self._started) / max(metrics.step - self._first_step, 1) * (self._num_steps - metrics.step)
             line = f"step {metrics.step}/{self._num_steps} {text} eta {int(left) // 60}:{int(left) % 60:02d}"
             self._console.print(line, highlight=False, soft_wrap=True)
+
+    def flush(self) -> None:
+        """What was shown was shown."""
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -221,27 +184,6 @@ class Stopwatch:
         return reading
 
 
-def open_loggers(
-    names: Sequence[str], folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]
-) -> list[Logger]:
-    """Open metrics.csv and the loggers named.
-
-    Raises:
-        InputError: where Weights & Biases refuses the run.
-    """
-    loggers: list[Logger] = [CSVLogger(folder / "metrics.csv", last_step)]
-    if "tensorboard" in names:
-        loggers.append(TensorBoardLogger(folder / "tensorboard", last_step))
-    if "wandb" in names:
-        import wandb
-
-        try:
-            loggers.append(WandbLogger(folder, project, entity, config))
-        except wandb.Error as error:
-            raise InputError(f"--loggers wandb: {error}; WANDB_MODE=offline logs without it") from error
-    return loggers
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Return the most memory held so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
     if device.type == "cuda":
@@ -250,7 +192,8 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def _measured(metrics: Metrics) -> dict[str, float]:
+def measured(metrics: Metrics) -> dict[str, float]:
+    """Return what was measured, by name, without the step."""
     return {name: value for name, value in asdict(metrics).items() if value is not None and name != "step"}
 
 
@@ -263,14 +206,3 @@ def _in_short(metrics: Metrics) -> str:
         ("mem", metrics.peak_memory_gb, "{:.2f} GB"),
     ]
     return " ".join(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)
-
-
-def _has_wandb_key() -> bool:
-    """Whether wandb would find a key without asking: in the environment or in the user's netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return False

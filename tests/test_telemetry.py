@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,16 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from wandb_files import read_history
 
-from fabric_train.telemetry import (
-    CSVLogger,
-    Metrics,
-    ProgressLine,
-    Stopwatch,
-    TensorBoardLogger,
-    open_loggers,
-    peak_memory_gb,
-)
+from fabric_train.telemetry import CSVLogger, Metrics, ProgressLine, Stopwatch, peak_memory_gb, read_metrics
+from fabric_train.trackers import TensorBoardLogger, open_loggers
 
 COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm"),
@@ -128,9 +124,35 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
         for step in steps:
             logger.log(metrics(step, loss))
         logger.close()
-        time.sleep(1.1)  # event files are named, and read in order, by the second
     found = [(event.step, event.value) for event in scalars(tmp_path).Scalars("train_loss")]
     assert found == [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 8)]
+
+
+def test_event_files_themselves_end_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0)
+    for step in range(1, 6):
+        logger.log(metrics(step))
+    logger.close()
+    (file,) = tmp_path.iterdir()
+    with file.open("ab") as events:
+        events.write(b"\x40\0\0\0\0\0\0\0 torn")  # a record that a crash has cut
+    TensorBoardLogger(tmp_path, 3).close()
+    steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    assert steps == [step for step in (1, 2, 3) for _ in range(5)]
+
+
+def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
+    path, loss = tmp_path / "metrics.csv", 2.718281828459045
+    write_csv(path, 0, range(1, 5), loss)
+    assert read_metrics(path, 3) == [metrics(step, loss) for step in (1, 2, 3)]
+    assert read_metrics(tmp_path / "nothing.csv", 3) == []
+
+
+def test_what_was_flushed_outlives_a_sigkill(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", LOG_AND_DIE, tmp_path], timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert len(rows_of(tmp_path / "metrics.csv")) == 3
+    assert [event.step for event in scalars(tmp_path / "tensorboard").Scalars("train_loss")] == [1, 2, 3]
 
 
 def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -> None:
@@ -145,16 +167,32 @@ def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -
         assert (folder / "tensorboard").exists() == ("tensorboard" in names)
 
 
+LOG_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from fabric_train.telemetry import Metrics
+from fabric_train.trackers import open_loggers
+
+loggers = open_loggers(["tensorboard"], Path(sys.argv[1]), 0, "project", None, {})
+for step in (1, 2, 3):
+    for logger in loggers:
+        logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
+for logger in loggers:
+    logger.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 # ------------------------------------------------------------------------------------------------- Weights & Biases
 
 LOG_TO_WANDB = """
 import sys
 from pathlib import Path
-from fabric_train.telemetry import Metrics, WandbLogger, open_loggers
+from fabric_train.telemetry import Metrics
+from fabric_train.trackers import WandbLogger, open_loggers
 
-run, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])
-loggers = open_loggers(["wandb"], run, 0, "project of ours", None, {"lr": 0.5})
-for step in (1, 2):
+run, checkpoint, last_step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+loggers = open_loggers(["wandb"], run, last_step, "project of ours", None, {"lr": 0.5})
+for step in (last_step + 1, last_step + 2):
     for logger in loggers:
         logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
 wandb = loggers[-1]
@@ -178,9 +216,9 @@ def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path) -> No
         name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"
     }
     environment |= {"HOME": str(home), "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
-    for _ in range(2):  # the second time resumes
+    for last_step in (0, 1):  # the second time resumes, from the checkpoint of step 1
         finished = subprocess.run(
-            [sys.executable, "-c", LOG_TO_WANDB, run, checkpoint],
+            [sys.executable, "-c", LOG_TO_WANDB, run, checkpoint, str(last_step)],
             stdin=subprocess.DEVNULL,
             env=environment,
             cwd=tmp_path,
@@ -192,8 +230,10 @@ def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path) -> No
         assert finished.returncode == 0, finished.stderr
         assert finished.stdout.splitlines() == ["mode offline"]
         assert "wandb" not in finished.stderr
-    offline = sorted((run / "wandb").glob("offline-run-*"))
     identity = (run / "wandb_run_id").read_text()
+    (newest,) = (run / "wandb").glob("offline-run-*")
+    assert [(row["_step"], row["train_loss"]) for row in read_history(newest)] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    offline = [newest, *(run / "wandb" / "replaced").glob("offline-run-*")]
     assert len(offline) == 2
     assert all(folder.name.endswith(identity) for folder in offline)
     for folder in offline:

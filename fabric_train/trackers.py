@@ -1,0 +1,168 @@
+"""TensorBoard and Weights & Biases: each step once, also where a run was killed and went on from its checkpoint.
+
+metrics.csv is what a resumed run believes: it is complete up to the checkpoint. What trackers hold beyond that is taken
+back where it can be, and what they lack before it they are told again.
+"""
+
+import mmap
+import netrc
+import os
+import struct
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fabric_train.errors import InputError
+from fabric_train.telemetry import CSVLogger, Logger, Metrics, measured, read_metrics
+
+
+class TensorBoardLogger:
+    """Event files in ``RUN/tensorboard``."""
+
+    def __init__(self, folder: Path, last_step: int) -> None:
+        """Go on after ``last_step``; what an interrupted run wrote beyond it is cut off its files."""
+        from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only where it is asked for
+
+        for file in folder.glob("events.out.tfevents.*"):
+            _cut_events(file, last_step)
+        # a TensorBoard that is open has read what was cut off: purge_step has it forget that
+        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
+
+    def log(self, metrics: Metrics) -> None:
+        """Write every measured value as a scalar."""
+        for name, value in measured(metrics).items():
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def flush(self) -> None:
+        """Wait until the events are in their file."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def _cut_events(path: Path, last_step: int) -> None:
+    """Cut an event file before its first event beyond ``last_step``, or that a crash has cut.
+
+    A file is a sequence of records, which tensorboard's ``RecordWriter`` writes: uint64 length, uint32 checksum,
+    content, uint32 checksum.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    size, end = path.stat().st_size, 0
+    if not size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as records:
+        while end + 12 <= size:
+            (length,) = struct.unpack_from("<Q", records, end)
+            after = end + 12 + length + 4
+            if after > size or Event.FromString(records[end + 12 : after - 4]).step > last_step:
+                break
+            end = after
+    os.truncate(path, end)
+
+
+class WandbLogger:
+    """Weights & Biases; offline, under ``RUN/wandb``, where there is no account. Never asks on the terminal.
+
+    A run folder has one W&B run, however often it is resumed. Steps that a server has beyond the checkpoint stay as
+    they were told first, which a resumed run repeats exactly: W&B ignores a step that it has, and only some servers
+    can rewind. Offline, each start makes a folder, of which ``wandb sync`` lets the last one replace the others; so
+    that one is given all steps, and the others are put into ``RUN/wandb/replaced``.
+    """
+
+    def __init__(
+        self, folder: Path, project: str, entity: str | None, config: dict[str, Any], past: Sequence[Metrics]
+    ) -> None:
+        """``past`` are the run's metrics up to now."""
+        import wandb  # imports slowly, and only where it is asked for
+
+        run_id = _wandb_run_id(folder)
+        self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        if self.mode == "offline":
+            _put_aside(folder / "wandb", run_id)
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            dir=str(folder),
+            id=run_id,
+            resume="allow",
+            mode=self.mode,  # type: ignore[arg-type]
+            config=config,
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
+        )
+        self._wandb = wandb
+        for metrics in past:
+            if metrics.step >= self._run.starting_step:  # 0 offline; else the first step that the server has not got
+                self.log(metrics)
+
+    def log(self, metrics: Metrics) -> None:
+        """Log every measured value at its step."""
+        self._run.log(measured(metrics), step=metrics.step)
+
+    def flush(self) -> None:
+        """Do nothing: what W&B loses is told it again."""
+
+    def log_model(self, checkpoint: Path) -> None:
+        """Upload a checkpoint without its optimizer as an artifact."""
+        artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"checkpoint": checkpoint.name})
+        for path in sorted(checkpoint.rglob("*")):
+            name = path.relative_to(checkpoint)
+            if path.is_file() and name.parts[0] != "optimizer":
+                artifact.add_file(str(path), name=name.as_posix())
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        """Wait for what is to be uploaded."""
+        self._run.finish()
+
+
+def open_loggers(
+    names: Sequence[str], folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]
+) -> list[Logger]:
+    """Open metrics.csv and the trackers named, to go on after ``last_step``.
+
+    Raises:
+        InputError: where Weights & Biases refuses the run.
+    """
+    table = folder / "metrics.csv"
+    loggers: list[Logger] = [CSVLogger(table, last_step)]
+    if "tensorboard" in names:
+        loggers.append(TensorBoardLogger(folder / "tensorboard", last_step))
+    if "wandb" in names:
+        import wandb
+
+        try:
+            loggers.append(WandbLogger(folder, project, entity, config, read_metrics(table, last_step)))
+        except wandb.Error as error:
+            raise InputError(f"--loggers wandb: {error}; WANDB_MODE=offline logs without it") from error
+    return loggers
+
+
+def _wandb_run_id(folder: Path) -> str:
+    """Return the id of the run folder's one W&B run."""
+    file = folder / "wandb_run_id"
+    if not file.is_file():
+        file.with_suffix(".new").write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        file.with_suffix(".new").replace(file)
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _put_aside(folder: Path, run_id: str) -> None:
+    """Move a run's offline folders to where ``wandb sync`` does not look."""
+    for earlier in folder.glob(f"offline-run-*-{run_id}"):
+        (folder / "replaced").mkdir(exist_ok=True)
+        earlier.rename(folder / "replaced" / earlier.name)
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb would find a key without asking: in the environment or in the user's netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (FileNotFoundError, netrc.NetrcParseError):
+        return False
