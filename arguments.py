@@ -192,6 +192,9 @@ class TrainingArguments:
     """AdamW's first-moment decay."""
     beta2: ClosedUnitInterval = 0.95
     """AdamW's second-moment decay."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """At a loss or gradient that is NaN or infinite: save the state before that step and stop, or leave the step out.
+    """
 
     def faults(self) -> list[str]:
         """Name the values that cannot stand together."""

@@ -41,6 +41,7 @@ from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
+from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
 from fabric_train.trackers import WandbLogger, open_loggers  # noqa: E402
@@ -274,10 +275,30 @@ def _train(
             if isinstance(output, WandbLogger) and arguments.logging.log_model == "all":
                 output.log_model(path)
 
+    def warn(line: str) -> None:
+        console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
+
     batches = _batches(fabric, prepared)
+    start = prepared.checkpoint if state.step else None
+    data = prepared.data
+    guard = StepGuard(fabric, f"{data.folder / 'train'}" if isinstance(data, TokenDataset) else "the stream", warn)
     started = time.monotonic()
     try:
-        run = Run(fabric, model, optimizer, batches, plan.num_steps, saved, validate, log, flush, saved_checkpoint)
+        run = Run(
+            fabric=fabric,
+            model=model,
+            optimizer=optimizer,
+            batches=batches,
+            num_steps=plan.num_steps,
+            start=start,
+            checkpoints=saved,
+            guard=guard,
+            evaluate=validate,
+            log=log,
+            flush=flush,
+            saved=saved_checkpoint,
+            warn=warn,
+        )
         end = train(run, arguments, state)
         newest = saved.path(end)
         for output in outputs:

@@ -59,17 +59,29 @@ class Batch:
 class Window:
     """What one rank computes in one optimizer step.
 
-    ``step`` counts from 1, ``epoch`` from 0; ``num_rows`` and ``num_tokens`` are those of all ranks. ``cursors`` are
+    ``step`` counts from 1, ``epoch`` from 0; ``num_tokens`` are those of all ranks. ``rows``, int64 [rows of all
+    ranks], are the window's rows in their order: indices into the train split, or a stream's lanes. ``cursors`` are
     where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells.
     """
 
     step: int
     epoch: int
     ends_epoch: bool
-    num_rows: int
+    rows: np.ndarray
+    micro_batch_size: int
     num_tokens: int
     batches: list[Batch]
     cursors: np.ndarray | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all ranks."""
+        return len(self.rows)
+
+    def rows_of(self, batch: int, world_size: int, rank: int) -> list[int]:
+        """Return which of ``rows`` are micro-batch number ``batch`` of a rank."""
+        place = positions(batch, self.micro_batch_size, world_size, rank)
+        return self.rows[place.start : place.stop].tolist()
 
 
 class WindowSource(Protocol):
@@ -310,12 +322,14 @@ class TrainBatches:
             batches = iter(_loader(self.rows, _Epoch(self.order, epoch, first), self.num_workers, self.pin_memory))
             for window in range(first, stop):
                 step += 1
+                rows = self.order.rows_in(epoch, window)
                 yield Window(
                     step=step,
                     epoch=epoch,
                     ends_epoch=window == per_epoch - 1,
-                    num_rows=self.order.num_rows_in(window),
-                    num_tokens=self.rows.num_tokens(self.order.rows_in(epoch, window)),
+                    rows=rows,
+                    micro_batch_size=self.order.micro_batch_size,
+                    num_tokens=self.rows.num_tokens(rows),
                     batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
                 )
 

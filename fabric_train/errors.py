@@ -30,6 +30,10 @@ class InputError(ValueError):
         self.faults = faults
 
 
+class RunError(Exception):
+    """What ends a run under way, in one line; raised on all ranks alike."""
+
+
 def run_program(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` and leave the process with the project's exit codes: 0 done, 2 wrong input, 1 a failure of the
     system or of the program.
@@ -46,6 +50,9 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except InputError as error:
         code = INPUT_ERROR
         _say_once(*error.faults)
+    except RunError as failure:
+        code = FAILURE
+        _say_once(str(failure), rank_0_knows=True)
     except OSError as error:
         code = FAILURE
         _say_once(describe_os_error(error))
@@ -109,16 +116,18 @@ def wants_traceback(argv: Sequence[str]) -> bool:
     return False
 
 
-def _say_once(*lines: str) -> None:
+def _say_once(*lines: str, rank_0_knows: bool = False) -> None:
     """Print the lines from rank 0.
 
     The other ranks find the same fault, and a launcher stops every rank when the first one ends; so they give rank 0
     the time to speak, and speak themselves only when they are still alive, which means that rank 0 found nothing
-    wrong.
+    wrong: never where it is known to find the same.
     """
     rank = global_rank()
     if rank:
-        time.sleep(10)
+        time.sleep(3 if rank_0_knows else 10)
+        if rank_0_knows:
+            return
     for line in lines:
         said = f"error: {line}" if rank == 0 else f"error (rank {rank}): {line}"
         print(redacted(said), file=sys.stderr, flush=True)

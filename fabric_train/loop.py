@@ -1,4 +1,4 @@
-"""The training loop: window → count → accumulate → clip → step → log → evaluate → save."""
+"""The training loop: window → count → accumulate → clip → judge → step → log → evaluate → save."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +12,10 @@ from lightning import Fabric
 
 from fabric_train.batches import Window, WindowSource
 from fabric_train.checkpoint import Checkpoints, TrainerState
-from fabric_train.loss import count_supervised, sum_over_ranks, summed_loss
+from fabric_train.errors import RunError
+from fabric_train.loss import WindowLoss, count_supervised, gather_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
+from fabric_train.step_guard import StepGuard
 from fabric_train.telemetry import Metrics, Stopwatch, peak_memory_gb
 from fabric_train.validation import Evaluation
 
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop drives; ``evaluate`` is None where there is no validation; ``log`` and ``saved`` tell the user, and
-    ``flush`` waits until what was logged is written.
+    """What the loop drives.
+
+    ``start`` is the checkpoint that the state it begins with was read from, None at step 0; ``evaluate`` is None where
+    there is no validation; ``log``, ``saved`` and ``warn`` tell the user, and ``flush`` waits until what was logged is
+    written.
     """
 
     fabric: Fabric
@@ -32,29 +37,44 @@ class Run:
     optimizer: Any
     batches: WindowSource
     num_steps: int
+    start: Path | None
     checkpoints: Checkpoints
+    guard: StepGuard
     evaluate: Callable[[], Evaluation] | None
     log: Callable[[Metrics], None]
     flush: Callable[[], None]
     saved: Callable[[Path], None]
+    warn: Callable[[str], None]
 
 
 def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> TrainerState:
-    """Train from ``state`` to the last step and return where the run then stands."""
+    """Train from ``state`` to the last step and return where the run then stands.
+
+    Raises:
+        RunError: at a loss or gradient that is not finite, with ``--on_nonfinite stop``.
+    """
     stopwatch = Stopwatch()
+    checkpoint, cursors = run.start, None  # of ``state``
     for window in _timed(run.batches.windows(state.step, run.num_steps), stopwatch):
         seed_step(arguments.data.seed, window.step, run.fabric.global_rank)
         rate = learning_rate(window.step, run.num_steps, arguments.training)
         set_learning_rate(run.optimizer, rate)
         loss = accumulate(run.fabric, run.model, window)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
-        run.optimizer.step()
+        verdict = run.guard.judge(window, loss, grad_norm)  # the one place where the loop waits for the device
+        if verdict.fault is None:
+            run.optimizer.step()
         run.optimizer.zero_grad()
+        if verdict.fault is not None:
+            if arguments.training.on_nonfinite == "stop":
+                raise _stopped(run, verdict.fault, state, checkpoint, cursors)
+            run.guard.leave_out()
+            run.warn(f"{verdict.fault}; the step is left out")
 
         is_last = window.step == run.num_steps
         evaluates = is_last or window.ends_epoch or window.step % arguments.evaluation.eval_step_interval == 0
         saves = is_last or window.ends_epoch or window.step % arguments.save.save_step_interval == 0
-        logs = evaluates or saves or window.step % arguments.logging.log_step_interval == 0
+        logs = evaluates or saves or bool(verdict.fault) or window.step % arguments.logging.log_step_interval == 0
         stopwatch.stepped(window.num_tokens)
         state = replace(
             state,
@@ -62,18 +82,20 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
             epoch=window.epoch,
             num_tokens=state.num_tokens + window.num_tokens,
             num_samples=state.num_samples + window.num_rows,
-            train_loss=None,
+            skipped_steps=state.skipped_steps + bool(verdict.fault),
+            train_loss=None if verdict.fault else verdict.loss,
             val_loss=None,
         )
+        checkpoint, cursors = None, window.cursors
         if not logs:
             continue
-        state = replace(state, train_loss=loss.item())  # the one place where the loop waits for the device
         metrics = Metrics(
             step=state.step,
             epoch=state.epoch,
-            train_loss=state.train_loss,
+            train_loss=verdict.loss,
             learning_rate=rate,
-            grad_norm=float(grad_norm),
+            grad_norm=verdict.grad_norm,
+            skipped_steps=state.skipped_steps,
             num_tokens=state.num_tokens,
             peak_memory_gb=peak_memory_gb(run.fabric.device),
             **stopwatch.read(),
@@ -85,9 +107,25 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
         run.log(metrics)
         if saves:
             run.flush()
-            run.saved(run.checkpoints.save(state, window.cursors))
+            checkpoint = run.checkpoints.save(state, cursors)
+            run.saved(checkpoint)
         stopwatch.restart()
     return state
+
+
+def _stopped(
+    run: Run, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
+) -> RunError:
+    """Return what ends the run, after the state before the fault has been saved; at step 0 there is none."""
+    if state.step == 0:
+        return RunError(f"{fault}; no step was taken before it, so nothing is saved")
+    if checkpoint is None:
+        run.flush()
+        checkpoint = run.checkpoints.save(state, cursors)
+    return RunError(
+        f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
+        "--resume true --on_nonfinite skip goes on without such steps"
+    )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -97,28 +135,26 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
-def accumulate(fabric: Fabric, model: Any, window: Window) -> torch.Tensor:
-    """Add the gradient of the window's mean token loss to the parameters and return that loss.
+def accumulate(fabric: Fabric, model: Any, window: Window) -> WindowLoss:
+    """Add the gradient of the window's mean token loss to the parameters and return what its micro-batches cost.
 
     The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass:
     however the window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their
     gradients, hence the factor ``world_size``.
-
-    Returns:
-        The loss, a 0-dim fp32 tensor equal on all ranks.
     """
-    num_supervised = torch.stack([count_supervised(batch.labels) for batch in window.batches]).sum()
-    num_supervised = sum_over_ranks(fabric, num_supervised).clamp(min=1)
-    total = torch.zeros((), device=fabric.device)
+    counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
+    num_supervised = gather_over_ranks(fabric, counts)
+    divisor = num_supervised.sum().clamp(min=1)
+    losses = []
     for index, batch in enumerate(window.batches):
         # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
         # it
         with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
             batch = batch.to(fabric.device)
             loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents)
-            fabric.backward(loss * fabric.world_size / num_supervised)
-        total += loss.detach()
-    return sum_over_ranks(fabric, total) / num_supervised
+            fabric.backward(loss * fabric.world_size / divisor)
+        losses.append(loss.detach())
+    return WindowLoss(gather_over_ranks(fabric, torch.stack(losses)), num_supervised)
 
 
 def clip(fabric: Fabric, model: Any, optimizer: Any, largest: float) -> torch.Tensor:

@@ -37,6 +37,21 @@ class Documents:
         )
 
 
+@dataclass(frozen=True)
+class WindowLoss:
+    """What the micro-batches of a window cost: ``summed`` over their tokens, fp64, and ``num_supervised``, int64, both
+    [ranks, micro-batches of a rank] and the same on all ranks.
+    """
+
+    summed: torch.Tensor
+    num_supervised: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Nats a supervised token of the window, a 0-dim fp64 tensor; 0 where nothing is supervised."""
+        return self.summed.sum() / self.num_supervised.sum().clamp(min=1)
+
+
 def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
     """Shift labels [B, T] so that position t holds the token to predict there; the last position predicts nothing."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
@@ -59,11 +74,15 @@ def summed_loss(
         documents: what a token sees is its document's earlier tokens; None for all earlier ones of its row.
 
     Returns:
-        A 0-dim fp32 tensor, 0 where nothing is supervised.
+        A 0-dim fp64 tensor, 0 where nothing is supervised. Each token's is fp32; their sum is not rounded to it, and so
+        does not depend on how rows are cut into batches.
     """
     logits = next_token_logits(model, input_ids, documents)
     targets = next_token_labels(labels)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return losses.sum(dtype=torch.float64)
 
 
 def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -81,3 +100,10 @@ def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents 
 def sum_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over all ranks, on this rank's device."""
     return fabric.all_reduce(tensor.to(fabric.device), reduce_op="sum")  # type: ignore[return-value]
+
+
+def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return every rank's tensor, of the same shape on all, stacked in the ranks' order: [ranks, ...]."""
+    stacked = torch.zeros(fabric.world_size, *tensor.shape, dtype=tensor.dtype, device=fabric.device)
+    stacked[fabric.global_rank] = tensor
+    return sum_over_ranks(fabric, stacked)  # the others add zeros; Fabric's all_gather is a deprecated one of torch's

@@ -46,6 +46,9 @@ def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, check
         "tokens",
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
     )
+    if state.skipped_steps:
+        count = f"{state.skipped_steps:,} step{'s' if state.skipped_steps > 1 else ''}"
+        table.add_row("left out", f"{count}, whose loss or gradient was not finite")
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:

@@ -22,7 +22,8 @@ class Metrics:
 
     Losses in nats a token over all ranks; ``num_tokens`` consumed since the run's first step; ``step_time`` in seconds,
     ``data_wait`` the share of it spent waiting for batches; ``peak_memory_gb`` in 1e9 bytes on rank 0: allocated on
-    the GPU, resident on CPU. ``mfu`` stays empty: it needs the device's peak FLOP/s.
+    the GPU, resident on CPU. ``skipped_steps`` so far were left out, since loss or gradient was not finite. ``mfu``
+    stays empty: it needs the device's peak FLOP/s.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Metrics:
     data_wait: float | None = None
     mfu: float | None = None
     peak_memory_gb: float | None = None
+    skipped_steps: int | None = None
 
 
 class Logger(Protocol):

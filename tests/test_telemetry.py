@@ -22,7 +22,7 @@ from fabric_train.trackers import TensorBoardLogger, open_loggers
 
 COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm"),
-    *("num_tokens", "tokens_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
+    *("num_tokens", "tokens_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb", "skipped_steps"),
 ]
 
 

@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +41,7 @@ def inside(options: list[str]) -> dict[str, list[str]]:
     optimizer: Any = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
     seen = watch(model)
     ids = torch.randint(0, shape.vocab_size, (1, 32), generator=torch.Generator().manual_seed(fabric.global_rank))
-    window = Window(1, 0, False, 4, 128, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
+    window = Window(1, 0, False, np.arange(4), 1, 128, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
     if arguments.fsdp.parallelism == "ddp" and arguments.model.precision != "bf16-true":
         # DDP's own all-reduce, in C++ threads that a dispatch mode cannot follow, takes the gradients as they are
         loss = accumulate(fabric, model, window)
@@ -51,7 +52,7 @@ def inside(options: list[str]) -> dict[str, list[str]]:
         seen["reduced"] = reductions.types
     clip(fabric, model, optimizer, 1.0)
     optimizer.step()
-    seen["loss"] = {str(loss.dtype)}
+    seen["loss"] = {str(loss.mean.dtype)}
     seen["weights"] = {str(parameter.dtype) for parameter in model.parameters()}
     moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     seen["moments"] = {str(moment.dtype) for moment in moments}

@@ -39,13 +39,14 @@ class StreamOrder:
 @dataclass(frozen=True)
 class TrainerState:
     """Where a run stands after ``step`` optimizer steps; ``epoch`` is that of the last one. Losses are of that very
-    step.
+    step; ``skipped_steps`` were left out because their loss or gradient was not finite.
     """
 
     step: int = 0
     epoch: int = 0
     num_tokens: int = 0
     num_samples: int = 0
+    skipped_steps: int = 0
     train_loss: float | None = None
     val_loss: float | None = None
 

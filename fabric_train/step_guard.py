@@ -1,0 +1,126 @@
+"""Whether a step may be taken: a loss or a gradient that is not finite forbids it. A loss far above the recent ones is
+told.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from lightning import Fabric
+
+from fabric_train.batches import Window
+from fabric_train.loss import WindowLoss, gather_over_ranks
+
+_LISTED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A window's mean ``loss`` and ``grad_norm``, fetched from the device; ``fault`` says why its step must not be
+    taken, None where it may.
+    """
+
+    loss: float
+    grad_norm: float
+    fault: str | None
+
+
+class StepGuard:
+    """Looks at the loss and the gradient norm of every step before the optimizer does.
+
+    All ranks call it together and come to the same verdict: what it looks at is the same on all.
+    """
+
+    def __init__(self, fabric: Fabric, data: str, warn: Callable[[str], None]) -> None:
+        """``data`` names where the rows lie; ``warn`` tells the user a line, once for all ranks."""
+        self._fabric, self._data, self._warn = fabric, data, warn
+        self._scaler = getattr(fabric.strategy.precision, "scaler", None)
+        self._spikes = SpikeRule()
+
+    def judge(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> Verdict:
+        """Return the verdict on a step; waits for the device.
+
+        An fp16 gradient that overflows under a finite loss is no fault: the scaler leaves such a step out itself.
+        """
+        mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
+        if not math.isfinite(mean):
+            wrong = (~loss.summed.isfinite()).nonzero().tolist()
+            fault = f"step {window.step}: the loss is {mean}, from {self._place(window, wrong)}"
+            return Verdict(mean, norm, fault)
+        if not math.isfinite(norm) and self._scaler is None:
+            what = f"the gradient norm is {norm} and every loss finite"
+            return Verdict(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
+        usual = self._spikes.usual_before_spike(mean)
+        if usual is not None:
+            self._warn(
+                f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
+                f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
+            )
+        return Verdict(mean, norm, None)
+
+    def leave_out(self) -> None:
+        """Make an fp16 gradient scaler ready for the next step where this one is not taken."""
+        if self._scaler is not None:
+            self._scaler.update(self._scaler.get_scale())
+
+    def _window(self, window: Window, loss: WindowLoss) -> str:
+        ranks, batches = loss.summed.shape
+        return self._place(window, [(rank, batch) for rank in range(ranks) for batch in range(batches)])
+
+    def _place(self, window: Window, micro_batches: Iterable[tuple[int, int]]) -> str:
+        """Name the rows of micro-batches, each (rank, number), by rank."""
+        names = self._names(window)
+        by_rank: dict[int, list[str]] = {}
+        for rank, batch in micro_batches:
+            rows = window.rows_of(batch, self._fabric.world_size, rank)
+            by_rank.setdefault(rank, []).extend(names[row] for row in rows)
+        left, parts = _LISTED_ROWS, []
+        for rank, named in by_rank.items():
+            if named:
+                more = f" and {len(named) - left} more" if len(named) > left else ""
+                parts.append(f"{', '.join(named[:left])}{more} (rank {rank})")
+                left = max(left - len(named), 0)
+        return f"rows {', '.join(parts)} of {self._data}"
+
+    def _names(self, window: Window) -> dict[int, str]:
+        """Name every row of the window: by its index, or in a stream by its lane and the document after it."""
+        if window.cursors is None:
+            return {row: str(row) for row in window.rows.tolist()}
+        cursors = gather_over_ranks(self._fabric, torch.from_numpy(window.cursors)).reshape(-1, 4).tolist()
+        return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, _ in cursors}
+
+
+class SpikeRule:
+    """When a loss is far above the recent ones: by more than ``DEVIATIONS`` times their median absolute deviation, and
+    by more than ``LEAST_RISE`` of their median.
+
+    Both are medians, so a few high losses among the recent ones do not hide the next. A rise is one spike, however
+    many steps it lasts.
+    """
+
+    RECENT, FEWEST = 64, 20
+    DEVIATIONS, LEAST_RISE = 10.0, 0.1
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.RECENT)
+        self._is_high = False
+
+    def usual_before_spike(self, loss: float) -> float | None:
+        """Take the next loss; return the recent ones' median where a spike begins with it, else None."""
+        was_high, usual = self._is_high, None
+        if len(self._recent) >= self.FEWEST:
+            usual = statistics.median(self._recent)
+            deviation = statistics.median(abs(recent - usual) for recent in self._recent)
+            self._is_high = loss - usual > max(self.DEVIATIONS * deviation, self.LEAST_RISE * usual)
+        self._recent.append(loss)
+        return usual if self._is_high and not was_high else None
+
+
+def _highest(loss: WindowLoss) -> tuple[int, int]:
+    """Return rank and number of the micro-batch whose mean loss is the highest."""
+    means = loss.summed / loss.num_supervised.clamp(min=1)
+    rank, batch = divmod(int(means.argmax()), means.shape[1])
+    return rank, batch
