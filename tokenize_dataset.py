@@ -35,10 +35,13 @@ def main(argv: list[str] | None = None) -> None:
 
     arguments = parse(TokenizeArguments, argv)
 
-    from fabric_train.corpus.build import build_token_dataset
+    from fabric_train.corpus.tokenizers.identity import IdentityCheck
 
-    with _terminated_as_interrupted():
-        outcome = build_token_dataset(arguments)
+    with _terminated_as_interrupted(), IdentityCheck() as check:
+        check.start_early(arguments.tokenizer_name)
+        from fabric_train.corpus.build import build_token_dataset
+
+        outcome = build_token_dataset(arguments, check)
     _print_summary(arguments, outcome)
 
 

@@ -24,7 +24,8 @@ from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes
 from fabric_train.corpus.reading.files import missing_column, text_of
 from fabric_train.corpus.reading.sources import DatasetSource, FileSource, Source, open_sources
 from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
-from fabric_train.corpus.tokenizers.text_encoder import Reference, TextEncoder, open_encoder, with_borders
+from fabric_train.corpus.tokenizers.reference import Reference, find_difference
+from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
 
@@ -133,7 +134,7 @@ class Stream:
         texts = [*reference.hard_strings(), *first]
         ids = encoder.encode_batch(texts)
         encoder.pieces.quicken()
-        return reference.find_difference([*texts, *texts], [*ids, *encoder.encode_batch(texts)])
+        return find_difference(texts * 2, reference.encode(texts) * 2, [*ids, *encoder.encode_batch(texts)])
 
 
 def open_stream(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fabric_train.corpus import manifest
-from fabric_train.corpus.chats.chat import ChatEncoder, columns, recognise
-from fabric_train.corpus.chats.chat_format import read_chat
+from fabric_train.corpus.chats.chat import ChatEncoder
+from fabric_train.corpus.chats.chat_format import columns, read_chat, recognise
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
 from fabric_train.corpus.tokenizers.hard_strings import HARD_STRINGS
 from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer

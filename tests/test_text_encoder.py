@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 
 from fabric_train.corpus.tokenizers import long_texts
 from fabric_train.corpus.tokenizers.long_texts import AfterLines, BeforeBlanks, Part, WholeTexts, find_cutter
-from fabric_train.corpus.tokenizers.text_encoder import FastEncoder, Reference, TextEncoder, open_encoder, with_borders
+from fabric_train.corpus.tokenizers.reference import Reference
+from fabric_train.corpus.tokenizers.reference import find_difference as find_difference_from
+from fabric_train.corpus.tokenizers.text_encoder import FastEncoder, TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer
 from fabric_train.corpus.tokenizers.tokenizer_json import read_tokenizer_json
 
@@ -20,7 +22,7 @@ from fabric_train.corpus.tokenizers.tokenizer_json import read_tokenizer_json
 def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, texts: list[str]) -> str | None:
     reference = Reference(tokenizer_file, plain)
     texts = [*reference.hard_strings(), *texts]
-    return reference.find_difference(texts, encoder.encode_batch(texts))
+    return find_difference_from(texts, reference.encode(texts), encoder.encode_batch(texts))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from fabric_train.corpus.reading.sources import Source, open_sources, sha256
 from fabric_train.corpus.selection import Collection, collect, draw_validation, mix
 from fabric_train.corpus.shards import HASH_BYTES, SourceFormat
 from fabric_train.corpus.tokenizers.identity import IdentityCheck
-from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, find_tokenizer_json, load_tokenizer
+from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.corpus.unfinished import unfinished_folder
 from fabric_train.errors import InputError
 
@@ -56,23 +56,17 @@ class _Split:
     order: np.ndarray
 
 
-def build_token_dataset(arguments: "TokenizeArguments") -> Outcome:
+def build_token_dataset(arguments: "TokenizeArguments", check: IdentityCheck) -> Outcome:
     """Write the token dataset that ``arguments`` describe; the folder is there when it is whole, or not at all.
+
+    ``check`` may have begun to load the tokenizer.
 
     Raises:
         InputError: sources, tokenizer or output folder cannot be used, or there is less text than one row.
     """
     target = Path(arguments.output_dir).expanduser()
     refuse_if_taken(target)
-    with IdentityCheck() as check:
-        file = find_tokenizer_json(arguments.tokenizer_name)
-        if file:  # to load while this process reads it too
-            check.start(file, special_text_is_plain=False)
-        tokenizer = load_tokenizer(arguments.tokenizer_name)
-        return _build(target, tokenizer, check, arguments)
-
-
-def _build(target: Path, tokenizer: CorpusTokenizer, check: IdentityCheck, arguments: "TokenizeArguments") -> Outcome:
+    tokenizer = load_tokenizer(arguments.tokenizer_name)
     num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
         train_sources, held_out = _open(arguments, unfinished / "downloads")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fabric_train.corpus.chats import chat
+from fabric_train.corpus.chats.chat_format import columns, other_shape, recognise
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.manifest import BAD_ROW, SourceRecord
 from fabric_train.corpus.progress import Show, progress
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _TICK_SECONDS = 0.2
 _LONG_RUN_BYTES = 64 << 20
-_SAMPLED_SHARDS, _SAMPLED_CHARACTERS = 8, 20_000  # of the corpus, to compare ids; characters of each shard
+# of the corpus, to compare ids: so many places, a character of a hundred bytes, but not fewer nor more than this
+_SAMPLED_PARTS, _SAMPLED_SHARE, _LEAST_SAMPLED, _MOST_SAMPLED = 8, 0.01, 20_000, 160_000
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Caps:
 class _DifferentIdsError(Exception):
     """The encoder does not give the tokenizer's ids; the message shows where."""
 
+
+_held: list[Work] = []  # to the process's end: to free an encoder before takes longer than to write the rows
 
 _Task = Shard | int  # to encode; or the number of a source whose files are to be hashed
 
@@ -99,10 +102,12 @@ def find_formats(
     formats = {"text": SourceFormat((arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
-        encoder = chat.ChatEncoder(
+        from fabric_train.corpus.chats.chat import ChatEncoder  # where there are only texts, time is saved
+
+        encoder = ChatEncoder(
             tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest, with_tiktoken=with_tiktoken
         )
-        formats[kind] = SourceFormat(chat.columns(kind), encoder)
+        formats[kind] = SourceFormat(columns(kind), encoder)
         (tokenizer_folder / "chat_template.jinja").write_text(encoder.chat_template, encoding="utf-8")
     return [formats[kind] for kind in kinds]
 
@@ -110,9 +115,9 @@ def find_formats(
 def _data_format(source: Source, arguments: "TokenizeArguments") -> str:
     if arguments.data_format != "auto":
         return arguments.data_format
-    columns = (arguments.text_column, *chat.columns("auto"))
+    looked_for = (arguments.text_column, *columns("auto"))
     for part in source.parts(1 << 20):
-        reader = source.reader(part, columns)
+        reader = source.reader(part, looked_for)
         for number, row in reader:
             if isinstance(row, BadRowError):
                 if arguments.on_bad_rows == "fail":
@@ -120,10 +125,10 @@ def _data_format(source: Source, arguments: "TokenizeArguments") -> str:
                 continue
             if arguments.text_column in row:
                 return "text"
-            kind = chat.recognise(row)
+            kind = recognise(row)
             if kind is None:
                 no_text = str(missing_column(reader.place(number), arguments.text_column, row))
-                raise InputError(chat.other_shape(row, "auto", f"{no_text}; and no chat or instruction"))
+                raise InputError(other_shape(row, "auto", f"{no_text}; and no chat or instruction"))
             return kind
     return "text"
 
@@ -151,6 +156,7 @@ def encode_sources(
     """
     file = tokenizer_folder / "tokenizer.json"
     check.start(file, tokenizer.special_text_is_plain)
+    check.prepare(list(_sample(sources, formats)))
     encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
     work = Work(
         folder=folder,
@@ -163,6 +169,7 @@ def encode_sources(
         skips_bad_rows=arguments.on_bad_rows == "skip",
         progress=None,
     )
+    _held.append(work)
     settings = _settings(tokenizer_hashes, arguments)
     try:
         return _encode_all(work, name, settings, check, num_proc, caps)
@@ -194,8 +201,7 @@ def _encode_all(work: Work, name: str, settings: str, check: IdentityCheck, num_
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # they have something to do now
         if isinstance(work.encoder, ByteBPE):
-            sample = [text for shard in _sampled(work, shards) for text in _sample(work, shard)]
-            check.begin(work.encoder, sample, is_long=total > _LONG_RUN_BYTES)
+            check.begin(work.encoder, is_long=total > _LONG_RUN_BYTES)
         import pyarrow  # noqa: F401 - the rows need it, and there is time for it now
 
         for finished in finished_tasks:
@@ -212,7 +218,8 @@ def _encode_all(work: Work, name: str, settings: str, check: IdentityCheck, num_
     if difference:
         raise _DifferentIdsError(difference)
     used = [shard for shard in shards if shard.index in records]
-    return Encoded(used, [records[shard.index] for shard in used], [described[i] for i in sorted(described)], name)
+    described_in_order = [described[number] for number in sorted(described)]
+    return Encoded(used, [records[shard.index] for shard in used], described_in_order, name)
 
 
 def _perform(work: Work, task: _Task) -> SourceRecord | None:
@@ -223,28 +230,32 @@ def _perform(work: Work, task: _Task) -> SourceRecord | None:
     return work.sources[task].record()
 
 
-def _sampled(work: Work, shards: Sequence[Shard]) -> list[Shard]:
-    """Return shards of text, evenly spaced."""
-    of_text = [shard for shard in shards if work.formats[shard.source].chat is None]
-    return of_text[:: max(1, len(of_text) // _SAMPLED_SHARDS)]
+def _sample(sources: Sequence[Source], formats: Sequence[SourceFormat]) -> Iterator[str]:
+    """Yield texts from places spaced evenly over the sources of text."""
+    of_text = [
+        (source, format_.columns[0]) for source, format_ in zip(sources, formats, strict=True) if not format_.chat
+    ]
+    num_bytes = sum(source.num_bytes for source, _ in of_text)
+    part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
+    parts = [(source, column, part) for source, column in of_text for part in source.parts(part_bytes)]
+    characters = min(max(int(num_bytes * _SAMPLED_SHARE), _LEAST_SAMPLED), _MOST_SAMPLED) // _SAMPLED_PARTS
+    for source, column, part in parts[:: max(1, len(parts) // _SAMPLED_PARTS)]:
+        yield from _first_texts(source, column, part, characters)
 
 
-def _sample(work: Work, shard: Shard) -> Iterator[str]:
-    """Yield the beginnings of the shard's first documents."""
-    left = _SAMPLED_CHARACTERS
-    (column,) = work.formats[shard.source].columns
-    for part in shard.parts:
-        reader = work.sources[shard.source].reader(part, (column,))
-        for number, row in reader:
-            if left <= 0:
-                return
-            try:
-                text = None if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))
-            except BadRowError:
-                continue  # told, or left out, where the shard is encoded
-            if text:
-                yield text[:left]
-                left -= len(text)
+def _first_texts(source: Source, column: str, part: Any, left: int) -> Iterator[str]:
+    """Yield the part's first documents, together about ``left`` characters."""
+    reader = source.reader(part, (column,))
+    for number, row in reader:
+        if left <= 0:
+            return
+        try:
+            text = None if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))
+        except BadRowError:
+            continue  # told, or left out, where the shard is encoded
+        if text:
+            yield text[:left]
+            left -= len(text)
 
 
 def _usable_record(work: Work, shard: Shard) -> ShardRecord | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.corpus import manifest
-from fabric_train.corpus.chats.chat_format import Chat, columns, other_shape, read_chat, recognise
+from fabric_train.corpus.chats.chat_format import Chat, read_chat
 from fabric_train.corpus.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
 from fabric_train.corpus.chats.control_tokens import ControlTokens
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
@@ -18,8 +18,6 @@ from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-__all__ = ["ChatEncoder", "columns", "other_shape", "recognise"]
 
 
 class ChatEncoder:

@@ -53,7 +53,7 @@ def merge_ranks(model: dict[str, Any], found_in_text: frozenset[str]) -> MergeRa
     vocabulary: dict[str, int] = model["vocab"]
     joined = _joined(model["merges"])
     try:
-        results = np.array(list(map(vocabulary.__getitem__, joined)), np.int64)
+        results = np.fromiter(map(vocabulary.__getitem__, joined), np.int64, len(joined))
     except KeyError as error:
         raise NotExpressibleError(f"its merges make {error}, which is not in its vocabulary") from None
     starts = np.flatnonzero(np.diff(results, prepend=-1))  # where the next token's merges begin
@@ -110,9 +110,9 @@ def _as_bytes(names: list[str]) -> list[bytes]:
 
 def _refuse_unmade(vocabulary: dict[str, int], ids: np.ndarray, found_in_text: frozenset[str]) -> None:
     """Raise if a token that no merge makes could still be a whole piece of a text."""
-    unmade = set(vocabulary.values()).difference(ids.tolist())
-    tokens = [token for token, index in vocabulary.items() if index in unmade] if unmade else []
-    for token in tokens:
+    is_unmade = np.isin(np.fromiter(vocabulary.values(), np.int64, len(vocabulary)), ids, invert=True)
+    tokens = list(vocabulary)
+    for token in map(tokens.__getitem__, np.flatnonzero(is_unmade).tolist()):
         if token not in found_in_text and _BYTE_OF_LETTER.keys() >= set(token):
             raise NotExpressibleError(f"no merge makes its token {token!r}")
 

@@ -1,26 +1,19 @@
 """Texts to token ids: by tiktoken where it gives the tokenizer's own ids, otherwise by the ``tokenizers`` library."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from fabric_train.corpus.tokenizers.byte_bpe import NotExpressibleError, express
 from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
-from fabric_train.corpus.tokenizers.hard_strings import HARD_STRINGS, special_token_strings
 from fabric_train.corpus.tokenizers.long_texts import Cutter, Part, WholeTexts, find_cutter
 from fabric_train.corpus.tokenizers.tokenizer_json import read_tokenizer_json
 
-if TYPE_CHECKING:
-    from tokenizers import Encoding
-
-__all__ = ["HARD_STRINGS", "FastEncoder", "Reference", "TextEncoder", "open_encoder", "with_borders"]
-
 _PARTS_AT_ONCE = 256
-_EXCERPT = 30  # characters before and after the place where ids differ
 
 
 class TextEncoder(Protocol):
@@ -74,32 +67,6 @@ def open_encoder(
         return FastEncoder(tokenizer_file, special_text_is_plain, cutter), f"encode_batch_fast: {reason}"
 
 
-class Reference:
-    """The tokenizer itself, by the ``tokenizers`` library, that an encoder's ids are compared with.
-
-    Texts are encoded one at a time: the library starts no threads for that, so that the process may still be forked.
-
-    Raises:
-        InputError: the file is damaged.
-    """
-
-    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
-        self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
-
-    def hard_strings(self) -> list[str]:
-        """Return texts on which encoders fail, with this tokenizer's special tokens among them."""
-        own = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
-        return [*HARD_STRINGS, *special_token_strings(own)]
-
-    def find_difference(self, texts: Iterable[str], ids: Iterable[np.ndarray]) -> str | None:
-        """Return where the first of an encoder's ids is another than the tokenizer's, None if none is."""
-        for text, found in zip(texts, ids, strict=True):
-            expected = self._tokenizer.encode(text, add_special_tokens=False)
-            if found.tolist() != expected.ids:
-                return f"ids differ from the tokenizer's at {_excerpt(text, found.tolist(), expected)!r}"
-        return None
-
-
 def with_borders(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -> np.ndarray:
     """Return ``ids`` between BOS (where there is one) and EOS, each exactly once, even where the text has its own."""
     begin, end = 0, len(ids)
@@ -118,12 +85,3 @@ def with_borders(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _excerpt(text: str, ids: list[int], expected: "Encoding") -> str:
-    """Return the text around the first id that differs."""
-    same = 0
-    while same < min(len(ids), len(expected.ids)) and ids[same] == expected.ids[same]:
-        same += 1
-    place = expected.offsets[same][0] if same < len(expected.offsets) else len(text)
-    return text[max(0, place - _EXCERPT) : place + _EXCERPT]
