@@ -19,7 +19,8 @@ BPE_MODEL = 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
 
-# Where conversions go wrong: blanks in every place, controls, bytes, marks, control pieces written out.
+# Where conversions go wrong: blanks in every place, controls, bytes, marks, control pieces written out. Milder than
+# ``hard_strings``: on some of those the normalizers of both libraries differ, which is no reason to refuse a model.
 HARD_STRINGS = (
     "",
     " ",

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
 from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
@@ -80,12 +81,7 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-        raise InputError(f"{file} is not a tokenizer: {error}; tokenize again") from None
+    tokenizer = load_fast(file, special_text_is_plain=False)
     names = _names(folder / "special_tokens_map.json") | _names(folder / "tokenizer_config.json")
     added = tokenizer.get_added_tokens_decoder()
     special = {token: entry.content for token, entry in added.items() if entry.special}
