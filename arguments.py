@@ -150,6 +150,8 @@ class CheckpointArguments:
     """Start from this checkpoint (step-... folder or a run folder) instead of the newest of --output_dir."""
     weights_only: bool = False
     """Take only the weights of --checkpoint: optimizer, step and data order start anew."""
+    allow_changes: bool = False
+    """Go on from a checkpoint also where arguments differ that decide the losses, such as lr; refused else."""
 
     def faults(self) -> list[str]:
         """Name what contradicts itself."""

@@ -34,13 +34,13 @@ from fabric_train.batches import (  # noqa: E402
     validation_batches,
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.corpus.lanes import Cursor  # noqa: E402
 from fabric_train.errors import InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
+from fabric_train.resumption import check_resumption  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
@@ -65,6 +65,7 @@ class Prepared:
     plan: Plan
     order: checkpoints.DataOrder | checkpoints.StreamOrder
     state: checkpoints.TrainerState
+    notes: tuple[str, ...]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
     idle = parallel.unused_gpus(arguments.device.devices, parallel.resolve_accelerator(arguments.device.accelerator))
-    for note in (*plan.notes, *([idle] if idle else [])):
+    for note in (*prepared.notes, *([idle] if idle else [])):
         _note(console, note)
     if prepared.state.step >= plan.num_steps:
         console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")
@@ -163,11 +164,13 @@ def prepare(arguments: TrainArguments) -> Prepared:
     shape = read_shape(source, arguments.fsdp.auto_wrap_policy, arguments.model.attention)
     plan = make_plan(arguments, shape, data, world_size)
     order = _order(data, plan, arguments.data.seed)
-    state = checkpoints.TrainerState()
+    state, notes = checkpoints.TrainerState(), plan.notes
     if checkpoint and not (arguments.checkpoint.weights_only or arguments.evaluation.eval_only):
-        checkpoints.refuse_other_data(checkpoint, order)
         state = checkpoints.read_trainer_state(checkpoint)
-    return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state)
+        rows_hash = _window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
+        versions = {name: version(name) for name in _PACKAGES}
+        notes += tuple(check_resumption(checkpoint, state, order, rows_hash, arguments, plan, versions))
+    return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state, notes)
 
 
 def _open_data(arguments: TrainArguments, folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:
@@ -206,6 +209,11 @@ def _order(data: TokenDataset | Stream, plan: Plan, seed: int) -> checkpoints.Da
         special_text_is_plain=data.tokenizer.special_text_is_plain,
         rows_per_window=plan.rows_per_window,
     )
+
+
+def _window_order(data: TokenDataset, plan: Plan, arguments: TrainArguments, rank: int = 0) -> WindowOrder:
+    rows, share = len(data.train), (arguments.training.micro_batch_size, plan.world_size, rank)
+    return WindowOrder(rows, plan.rows_per_window, *share, arguments.data.seed)
 
 
 def _load(prepared: Prepared) -> Any:
@@ -315,21 +323,19 @@ def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
     """Return where this rank's windows come from."""
     arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
     num_workers, pins = arguments.data.num_workers, fabric.device.type == "cuda"
-    share = (plan.rows_per_window, arguments.training.micro_batch_size, fabric.world_size, fabric.global_rank)
     if isinstance(data, TokenDataset):
-        order = WindowOrder(len(data.train), *share, arguments.data.seed)
+        order = _window_order(data, plan, arguments, fabric.global_rank)
         return TrainBatches(data.train, order, num_workers, pin_memory=pins)
     fabric.barrier()  # rank 0 has written the tokenizer
-    cursors = [Cursor()] * plan.rows_per_window
-    if prepared.checkpoint and prepared.state.step:
-        cursors = checkpoints.read_cursors(prepared.checkpoint)
     return StreamBatches(
         read=data.texts.read,
         encode=data.open_encoder(),
         max_length=data.max_length,
         isolates=data.isolates,
-        order=LaneOrder(*share),
-        cursors=cursors,
+        order=LaneOrder(
+            plan.rows_per_window, arguments.training.micro_batch_size, fabric.world_size, fabric.global_rank
+        ),
+        stands=checkpoints.read_stands(prepared.checkpoint) if prepared.checkpoint and prepared.state.step else None,
         num_workers=num_workers,
         pin_memory=pins,
     )

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from fabric_train.corpus.manifest import Manifest, read_manifest
 from fabric_train.errors import InputError
 from fabric_train.loss import IGNORED_LABEL, Documents
+from fabric_train.rows_hash import hash_of
 
 VALIDATION_NAMES = ("validation", "valid")
 
@@ -61,7 +62,8 @@ class Window:
 
     ``step`` counts from 1, ``epoch`` from 0; ``num_tokens`` are those of all ranks. ``rows``, int64 [rows of all
     ranks], are the window's rows in their order: indices into the train split, or a stream's lanes. ``cursors`` are
-    where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells.
+    where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells. ``rows_hash`` is that of the
+    order after this window; None for a stream.
     """
 
     step: int
@@ -72,6 +74,7 @@ class Window:
     num_tokens: int
     batches: list[Batch]
     cursors: np.ndarray | None = None
+    rows_hash: str | None = None
 
     @property
     def num_rows(self) -> int:
@@ -290,6 +293,13 @@ class WindowOrder:
         start = window * self.rows_per_window
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
 
+    def rows_hash(self, step: int) -> str:
+        """Hash the rows of all windows up to a step, in their order: the same whatever the ranks and micro-batches."""
+        rows_hash = ""
+        for done in range(step):
+            rows_hash = hash_of(self.rows_in(*divmod(done, self.windows_per_epoch)), rows_hash)
+        return rows_hash
+
     def num_batches_in(self, window: int) -> int:
         """Micro-batches of the window on each rank, the same on all since they compute together."""
         return math.ceil(self.num_rows_in(window) / (self.micro_batch_size * self.world_size))
@@ -315,7 +325,7 @@ class TrainBatches:
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
         per_epoch = self.order.windows_per_epoch
-        step = after_step
+        step, rows_hash = after_step, self.order.rows_hash(after_step)
         while step < last_step:
             epoch, first = divmod(step, per_epoch)
             stop = min(per_epoch, first + last_step - step)
@@ -323,6 +333,7 @@ class TrainBatches:
             for window in range(first, stop):
                 step += 1
                 rows = self.order.rows_in(epoch, window)
+                rows_hash = hash_of(rows, rows_hash)
                 yield Window(
                     step=step,
                     epoch=epoch,
@@ -331,6 +342,7 @@ class TrainBatches:
                     micro_batch_size=self.order.micro_batch_size,
                     num_tokens=self.rows.num_tokens(rows),
                     batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
+                    rows_hash=rows_hash,
                 )
 
 

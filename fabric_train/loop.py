@@ -84,6 +84,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
             num_samples=state.num_samples + window.num_rows,
             skipped_steps=state.skipped_steps + bool(verdict.fault),
             train_loss=None if verdict.fault else verdict.loss,
+            rows_hash=window.rows_hash,
             val_loss=None,
         )
         checkpoint, cursors = None, window.cursors

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from fabric_train.batches import Batch, Rows, TokenDataset, Window, make_batch, positions
 from fabric_train.corpus.chats.chat_format import recognise
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes
+from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes, LaneStand
 from fabric_train.corpus.reading.files import missing_column, text_of
 from fabric_train.corpus.reading.sources import DatasetSource, FileSource, Source, open_sources
 from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
@@ -191,7 +191,8 @@ class LaneOrder:
 class StreamBatches:
     """The windows of a run on this rank, made by up to ``num_workers`` processes.
 
-    ``read`` begins a pass over the texts; ``cursors`` say of every lane, also those of other ranks, where it begins.
+    ``read`` begins a pass over the texts; ``stands`` say of every lane, also those of other ranks, where it goes on,
+    and are None at the beginning.
     """
 
     read: Callable[[], Iterable[str]]
@@ -199,15 +200,15 @@ class StreamBatches:
     max_length: int
     isolates: bool
     order: LaneOrder
-    cursors: Sequence[Cursor]
+    stands: Sequence[LaneStand] | None
     num_workers: int
     pin_memory: bool
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; the cursors are those of ``after_step``.
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; the stands are those of ``after_step``.
 
         Raises:
-            InputError: what reading raises, also in a worker.
+            InputError: what reading raises, also in a worker; the texts are not those that a lane has gone through.
         """
         made = iter(self._loader(last_step - after_step))
         for step in range(after_step + 1, last_step + 1):
@@ -243,8 +244,11 @@ class StreamBatches:
     def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:
         """Yield every ``stride``-th micro-batch of so many windows, beginning with the ``first``."""
         own = [self.order.lanes(batch) for batch in range(first, self.order.num_batches, stride)]
-        cursors = {lane: self.cursors[lane] for lanes in own for lane in lanes}
-        reader = Lanes(self.read, self.encode, self.order.rows_per_window, cursors, self.max_length)
+        beginning = {lane: self.stands[lane].last if self.stands else Cursor() for lanes in own for lane in lanes}
+        reader = Lanes(self.read, self.encode, self.order.rows_per_window, beginning, self.max_length)
+        if self.stands:
+            for lane in beginning:
+                _refuse_other_row(lane, reader.next_row(lane).stand, self.stands[lane])
         for _ in range(num_windows):
             for lanes in own:
                 yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)
@@ -252,7 +256,7 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """A micro-batch and, int64 [B, 4], each row's lane and the lane's cursor after it: epoch, document, offset."""
+    """A micro-batch and, int64 [B, 9], each row's lane and where the lane stands after it, in ``LaneStand.numbers``."""
 
     batch: Batch
     cursors: np.ndarray
@@ -289,8 +293,18 @@ def _raised(item: StreamBatch | InputError | OSError) -> StreamBatch:
 def _batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch:
     input_ids = np.stack([row.input_ids for row in rows]).astype(np.int64)
     starts = [np.array(row.document_starts, np.int64) for row in rows] if isolates else []
-    cursors = np.array([(lane, *row.cursor) for lane, row in zip(lanes, rows, strict=True)], np.int64)
+    cursors = np.array([(lane, *row.stand.numbers()) for lane, row in zip(lanes, rows, strict=True)], np.int64)
     return StreamBatch(make_batch(input_ids, input_ids.copy(), starts), cursors)
+
+
+def _refuse_other_row(lane: int, here: LaneStand, saved: LaneStand) -> None:
+    """Raise InputError where a lane's last row is another one than the run has trained on."""
+    if here != saved:
+        raise InputError(
+            f"--streaming_dataset: row {lane} of the last step before the checkpoint is not the one that was trained "
+            "on: texts up to it have changed; resume with them as they were, or take the checkpoint's weights alone "
+            "with --weights_only true"
+        )
 
 
 def _as_it_is(item: Any) -> Any:

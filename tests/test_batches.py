@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,21 @@ def test_resuming_at_any_step_yields_the_windows_that_were_left(num_workers: int
             for one, other in zip(again.batches, window.batches, strict=True):
                 assert torch.equal(one.input_ids, other.input_ids)
                 assert torch.equal(one.labels, other.labels)
+
+
+def test_windows_carry_the_hash_of_all_rows_up_to_them_however_they_are_cut_and_from_wherever_they_go_on() -> None:
+    rows = numbered(10)  # windows of 4, 4 and 2
+    by_hand, hashes = b"", []
+    for epoch in range(2):
+        order = np.random.default_rng([7, epoch]).permutation(10)
+        for window in (order[:4], order[4:8], order[8:]):
+            by_hand = xxhash.xxh3_128_digest(by_hand + b"".join(int(row).to_bytes(8, "little") for row in window))
+            hashes.append(by_hand.hex())
+    assert [window.rows_hash for window in train_windows(rows, (0, 6), seed=7)] == hashes
+    cut = train_windows(rows, (3, 6), seed=7, world_size=2, rank=1, micro_batch_size=2)
+    assert [window.rows_hash for window in cut] == hashes[3:]
+    assert WindowOrder(10, 4, 1, 1, 0, seed=7).rows_hash(5) == hashes[4]
+    assert train_windows(rows, (0, 1), seed=8)[0].rows_hash != hashes[0]
 
 
 def test_windows_count_steps_epochs_rows_and_tokens_of_all_ranks() -> None:

@@ -22,11 +22,12 @@ from test_training import SETTINGS, kill_with_ranks, timeless
 from arguments import TrainArguments, parse
 from fabric_train.__main__ import prepare
 from fabric_train.batches import Batch, Rows, Window
-from fabric_train.corpus.lanes import Cursor, Lanes, deal
+from fabric_train.corpus.lanes import Cursor, Lanes, LaneStand, deal
 from fabric_train.corpus.reading.sources import StreamSource
 from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
 from fabric_train.corpus.tokenizers.text_encoder import FastEncoder
 from fabric_train.errors import InputError
+from fabric_train.rows_hash import hash_of
 from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,12 +41,11 @@ def letters(text: str) -> np.ndarray:
 def batches_of(
     texts: Sequence[str],
     order: LaneOrder,
-    cursors: Sequence[Cursor] | None = None,
+    stands: Sequence[LaneStand] | None = None,
     num_workers: int = 0,
     max_length: int = 5,
 ) -> StreamBatches:
-    beginning = cursors or [Cursor()] * order.rows_per_window
-    return StreamBatches(lambda: texts, letters, max_length, True, order, beginning, num_workers, pin_memory=False)
+    return StreamBatches(lambda: texts, letters, max_length, True, order, stands, num_workers, pin_memory=False)
 
 
 def all_ranks(
@@ -54,14 +54,14 @@ def all_ranks(
     rows_per_window: int,
     micro_batch_size: int,
     world_size: int,
-    cursors: Sequence[Cursor] | None = None,
+    stands: Sequence[LaneStand] | None = None,
     num_workers: int = 0,
-) -> tuple[list[np.ndarray], list[list[Cursor]]]:
-    """Every window's rows over all ranks, [rows_per_window, max_length], and all lanes' cursors after it."""
+) -> tuple[list[np.ndarray], list[list[LaneStand]]]:
+    """Every window's rows over all ranks, [rows_per_window, max_length], and where all lanes stand after it."""
     ranks: list[list[Window]] = []
     for rank in range(world_size):
         order = LaneOrder(rows_per_window, micro_batch_size, world_size, rank)
-        ranks.append(list(batches_of(texts, order, cursors, num_workers).windows(0, num_windows)))
+        ranks.append(list(batches_of(texts, order, stands, num_workers).windows(0, num_windows)))
     rows, after = [], []
     for windows in zip(*ranks, strict=True):
         stacked = np.concatenate([batch.input_ids.numpy() for window in windows for batch in window.batches])
@@ -69,7 +69,7 @@ def all_ranks(
         assert sorted(told[:, 0]) == list(range(rows_per_window))
         in_order = np.argsort(told[:, 0])
         rows.append(stacked[in_order])
-        after.append([Cursor(*map(int, cursor)) for cursor in told[in_order, 1:]])
+        after.append([LaneStand.from_numbers(numbers) for numbers in told[in_order, 1:]])
     return rows, after
 
 
@@ -106,7 +106,7 @@ def test_each_document_is_in_one_lane_once_a_pass_in_order_over_all_ranks(
         one_pass = np.concatenate([letters(text) for text in lanes[lane]])
         endless = np.tile(one_pass, len(taken) // len(one_pass) + 1)
         np.testing.assert_array_equal(taken, endless[: len(taken)])
-        assert after[-1][lane].epoch in (len(taken) // len(one_pass), (len(taken) - 1) // len(one_pass))
+        assert after[-1][lane].next.epoch in (len(taken) // len(one_pass), (len(taken) - 1) // len(one_pass))
 
 
 @settings(deadline=None, max_examples=40)
@@ -115,8 +115,8 @@ def test_resumed_at_any_step_by_other_ranks_the_windows_are_those_of_the_uninter
     texts: list[str], cut: tuple[int, int], other: tuple[int, int], step: int
 ) -> None:
     rows, after = all_ranks(texts, 8, 8, *cut)
-    cursors = after[step - 1] if step else None
-    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *other, cursors=cursors)
+    stands = after[step - 1] if step else None
+    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *other, stands=stands)
     for window, same in zip(rows[step:], resumed, strict=True):
         np.testing.assert_array_equal(window, same)
     assert after[step:] == resumed_after
@@ -158,7 +158,8 @@ def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
         ".efghi",
     ]
     assert [row.document_starts for row in rows] == [[0, 4], [0], [1, 5], [1]]
-    assert [row.cursor for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
+    assert [row.stand.next for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
+    assert [row.stand.last for row in rows] == [(0, 0, 0), (0, 2, 0), (0, 2, 6), (1, 1, 1)]
 
 
 def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
@@ -181,13 +182,27 @@ def test_only_a_ranks_own_documents_are_encoded() -> None:
 
     texts = [chr(97 + number) * 9 for number in range(8)]
     order = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=4, rank=1)
-    made = StreamBatches(lambda: texts, encode, 10, True, order, [Cursor()] * 4, 0, pin_memory=False)
+    made = StreamBatches(lambda: texts, encode, 10, True, order, None, 0, pin_memory=False)
     list(made.windows(0, 2))
     assert encoded == [texts[1], texts[5]]
     encoded.clear()
-    beginning = [Cursor(0, 5, 0)] * 4  # skipped texts are not encoded again
-    list(StreamBatches(lambda: texts, encode, 10, True, order, beginning, 0, pin_memory=False).windows(1, 2))
-    assert encoded == [texts[5]]
+    stands = [LaneStand(Cursor(0, 2, 0), Cursor(0, 1, 0), hash_of(letters(texts[1])))] * 4
+    list(StreamBatches(lambda: texts, encode, 10, True, order, stands, 0, pin_memory=False).windows(1, 2))
+    assert encoded == [texts[1], texts[5]]  # of what lies behind, only the last row is encoded again, to compare it
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_texts_that_have_changed_since_are_refused_before_a_row_is_made(num_workers: int) -> None:
+    order = LaneOrder(rows_per_window=2, micro_batch_size=1, world_size=1, rank=0)
+    texts = ["abcd", "efgh", "ijkl", "mnop"]
+    _, after = all_ranks(texts, 2, 2, 1, 1)
+    beyond = [*texts[:3], "MNOP"]  # the row that is compared ends before it
+    assert len(list(batches_of(beyond, order, after[0], num_workers).windows(1, 2))) == 1
+    with pytest.raises(
+        InputError, match=r"^--streaming_dataset: row 1 of the last step before the checkpoint"
+    ) as error:
+        list(batches_of(["abcd", "efgX", *texts[2:]], order, after[0], num_workers).windows(1, 2))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -238,7 +253,7 @@ def windows_of(stream: Stream, num_windows: int, order: LaneOrder, num_workers: 
         stream.max_length,
         stream.isolates,
         order,
-        [Cursor()] * order.rows_per_window,
+        None,
         num_workers,
         pin_memory=False,
     )

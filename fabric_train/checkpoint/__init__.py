@@ -25,11 +25,11 @@ from fabric_train.checkpoint.state import (
     Description,
     StreamOrder,
     TrainerState,
-    read_cursors,
+    faults_of_data,
+    read_stands,
     read_stream_order,
     read_trainer_json,
     read_trainer_state,
-    refuse_other_data,
 )
 
 __all__ = [
@@ -40,14 +40,14 @@ __all__ = [
     "StreamOrder",
     "TrainerState",
     "choose_checkpoint",
+    "faults_of_data",
     "find_checkpoint",
     "is_complete",
     "newest_checkpoint",
     "prune",
-    "read_cursors",
+    "read_stands",
     "read_stream_order",
     "read_trainer_json",
     "read_trainer_state",
-    "refuse_other_data",
     "restore_optimizer",
 ]

@@ -46,7 +46,7 @@ class Checkpoints:
     def save(self, state: TrainerState, cursors: np.ndarray | None = None) -> Path:
         """Write a checkpoint, then prune: the newest stay, and the best by validation loss.
 
-        ``cursors``, int64 [lanes of this rank, 4], are lane, epoch, document and offset where a stream is read.
+        ``cursors`` are those of the last window, see ``stream.StreamBatch``.
         """
         target = self.path(state)
         with contextlib.ExitStack() as stack:
@@ -85,7 +85,7 @@ class Checkpoints:
     def _write_cursors(self, folder: Path, cursors: np.ndarray) -> None:
         gathered: Any = self._fabric.all_gather(torch.from_numpy(cursors).to(self._fabric.device))
         if self._fabric.is_global_zero:
-            in_order = sorted(gathered.reshape(-1, 4).tolist())
+            in_order = sorted(gathered.reshape(-1, cursors.shape[1]).tolist())
             content = {"cursors": [cursor for _, *cursor in in_order]}
             (folder / "stream.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fabric_train.corpus.lanes import Cursor
+from fabric_train.corpus.lanes import LaneStand
 from fabric_train.errors import InputError
 
 FORMAT = 1
@@ -39,7 +39,9 @@ class StreamOrder:
 @dataclass(frozen=True)
 class TrainerState:
     """Where a run stands after ``step`` optimizer steps; ``epoch`` is that of the last one. Losses are of that very
-    step; ``skipped_steps`` were left out because their loss or gradient was not finite.
+    step; ``skipped_steps`` were left out because their loss or gradient was not finite. ``rows_hash`` is of all rows of
+    a token dataset that the steps consumed, see ``WindowOrder.rows_hash``; None for a stream, of which stream.json
+    knows each lane's last row.
     """
 
     step: int = 0
@@ -47,6 +49,7 @@ class TrainerState:
     num_tokens: int = 0
     num_samples: int = 0
     skipped_steps: int = 0
+    rows_hash: str | None = None
     train_loss: float | None = None
     val_loss: float | None = None
 
@@ -103,24 +106,25 @@ def read_stream_order(checkpoint: Path) -> StreamOrder | None:
     return StreamOrder(**saved) if "sources" in saved else None
 
 
-def read_cursors(checkpoint: Path) -> list[Cursor]:
-    """Return where every lane of the checkpoint's stream goes on.
+def read_stands(checkpoint: Path) -> list[LaneStand]:
+    """Return where every lane of the checkpoint's stream stands.
 
     Raises:
         InputError: where stream.json is damaged.
     """
     file = checkpoint / "stream.json"
     try:
-        return [Cursor(*map(int, cursor)) for cursor in json.loads(file.read_text(encoding="utf-8"))["cursors"]]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return [LaneStand.from_numbers(numbers) for numbers in content["cursors"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
 
 
-def refuse_other_data(checkpoint: Path, data: DataOrder | StreamOrder) -> None:
-    """Refuse to resume where the steps to come would not consume the rows they would have consumed.
+def faults_of_data(checkpoint: Path, data: DataOrder | StreamOrder) -> list[str]:
+    """Name by what the steps to come would not consume the rows that they would have consumed.
 
     Raises:
-        InputError: naming what differs.
+        InputError: where trainer.json is damaged.
     """
     saved = read_trainer_json(checkpoint)["data"]
     here = asdict(data)
@@ -128,7 +132,7 @@ def refuse_other_data(checkpoint: Path, data: DataOrder | StreamOrder) -> None:
     if saved.keys() != here.keys():
         options = ("--streaming_dataset", "--train_data_dir")
         there, other = options if "sources" in saved else reversed(options)
-        raise InputError(f"{checkpoint}: its run read {there}, not {other}; {mend}")
+        return [f"{checkpoint}: its run read {there}, not {other}; {mend}"]
     advice = {
         "sources": "--streaming_dataset reads other files, or they have changed",
         "text_column": "--text_column differs",
@@ -140,13 +144,11 @@ def refuse_other_data(checkpoint: Path, data: DataOrder | StreamOrder) -> None:
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
     }
-    faults = [
+    return [
         f"{checkpoint}: {advice[name]}: {_difference(saved[name], value)}; {mend}"
         for name, value in here.items()
         if saved[name] != value
     ]
-    if faults:
-        raise InputError(*faults)
 
 
 def _difference(saved: Any, here: Any) -> str:

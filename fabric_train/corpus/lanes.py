@@ -12,7 +12,7 @@ A lane joins its documents and cuts the whole every ``max_length`` tokens; no to
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric_train.errors import InputError
+from fabric_train.rows_hash import hash_of
 
 
 class Cursor(NamedTuple):
@@ -33,6 +34,33 @@ class Cursor(NamedTuple):
     offset: int = 0
 
 
+@dataclass(frozen=True)
+class LaneStand:
+    """Where a lane stands after a row: the next row begins at ``next``, this one began at ``last`` and had ids of this
+    hash. So whoever goes on can read this row again, and see whether the lane is still the same.
+    """
+
+    next: Cursor
+    last: Cursor
+    row_hash: str
+
+    def numbers(self) -> list[int]:
+        """The same as 8 numbers of 64 bits."""
+        halves = (int.from_bytes(bytes.fromhex(half), "big", signed=True) for half in _halves(self.row_hash))
+        return [*self.next, *self.last, *halves]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> "LaneStand":
+        """Undo :meth:`numbers`.
+
+        Raises:
+            ValueError, TypeError: they are something else.
+        """
+        *cursors, high, low = map(int, numbers)
+        row_hash = "".join(half.to_bytes(8, "big", signed=True).hex() for half in (high, low))
+        return cls(Cursor(*cursors[:3]), Cursor(*cursors[3:]), row_hash)
+
+
 class Text(NamedTuple):
     """A document as it is dealt; ``document`` is its number in pass ``epoch``."""
 
@@ -44,13 +72,13 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneRow:
-    """``input_ids``: int32 [max_length]; ``document_starts``: positions at which documents begin; ``cursor``: of the
+    """``input_ids``: int32 [max_length]; ``document_starts``: positions at which documents begin; ``stand``: of the
     lane after this row.
     """
 
     input_ids: np.ndarray
     document_starts: list[int]
-    cursor: Cursor
+    stand: LaneStand
 
 
 def deal(read: Callable[[], Iterable[str]], num_lanes: int, epoch: int) -> Iterator[Text]:
@@ -103,6 +131,7 @@ class Lanes:
             InputError: what reading raises.
         """
         lane = self._lanes[number]
+        begin = lane.cursor
         input_ids = np.empty(self._max_length, np.int32)
         document_starts: list[int] = []
         filled = 0
@@ -114,7 +143,7 @@ class Lanes:
             piece = lane.take(self._max_length - filled)
             input_ids[filled : filled + len(piece)] = piece
             filled += len(piece)
-        return LaneRow(input_ids, document_starts, lane.cursor)
+        return LaneRow(input_ids, document_starts, LaneStand(lane.cursor, begin, hash_of(input_ids)))
 
     def _open_document(self, lane: "_Lane") -> None:
         while not lane.waiting:
@@ -142,3 +171,7 @@ class _Lane:
         has_ended = not len(self.tokens)
         self.cursor = Cursor(epoch, document + 1, 0) if has_ended else Cursor(epoch, document, offset + len(piece))
         return piece
+
+
+def _halves(text: str) -> tuple[str, str]:
+    return text[: len(text) // 2], text[len(text) // 2 :]
