@@ -47,6 +47,10 @@ class DeviceArguments:
     """How many machines take part."""
     tpu: bool = False
     """Train on a TPU. Not built yet: true is refused."""
+    rank_timeout: NonNegativeFloat = 120.0
+    """Seconds after which a rank that is silent or keeps the others waiting ends the run (ten times that in loading,
+    saving and a process's first step); 0 waits for ever, for a debugger. A rank that dies ends it at once.
+    """
 
     def faults(self) -> list[str]:
         """Name what the types let through."""

@@ -10,7 +10,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ from typing import Any
 # ``fabric run`` puts this package's own folder first on the path, where its modules would shadow others of their name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
+from fabric_train.signals import STOPPED, describe, stop_signals  # noqa: E402
+
+if __name__ == "__main__":
+    stop_signals.listen()  # before the imports that follow, which take seconds
+
 from lightning import Fabric  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from arguments import TrainArguments, parse  # noqa: E402
+from arguments import CheckpointArguments, TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
 from fabric_train.attention import refuse_leaking, refuse_unusable  # noqa: E402
@@ -35,18 +41,22 @@ from fabric_train.batches import (  # noqa: E402
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.errors import InputError, run_program  # noqa: E402
-from fabric_train.launch import global_rank  # noqa: E402
+from fabric_train.launch import global_rank, num_restarts  # noqa: E402
+from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
+from fabric_train.progress import Phase, Progress  # noqa: E402
 from fabric_train.resumption import check_resumption  # noqa: E402
+from fabric_train.step_border import Border, agree  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
 from fabric_train.trackers import WandbLogger, open_loggers  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
+from fabric_train.watchdog import watch_ranks  # noqa: E402
 from fabric_train.weights import load_weights  # noqa: E402
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
@@ -73,7 +83,9 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
         InputError: for whatever the user can mend.
+        SystemExit: ``STOPPED``, where a signal has stopped the run.
     """
+    stop_signals.listen()
     _quiet()
     console = Console(quiet=global_rank() != 0)
     prepared = prepare(parse(TrainArguments, argv))
@@ -87,17 +99,31 @@ def main(argv: list[str] | None = None) -> None:
     idle = parallel.unused_gpus(arguments.device.devices, parallel.resolve_accelerator(arguments.device.accelerator))
     for note in (*prepared.notes, *([idle] if idle else [])):
         _note(console, note)
-    if prepared.state.step >= plan.num_steps:
+    if prepared.state.step >= plan.num_steps and not prepared.state.unlogged:
         console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")
         return
 
-    fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
-    _run(fabric, prepared, console)
-    parallel.leave_process_group(fabric)
+    writes = global_rank() == 0 and not arguments.evaluation.eval_only
+    with hold_lock(*_lock(prepared.folder)) if writes else nullcontext():
+        fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
+        progress = Progress()
+        with watch_ranks(fabric, progress, arguments.device.rank_timeout, arguments.device.num_nodes):
+            is_stopped = _run(fabric, prepared, progress, console)
+            progress.at(Phase.ENDING)
+            stop_signals.ignore()
+            parallel.leave_process_group(fabric)
+    if is_stopped:
+        raise SystemExit(STOPPED)
 
 
-def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
-    """Build what the loop drives and train, or evaluate alone."""
+def _lock(folder: Path) -> tuple[Path, str, str]:
+    """Return the arguments of what sees to it that one run at a time writes into a folder."""
+    taken = f"--output_dir {folder}: another run is writing into it"
+    return folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
+
+
+def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> bool:
+    """Build what the loop drives and train, or evaluate alone; return whether a signal has stopped it."""
     arguments = prepared.arguments
     model = _load(prepared)
     note = note_on_end_of_turn(model, prepared.data) if isinstance(prepared.data, TokenDataset) else None
@@ -113,11 +139,12 @@ def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
             (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
         if isinstance(prepared.data, Stream):
             prepared.data.tokenizer.save(prepared.data.tokenizer_folder)
-    validate = _validation(fabric, model, prepared)
+    validate = _validation(fabric, model, prepared, progress)
     if arguments.evaluation.eval_only:
-        assert validate is not None  # the plan has refused a dataset without validation rows
-        _report(validate(), prepared, fabric, console)
-        return
+        evaluation = validate() if validate else None
+        assert evaluation is not None  # the plan has refused a dataset without validation rows
+        _report(evaluation, prepared, fabric, console)
+        return False
     optimizer = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
@@ -130,7 +157,7 @@ def _run(fabric: Fabric, prepared: Prepared, console: Console) -> None:
         _description(prepared),
         arguments.save.keep_checkpoints,
     )
-    _train(fabric, model, optimizer, validate, saved, prepared, console)
+    return _train(fabric, model, optimizer, validate, saved, prepared, progress, console)
 
 
 def _note(console: Console, note: str) -> None:
@@ -148,11 +175,17 @@ def prepare(arguments: TrainArguments) -> Prepared:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"
         raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
+    if not arguments.evaluation.eval_only and global_rank() == 0:
+        refuse_if_held(*_lock(folder))
+    wanted = arguments.checkpoint
+    if num_restarts():  # torchrun goes on by itself
+        goes_on = checkpoints.newest_checkpoint(folder) is not None
+        wanted = CheckpointArguments(resume=True) if goes_on else replace(wanted, resume=True)
     checkpoint = checkpoints.choose_checkpoint(
         folder,
-        arguments.checkpoint.checkpoint,
-        arguments.checkpoint.resume,
-        anew=arguments.checkpoint.weights_only,
+        wanted.checkpoint,
+        wanted.resume,
+        anew=wanted.weights_only,
         only_reads=arguments.evaluation.eval_only,
     )
     accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
@@ -165,7 +198,7 @@ def prepare(arguments: TrainArguments) -> Prepared:
     plan = make_plan(arguments, shape, data, world_size)
     order = _order(data, plan, arguments.data.seed)
     state, notes = checkpoints.TrainerState(), plan.notes
-    if checkpoint and not (arguments.checkpoint.weights_only or arguments.evaluation.eval_only):
+    if checkpoint and not (wanted.weights_only or arguments.evaluation.eval_only):
         state = checkpoints.read_trainer_state(checkpoint)
         rows_hash = _window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
         versions = {name: version(name) for name in _PACKAGES}
@@ -223,8 +256,10 @@ def _load(prepared: Prepared) -> Any:
     return load_model(prepared.shape, dtype)
 
 
-def _validation(fabric: Fabric, model: Any, prepared: Prepared) -> Callable[[], Evaluation] | None:
-    """Return what evaluates the model on this rank's share of the validation split."""
+def _validation(
+    fabric: Fabric, model: Any, prepared: Prepared, progress: Progress
+) -> Callable[[], Evaluation | None] | None:
+    """Return what evaluates the model on this rank's share of the validation split, or None where a signal came."""
     rows, limits = prepared.data.validation, prepared.arguments.evaluation
     if rows is None:
         return None
@@ -236,7 +271,12 @@ def _validation(fabric: Fabric, model: Any, prepared: Prepared) -> Callable[[], 
         limits.eval_iters,
         prepared.arguments.data.num_workers,
     )
-    return lambda: evaluate(fabric, model, batches)
+
+    def is_left(batch: int) -> bool:
+        progress.at(Phase.VALIDATION, batch)
+        return agree(fabric, Border(stops=stop_signals.received)).stops > 0
+
+    return lambda: evaluate(fabric, model, batches, is_left=is_left)
 
 
 def _description(prepared: Prepared) -> checkpoints.Description:
@@ -255,11 +295,13 @@ def _train(
     fabric: Fabric,
     model: Any,
     optimizer: Any,
-    validate: Callable[[], Evaluation] | None,
+    validate: Callable[[], Evaluation | None] | None,
     saved: checkpoints.Checkpoints,
     prepared: Prepared,
+    progress: Progress,
     console: Console,
-) -> None:
+) -> bool:
+    """Train and say how it ended; return whether a signal has stopped it."""
     arguments, plan, state = prepared.arguments, prepared.plan, prepared.state
     outputs: list[Any] = []
     if fabric.is_global_zero:
@@ -306,17 +348,27 @@ def _train(
             flush=flush,
             saved=saved_checkpoint,
             warn=warn,
+            progress=progress,
         )
+        stop_signals.save_first()
         end = train(run, arguments, state)
-        newest = saved.path(end)
+        newest = saved.path(end.state)
         for output in outputs:
             if isinstance(output, WandbLogger) and arguments.logging.log_model == "last":
                 output.log_model(newest)
     finally:
         for output in outputs:
             output.close()
+    if end.stopped_by:
+        line = (
+            f"stopped by {describe(end.stopped_by)} after step {end.state.step} of {plan.num_steps}, saved in {newest}"
+        )
+        console.print(f"{line}: go on with --resume true", highlight=False, soft_wrap=True)
+        return True
     seconds = time.monotonic() - started
-    console.print(summary.after(end, seconds, end.num_tokens - state.num_tokens, prepared.folder, newest))
+    trained = end.state.num_tokens - state.num_tokens
+    console.print(summary.after(end.state, seconds, trained, prepared.folder, newest))
+    return False
 
 
 def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:

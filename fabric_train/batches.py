@@ -28,6 +28,7 @@ from fabric_train.corpus.manifest import Manifest, read_manifest
 from fabric_train.errors import InputError
 from fabric_train.loss import IGNORED_LABEL, Documents
 from fabric_train.rows_hash import hash_of
+from fabric_train.signals import leave_signals_to_rank
 
 VALIDATION_NAMES = ("validation", "valid")
 
@@ -376,6 +377,7 @@ def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
         prefetch_factor=8 if num_workers else None,
+        worker_init_fn=leave_signals_to_rank,
     )
 
 

@@ -3,14 +3,15 @@
 import errno
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-from fabric_train.launch import global_rank
+from fabric_train.launch import end_children, global_rank
 from fabric_train.redaction import redacted
 
 INPUT_ERROR = 2
@@ -36,37 +37,82 @@ class RunError(Exception):
 
 def run_program(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` and leave the process with the project's exit codes: 0 done, 2 wrong input, 1 a failure of the
-    system or of the program.
+    system or of the program; what else ``main`` gives to ``SystemExit``.
 
     What went wrong is one line per fault, said by one rank; ``--debug`` shows the traceback after it.
-
-    The process ends without the interpreter's finalization, for which ``main`` must leave nothing to do: a native
-    thread (gloo's, arrow's) that asks for the interpreter meanwhile aborts the process, and taking down what has been
-    imported lasts up to seconds.
     """
     code = 0
     try:
         main()
     except InputError as error:
-        code = INPUT_ERROR
-        _say_once(*error.faults)
+        _fail(INPUT_ERROR, *error.faults)
     except RunError as failure:
-        code = FAILURE
-        _say_once(str(failure), rank_0_knows=True)
+        _fail(FAILURE, str(failure), on_all_ranks=True)
     except OSError as error:
-        code = FAILURE
-        _say_once(describe_os_error(error))
+        _fail(FAILURE, describe_os_error(error))
     except SystemExit as end:  # a program that has said itself what is wrong
         code = end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
-        code = INTERRUPTED
-        _say_once("interrupted")
+        _fail(INTERRUPTED, "interrupted")
     except Exception as error:  # noqa: BLE001 - whatever it is, it is said in a line, and ends the program
-        code = FAILURE
-        _say_once(describe_failure(error))
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):  # whoever read it has gone
-            stream.flush()
+        _fail(FAILURE, describe_failure(error), may_follow_another=True)
+    leave(code)
+
+
+class Ranks(Protocol):
+    """The ranks of a run that are in touch with each other."""
+
+    def end(self, code: int, lines: Sequence[str], may_follow_another: bool) -> None:
+        """Have rank 0 say the lines and end every rank with ``code``; return where this one is to end by itself.
+
+        ``may_follow_another``: the failure may be what another rank's end looks like from here, which is then to be
+        said instead.
+        """
+
+
+_ranks: Ranks | None = None
+
+
+def end_through(ranks: Ranks | None) -> None:
+    """End all ranks together from now on; None: each for itself."""
+    global _ranks
+    _ranks = ranks
+
+
+def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoReturn:
+    """Say the lines, once for all ranks, and end this process; of ranks that are in touch with each other, all.
+
+    Ranks that are not yet in touch find the same fault or get the same signal. A launcher stops every rank when the
+    first one ends; so they give rank 0 the time to speak, and speak of a fault themselves only when they are still
+    alive, which means that rank 0 found nothing wrong.
+    """
+    if _ranks is not None:
+        _ranks.end(code, lines, may_follow_another)
+    elif not global_rank():
+        say(*lines)
+    elif code in (FAILURE, INPUT_ERROR):
+        time.sleep(10)
+        say(*lines)
+    leave(code)
+
+
+def say(*lines: str) -> None:
+    """Print lines on standard error, with no token or key in them."""
+    for line in lines:
+        print(redacted(line), file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, and the ranks that it has started.
+
+    It ends without the interpreter's finalization, for which nothing may be left to do: a native thread (gloo's,
+    arrow's) that asks for the interpreter meanwhile aborts the process, and taking down what has been imported lasts
+    up to seconds.
+    """
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(timeout=2)  # another thread may be stuck in writing to the same stream
+    end_children()
     os._exit(code)
 
 
@@ -116,20 +162,16 @@ def wants_traceback(argv: Sequence[str]) -> bool:
     return False
 
 
-def _say_once(*lines: str, rank_0_knows: bool = False) -> None:
-    """Print the lines from rank 0.
-
-    The other ranks find the same fault, and a launcher stops every rank when the first one ends; so they give rank 0
-    the time to speak, and speak themselves only when they are still alive, which means that rank 0 found nothing
-    wrong: never where it is known to find the same.
-    """
+def _fail(code: int, *faults: str, on_all_ranks: bool = False, may_follow_another: bool = False) -> NoReturn:
+    """End the run for the exception that is being handled."""
     rank = global_rank()
-    if rank:
-        time.sleep(3 if rank_0_knows else 10)
-        if rank_0_knows:
-            return
-    for line in lines:
-        said = f"error: {line}" if rank == 0 else f"error (rank {rank}): {line}"
-        print(redacted(said), file=sys.stderr, flush=True)
     if wants_traceback(sys.argv):
-        print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
+        say(traceback.format_exc())
+    said = f"error (rank {rank})" if rank and not on_all_ranks and code != INPUT_ERROR else "error"
+    end_run(code, *(f"{said}: {fault}" for fault in faults), may_follow_another=may_follow_another)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # whoever read it has gone
+            stream.flush()

@@ -1,4 +1,5 @@
-"""What the launcher (``fabric run``, torchrun, srun, mpiexec) has told this process through its environment.
+"""The launcher (``fabric run``, torchrun, srun, mpiexec): what it has told this process through its environment, and
+the ranks that this process has started where there is none.
 
 ``fabric run`` takes ``--accelerator --strategy --devices --num-nodes --precision`` off the command line wherever they
 stand and hands them on as ``LT_*`` variables; torchrun says how many processes there are. Fabric itself would read
@@ -7,7 +8,10 @@ Fabric is built.
 """
 
 import os
-from collections.abc import Mapping, MutableMapping
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +19,9 @@ _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 _PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
+_LAUNCHER = "FABRIC_TRAIN_LAUNCHER"  # the process id of the rank that has started the others
+_LAST_WORDS_SECONDS = 3.0  # time for a rank that fails to be heard of by those who watch it
+_children: list["subprocess.Popen[Any]"] = []
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,55 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
 def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether ``fabric run`` started this process; ``Fabric.launch`` must not be called then."""
     return environment.get("LT_CLI_USED") == "1"
+
+
+def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun has started this run again (``--max-restarts``)."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the process without which this rank must not live on: torchrun, ``fabric run``, or the rank that has
+    started it; None where the ranks were started by hand, or by Slurm, which ends them itself.
+
+    Wants to be asked early: where the launcher has gone already, its id is not known any more.
+    """
+    if _LAUNCHER in environment:
+        return int(environment[_LAUNCHER])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+
+
+def be_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Tell the ranks that this process will start to end with it."""
+    environment[_LAUNCHER] = str(os.getpid())
+
+
+def mind_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
+    """Call ``failed`` with rank and exit code where one of the ranks that this process has started ends badly, if
+    this process still lives some seconds later: who watches that rank knows better what to say.
+    """
+    _children.extend(children)
+
+    def mind() -> None:
+        while all(child.poll() == 0 or child.returncode is None for child in children):
+            time.sleep(0.2)
+        rank, code = next((rank, child.returncode) for rank, child in enumerate(children, 1) if child.returncode)
+        time.sleep(_LAST_WORDS_SECONDS)
+        failed(rank, code)
+
+    threading.Thread(target=mind, daemon=True, name="children").start()
+
+
+def end_children() -> None:
+    """End the ranks that this process has started and that have not ended with it."""
+    for child in _children:
+        child.terminate()
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    for child in _children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Given]:

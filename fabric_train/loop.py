@@ -1,8 +1,9 @@
 """The training loop: window → count → accumulate → clip → judge → step → log → evaluate → save."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.errors import RunError
 from fabric_train.loss import WindowLoss, count_supervised, gather_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
+from fabric_train.progress import Phase, Progress
+from fabric_train.signals import stop_signals
+from fabric_train.step_border import Border, agree
 from fabric_train.step_guard import StepGuard
 from fabric_train.telemetry import Metrics, Stopwatch, peak_memory_gb
 from fabric_train.validation import Evaluation
@@ -28,8 +32,8 @@ class Run:
     """What the loop drives.
 
     ``start`` is the checkpoint that the state it begins with was read from, None at step 0; ``evaluate`` is None where
-    there is no validation; ``log``, ``saved`` and ``warn`` tell the user, and ``flush`` waits until what was logged is
-    written.
+    there is no validation, and returns None where a signal has cut it short; ``log``, ``saved`` and ``warn`` tell the
+    user, and ``flush`` waits until what was logged is written.
     """
 
     fabric: Fabric
@@ -40,26 +44,40 @@ class Run:
     start: Path | None
     checkpoints: Checkpoints
     guard: StepGuard
-    evaluate: Callable[[], Evaluation] | None
+    evaluate: Callable[[], Evaluation | None] | None
     log: Callable[[Metrics], None]
     flush: Callable[[], None]
     saved: Callable[[Path], None]
     warn: Callable[[str], None]
+    progress: Progress
 
 
-def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> TrainerState:
-    """Train from ``state`` to the last step and return where the run then stands.
+@dataclass(frozen=True)
+class End:
+    """Where a run stands at its end, and the number of the signal that has stopped it, 0 where none has."""
+
+    state: TrainerState
+    stopped_by: int = 0
+
+
+def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
+    """Train from ``state`` to the last step, or to the border at which a signal stops the run.
 
     Raises:
         RunError: at a loss or gradient that is not finite, with ``--on_nonfinite stop``.
     """
     stopwatch = Stopwatch()
     checkpoint, cursors = run.start, None  # of ``state``
-    for window in _timed(run.batches.windows(state.step, run.num_steps), stopwatch):
+    if state.unlogged:
+        state = _conclude(run, state, Metrics(**state.unlogged), evaluates=True)
+        if state.unlogged:
+            return End(state, _border(run).stops)
+    for window in _timed(run, state.step, stopwatch):
         seed_step(arguments.data.seed, window.step, run.fabric.global_rank)
         rate = learning_rate(window.step, run.num_steps, arguments.training)
         set_learning_rate(run.optimizer, rate)
-        loss = accumulate(run.fabric, run.model, window)
+        loss = accumulate(run.fabric, run.model, window, run.progress)
+        run.progress.at(Phase.OPTIMIZER)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
         verdict = run.guard.judge(window, loss, grad_norm)  # the one place where the loop waits for the device
         if verdict.fault is None:
@@ -70,10 +88,12 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
                 raise _stopped(run, verdict.fault, state, checkpoint, cursors)
             run.guard.leave_out()
             run.warn(f"{verdict.fault}; the step is left out")
+        border = _border(run)
 
         is_last = window.step == run.num_steps
         evaluates = is_last or window.ends_epoch or window.step % arguments.evaluation.eval_step_interval == 0
-        saves = is_last or window.ends_epoch or window.step % arguments.save.save_step_interval == 0
+        interval = arguments.save.save_step_interval
+        saves = is_last or window.ends_epoch or window.step % interval == 0 or bool(border.stops)
         logs = evaluates or saves or bool(verdict.fault) or window.step % arguments.logging.log_step_interval == 0
         stopwatch.stepped(window.num_tokens)
         state = replace(
@@ -101,17 +121,38 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> Trainer
             peak_memory_gb=peak_memory_gb(run.fabric.device),
             **stopwatch.read(),
         )
-        if evaluates and run.evaluate:
-            evaluation = run.evaluate()
-            state = replace(state, val_loss=evaluation.loss)
-            metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
-        run.log(metrics)
-        if saves:
+        state = _conclude(run, state, metrics, evaluates)
+        if state.unlogged:
+            border = _border(run)
+        if saves or border.stops:
+            run.progress.at(Phase.SAVING)
             run.flush()
             checkpoint = run.checkpoints.save(state, cursors)
             run.saved(checkpoint)
+        if border.stops and (state.unlogged or not is_last):
+            return End(state, border.stops)
         stopwatch.restart()
-    return state
+    return End(state)
+
+
+def _border(run: Run) -> Border:
+    """Agree with the other ranks on what is to be done between two steps."""
+    run.progress.at(Phase.BORDER)
+    return agree(run.fabric, Border(stops=stop_signals.received))
+
+
+def _conclude(run: Run, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
+    """Evaluate where it is due and log the step; where a signal comes before that is done, leave both to whoever goes
+    on from the checkpoint.
+    """
+    evaluation = run.evaluate() if evaluates and run.evaluate else None
+    if evaluates and run.evaluate and evaluation is None:
+        return replace(state, unlogged=asdict(metrics))
+    if evaluation:
+        state = replace(state, val_loss=evaluation.loss)
+        metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
+    run.log(metrics)
+    return replace(state, unlogged=None)
 
 
 def _stopped(
@@ -136,7 +177,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
-def accumulate(fabric: Fabric, model: Any, window: Window) -> WindowLoss:
+def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | None = None) -> WindowLoss:
     """Add the gradient of the window's mean token loss to the parameters and return what its micro-batches cost.
 
     The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass:
@@ -148,6 +189,8 @@ def accumulate(fabric: Fabric, model: Any, window: Window) -> WindowLoss:
     divisor = num_supervised.sum().clamp(min=1)
     losses = []
     for index, batch in enumerate(window.batches):
+        if progress:
+            progress.at(Phase.COMPUTING, index)
         # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
         # it
         with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
@@ -167,10 +210,11 @@ def clip(fabric: Fabric, model: Any, optimizer: Any, largest: float) -> torch.Te
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _timed(windows: Iterable[Window], stopwatch: Stopwatch) -> Iterator[Window]:
-    """Pass the windows on and count the time spent waiting for them."""
-    iterator = iter(windows)
-    while True:
+def _timed(run: Run, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:
+    """Yield the windows that are left and count the time spent waiting for them."""
+    iterator = run.batches.windows(after_step, run.num_steps)
+    for step in itertools.count(after_step + 1):
+        run.progress.at(Phase.DATA, step=step)
         started = time.perf_counter()
         window = next(iterator, None)
         if window is None:

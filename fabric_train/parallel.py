@@ -5,6 +5,11 @@ cast, the rotary frequencies and the reduction of gradients, stays in fp32 here:
 frequencies are wrong by 0.9 rad at position 512.
 """
 
+import errno
+import os
+import socket
+import subprocess
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +18,7 @@ from lightning import Fabric
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.fabric.strategies.launchers import subprocess_script
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -28,8 +34,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
-from fabric_train.errors import InputError
-from fabric_train.launch import clear_launcher_options, under_fabric_run
+from fabric_train.errors import FAILURE, InputError, end_run, leave
+from fabric_train.launch import be_launcher, clear_launcher_options, mind_children, under_fabric_run
+from fabric_train.watchdog import PATIENCE
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -105,12 +112,44 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
         plugins=[_precision(name, arguments.model.precision, accelerator)],
     )
     if not under_fabric_run():
+        _refuse_taken_port(fabric)
+        be_launcher()
+        # Fabric's own would kill this process without a word, and also where the ranks end together
+        subprocess_script._launch_process_observer = _mind_children
         fabric.launch()
     if fabric.world_size != num_processes:
         raise InputError(
             f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}"
         )
     return fabric
+
+
+def _refuse_taken_port(fabric: Fabric) -> None:
+    """Refuse a port that this rank is to listen on, so that the ranks find each other, and somebody else does."""
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    if environment is None or fabric.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", environment.main_port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            port = f"port {environment.main_port}, on which the ranks are to meet, is in use on this machine"
+            raise InputError(f"{port}: set MASTER_PORT to a free one, or stop what uses it") from None
+
+
+def _mind_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
+    """Take the ranks that this process has started under its care."""
+    mind_children(child_processes, _child_failed)
+
+
+def _child_failed(rank: int, code: int) -> None:
+    """End with a rank that this process has started and that has come to a bad end before anybody watched it."""
+    if code < 0:
+        end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting; start again")
+    leave(code)  # it has said why
 
 
 def resolve_accelerator(accelerator: str) -> str:
@@ -215,9 +254,12 @@ def _strategy(
     name: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str, num_processes: int
 ) -> Strategy:
     fsdp = arguments.fsdp
+    # the last resort, behind the ranks' own watch
+    timeout = timedelta(seconds=PATIENCE * arguments.device.rank_timeout) or timedelta(days=365)
     dtype = compute_dtype(arguments.model.precision)
     if name == "fsdp":
         return ShardedStrategy(
+            timeout=timeout,
             auto_wrap_policy=set(layer_classes),
             activation_checkpointing_policy=set(layer_classes) if fsdp.activation_checkpointing == "full" else None,
             sharding_strategy=fsdp.sharding_strategy,
@@ -233,9 +275,10 @@ def _strategy(
             parallelize_fn=lambda model, mesh: _fully_shard(model, mesh["data_parallel"], layer_classes, arguments),
             data_parallel_size=num_processes,
             tensor_parallel_size=1,
+            timeout=timeout,
         )
     if name == "ddp":
-        return DDPStrategy(gradient_as_bucket_view=True)
+        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
     return SingleDeviceStrategy(
         device=torch.device("cuda", _first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
     )

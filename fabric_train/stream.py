@@ -28,6 +28,7 @@ from fabric_train.corpus.tokenizers.reference import Reference, find_difference
 from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
+from fabric_train.signals import leave_signals_to_rank
 
 _PART_BYTES = 64 << 20
 _HASHED_BYTES = 1 << 20  # at each end of a file
@@ -239,6 +240,7 @@ class StreamBatches:
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
             prefetch_factor=8 if num_workers else None,
+            worker_init_fn=leave_signals_to_rank,
         )
 
     def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:

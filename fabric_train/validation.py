@@ -3,7 +3,7 @@ fall in.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,24 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(fabric: Fabric, model: Any, batches: Iterable[Batch]) -> Evaluation:
+def evaluate(
+    fabric: Fabric, model: Any, batches: Iterable[Batch], *, is_left: Callable[[int], bool] = lambda _: False
+) -> Evaluation | None:
     """Evaluate on this rank's batches and sum over the ranks; every rank must have as many. Leaves the model in
     training mode.
+
+    ``is_left`` is asked before each batch, by its number, whether to leave the evaluation unfinished, and answers all
+    ranks alike.
+
+    Returns:
+        None where the evaluation was left.
     """
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
-    for batch in batches:
+    for index, batch in enumerate(batches):
+        if is_left(index):
+            model.train()
+            return None
         batch = batch.to(fabric.device)
         totals[0] += summed_loss(model, batch.input_ids, batch.labels, batch.documents)
         totals[1] += count_supervised(batch.labels)

@@ -244,6 +244,7 @@ def test_a_window_and_an_evaluation_count_what_isolation_leaves_supervised(
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradient[name], rtol=0, atol=1e-5)
     evaluation = evaluate(fabric, wrapped, batches)
+    assert evaluation is not None
     assert evaluation.num_tokens == num_supervised
     assert evaluation.loss == pytest.approx(float(expected), abs=1e-5)
 

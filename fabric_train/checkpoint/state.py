@@ -41,7 +41,8 @@ class TrainerState:
     """Where a run stands after ``step`` optimizer steps; ``epoch`` is that of the last one. Losses are of that very
     step; ``skipped_steps`` were left out because their loss or gradient was not finite. ``rows_hash`` is of all rows of
     a token dataset that the steps consumed, see ``WindowOrder.rows_hash``; None for a stream, of which stream.json
-    knows each lane's last row.
+    knows each lane's last row. ``unlogged``, the step's metrics, is there where a signal came before its evaluation was
+    done.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class TrainerState:
     rows_hash: str | None = None
     train_loss: float | None = None
     val_loss: float | None = None
+    unlogged: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """The hidden folder of finished shards beside a token dataset that is not there yet; a second start goes on with it."""
 
-import fcntl
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from fabric_train.errors import InputError
+from fabric_train.lock import hold_lock
 
 _WORTH_KEEPING_BYTES = 1 << 20  # less is made again in a moment, and would only lie about
 
@@ -24,17 +24,12 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     folder = target.parent / f".{target.name}.unfinished"
-    new_parents = [parent for parent in target.parents if not parent.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
-    with lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{target}: another process is tokenizing into it; wait for it or stop it") from None
+            taken = f"{target}: another process is tokenizing into it"
+            stack.enter_context(hold_lock(folder / "lock", taken, "wait for it or stop it"))
+        except OSError as error:
+            raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
         try:
             yield folder
         except BaseException:
@@ -43,13 +38,6 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
                 kept = f"{num_finished:,} finished shards are kept in {folder}"
                 print(f"{kept}: the same command goes on with them", file=sys.stderr)
             else:
-                _remove(folder, new_parents)
+                shutil.rmtree(folder, ignore_errors=True)
             raise
-        _remove(folder, [])
-
-
-def _remove(folder: Path, parents: list[Path]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    for parent in parents:
-        with suppress(OSError):  # something else lies in it by now
-            parent.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
