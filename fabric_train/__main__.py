@@ -40,11 +40,19 @@ from fabric_train.batches import (  # noqa: E402
     validation_batches,
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
+from fabric_train.complete_folder import refuse_dead_link  # noqa: E402
 from fabric_train.errors import InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank, num_restarts  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
-from fabric_train.model import ModelShape, build_model, load_model, read_shape, tied_weight_names  # noqa: E402
+from fabric_train.model import (  # noqa: E402
+    ModelShape,
+    build_model,
+    load_model,
+    read_shape,
+    refuse_unreadable,
+    tied_weight_names,
+)
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
 from fabric_train.progress import Phase, Progress  # noqa: E402
@@ -171,6 +179,7 @@ def prepare(arguments: TrainArguments) -> Prepared:
         InputError: for whatever the user can mend.
     """
     folder = Path(arguments.save.output_dir)
+    refuse_dead_link(folder)
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"
@@ -196,6 +205,8 @@ def prepare(arguments: TrainArguments) -> Prepared:
     source = str(checkpoint or arguments.model.model_name)
     shape = read_shape(source, arguments.fsdp.auto_wrap_policy, arguments.model.attention)
     plan = make_plan(arguments, shape, data, world_size)
+    if not checkpoint:
+        refuse_unreadable(source)
     order = _order(data, plan, arguments.data.seed)
     state, notes = checkpoints.TrainerState(), plan.notes
     if checkpoint and not (wanted.weights_only or arguments.evaluation.eval_only):

@@ -25,8 +25,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabric_train.corpus.manifest import Manifest, read_manifest
-from fabric_train.errors import InputError
+from fabric_train.corpus.packing.token_folder import refuse_foreign_files
+from fabric_train.errors import InputError, absent_folder, first_line
 from fabric_train.loss import IGNORED_LABEL, Documents
+from fabric_train.names_in_data import refuse_foreign_links
 from fabric_train.rows_hash import hash_of
 from fabric_train.signals import leave_signals_to_rank
 
@@ -125,12 +127,31 @@ class Rows(torch.utils.data.Dataset):
         """Tokens in these rows together."""
         return int(self._lengths[indices].sum())
 
-    def id_range(self) -> tuple[int, int]:
-        """Lowest and highest token id there is; reads the whole split."""
-        chunks = self.split.data.column("input_ids").chunks
-        flat = [tokens for tokens in (chunk.flatten() for chunk in chunks) if len(tokens)]
-        lowest = min((pc.min(tokens).as_py() for tokens in flat), default=0)
-        return lowest, max((pc.max(tokens).as_py() for tokens in flat), default=0)
+    def id_range(self, column: str = "input_ids") -> tuple[int, int]:
+        """Lowest and highest token id there is in a column, unsupervised labels left out; reads the whole split."""
+        extremes = []
+        for chunk in self.split.data.column(column).chunks:
+            tokens = chunk.flatten()
+            if column == "labels":
+                tokens = tokens.filter(pc.not_equal(tokens, IGNORED_LABEL))
+            if len(tokens):
+                extremes += pc.min_max(tokens).as_py().values()
+        return min(extremes, default=0), max(extremes, default=0)
+
+    def row_with_borders_outside(self) -> int | None:
+        """The first row in which documents begin elsewhere than at its tokens, in order; reads all their beginnings."""
+        if not self.has_borders:
+            return None
+        first = 0
+        for chunk in self.split.data.column("document_starts").chunks:
+            starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
+            rows = np.repeat(np.arange(len(counts)), counts)
+            wrong = (starts < 0) | (starts >= self._lengths[first + rows])
+            wrong[1:] |= (np.diff(rows) == 0) & (np.diff(starts) <= 0)
+            if wrong.any():
+                return int(first + rows[wrong.argmax()])
+            first += len(counts)
+        return None
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the rows as one batch, shorter rows padded at the end with unsupervised tokens."""
@@ -220,38 +241,47 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     """
     path = Path(folder)
     if not (path / "dataset_dict.json").is_file():
-        there = "no such folder" if not path.is_dir() else "the folder holds no dataset_dict.json"
+        there = "the folder holds no dataset_dict.json" if path.is_dir() else absent_folder(path)
         raise InputError(f"--train_data_dir {folder}: {there}; make one with tokenize_dataset.py --output_dir {folder}")
+    refuse_foreign_files(path, "tokenize again")
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        raise InputError(f"--train_data_dir {folder}: damaged, {str(error).splitlines()[0]}; tokenize again") from error
+        raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
+    except (KeyError, TypeError, AttributeError) as error:  # what datasets raises for JSON of another shape
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
     except IndexError as error:  # what datasets raises for a split that it saved without rows, and so without a file
         raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
     if "train" not in splits:
-        raise InputError(f"--train_data_dir {folder}: no train split, only {', '.join(splits)}")
+        raise InputError(
+            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with tokenize_dataset.py"
+        )
     validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
     for name, split in (("train", splits["train"]), ("validation", validation)):
         fault = _fault_of_columns(split) if split is not None else None
         if fault:
-            raise InputError(f"--train_data_dir {folder}: {name} has {fault}")
+            raise InputError(f"--train_data_dir {folder}: {name} has {fault}; tokenize again with tokenize_dataset.py")
     if len(splits["train"]) == 0:
-        raise InputError(f"--train_data_dir {folder}: the train split has no rows")
+        raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
     has_validation = validation is not None and len(validation) > 0
     held_out = Rows(validation, isolate_documents) if has_validation else None
+    refuse_foreign_links(path / "tokenizer")  # checkpoints get a copy
     return TokenDataset(path, Rows(splits["train"], isolate_documents), held_out)
 
 
 def _fault_of_columns(split: datasets.Dataset) -> str | None:
     """Name what keeps a split's columns from being tokens and, where there are any, their labels."""
     if "input_ids" not in split.column_names:
-        return f"no column input_ids, only {split.column_names}"
+        return f"no column input_ids, only {', '.join(split.column_names)}"
     columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]
     for name in columns:
         kind = split.data.column(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not is_list or not pa.types.is_integer(kind.value_type):
             return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
+        if any(chunk.null_count or chunk.flatten().null_count for chunk in split.data.column(name).chunks):
+            return f"gaps (nulls) in its column {name}"
     lengths = [pc.list_value_length(split.data.column(name)).to_numpy() for name in columns if "start" not in name]
     if len(lengths) == 2 and (lengths[0] != lengths[1]).any():
         first = int((lengths[0] != lengths[1]).argmax())

@@ -180,6 +180,8 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument(f"--{name}", type=kind)
     value = parser.parse_object({name: value})[name]
+    if "\0" in str(value):
+        raise ValueError("a zero byte, which no name or text may have")
     if isinstance(value, float) and math.isinf(value):
         raise ValueError("infinite")
     plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
@@ -248,7 +250,13 @@ def _from_file(path: Any, faults: list[str]) -> dict[str, Given]:
     except OSError as error:
         faults.append(f"--config {path}: {error.strerror}")
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        faults.append(
+            f"--config {path}: byte {error.start} is not UTF-8 (0x{error.object[error.start]:02x}); "
+            "save the file as UTF-8"
+        )
+        return {}
+    except yaml.YAMLError as error:
         faults.append(f"--config {path}: not a YAML file: {' '.join(str(error).split())}")
         return {}
     if content is None:

@@ -54,6 +54,7 @@ def refuse_if_taken(target: Path) -> None:
 
     For callers that would otherwise learn it after long work; ``complete_folder`` checks by itself.
     """
+    refuse_dead_link(target)
     parent = next(parent for parent in Path(os.path.abspath(target)).parents if parent.exists())
     if not parent.is_dir():
         raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
@@ -64,6 +65,13 @@ def refuse_if_taken(target: Path) -> None:
             raise InputError(f"{target} already exists and is not empty; choose another folder or remove it")
     elif target.exists():
         raise InputError(f"{target} already exists and is a file; choose another name for the folder")
+
+
+def refuse_dead_link(target: Path) -> None:
+    """Raise InputError where ``target``, or a folder above it, is a link to nothing: nothing can be made there."""
+    for path in (target, *target.parents):
+        if path.is_symlink() and not path.exists():
+            raise InputError(f"cannot write to {target}: {path} is a link to {os.readlink(path)}, which is not there")
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.batches import Rows, TokenDataset
-from fabric_train.corpus.manifest import FILE_NAME, Manifest, TokenizerRecord
+from fabric_train.corpus.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.corpus.tokenizers.tokenizer_identity import compare_tokenizers
 from fabric_train.errors import InputError
+from fabric_train.loss import IGNORED_LABEL
 from fabric_train.model import ModelShape
 
 
@@ -44,16 +45,20 @@ def compare_with_contract(dataset: TokenDataset, shape: ModelShape, isolate_docu
         notes.append(f"{dataset.folder} has no {FILE_NAME} (an older folder), so it is not known {unknown}")
     else:
         faults += _changed_rows(dataset, splits, manifest)
-        faults += _changed_tokenizer(dataset.folder, manifest.tokenizer)
+        faults += changed_tokenizer(dataset.folder, manifest.tokenizer)
         if not faults:
             another = _other_tokenizer(dataset.folder, manifest.tokenizer, shape)
             faults, notes = list(another.faults), list(another.notes)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
         faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape)]
+    if manifest is None:
+        faults += [fault for name, rows in splits.items() for fault in _wrong_columns(dataset, name, rows, shape)]
     return Verdict(tuple(faults), tuple(notes))
 
 
 def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
+    if rows.longest() < 2:
+        return [f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, none to predict; tokenize again"]
     if shape.max_positions is None or rows.longest() <= shape.max_positions:
         return []
     return [
@@ -78,6 +83,26 @@ def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape
     return faults
 
 
+def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
+    """Name what no other program than ours would see to: labels that are no tokens, and borders outside their row."""
+    faults = []
+    if rows.has_labels:
+        lowest, highest = rows.id_range("labels")
+        wrong = lowest if lowest < 0 else highest
+        if not 0 <= wrong < shape.vocab_size:
+            faults.append(
+                f"{dataset.folder}: {name} has label {wrong}, {shape.source} has {shape.vocab_size} tokens; labels are "
+                f"tokens, or {IGNORED_LABEL} where nothing is to be learnt"
+            )
+    outside = rows.row_with_borders_outside()
+    if outside is not None:
+        faults.append(
+            f"{dataset.folder}: {name} has document_starts that are not in order within their row, row {outside} "
+            "first; tokenize again"
+        )
+    return faults
+
+
 def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Manifest) -> list[str]:
     """Name what the manifest says otherwise of the rows: their number, and their length."""
     there = f"{dataset.folder}: {FILE_NAME} says"
@@ -95,21 +120,6 @@ def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Mani
             faults.append(
                 f"{there} settings.max_length {manifest.settings.max_length}, "
                 f"rows of {name} have {found_length} tokens; {mend}"
-            )
-    return faults
-
-
-def _changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
-    """Name the files in ``tokenizer/`` that are not those the manifest was written for."""
-    faults = []
-    for name, sha256 in record.sha256.items():
-        file = folder / "tokenizer" / name
-        if not file.is_file():
-            faults.append(f"{file} is missing, {FILE_NAME} names it in tokenizer.sha256; tokenize again")
-        elif _sha256(file.read_bytes()) != sha256:
-            faults.append(
-                f"{file} is not the file of tokenizer.sha256 in {FILE_NAME}: damaged or edited; "
-                "put it back as it was, or tokenize again"
             )
     return faults
 

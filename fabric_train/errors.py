@@ -49,7 +49,8 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     except RunError as failure:
         _fail(FAILURE, str(failure), on_all_ranks=True)
     except OSError as error:
-        _fail(FAILURE, describe_os_error(error))
+        is_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP)  # of what the user gave
+        _fail(INPUT_ERROR if is_name else FAILURE, describe_os_error(error))
     except SystemExit as end:  # a program that has said itself what is wrong
         code = end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
@@ -116,6 +117,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def absent_folder(path: Path) -> str:
+    """Say what there is in the place of a folder."""
+    return "a file, not a folder" if path.exists() else "no such folder"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
@@ -134,6 +140,8 @@ _MENDS = {
     errno.EFBIG: "a file may not be so large there (ulimit -f, or the file system's limit)",
     errno.EACCES: "give this user the right to it, or choose another place",
     errno.EROFS: "that disk can only be read: choose another place",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "links there lead in a circle: give another place",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

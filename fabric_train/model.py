@@ -5,9 +5,11 @@ weights.
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
@@ -19,9 +21,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
+from fabric_train.weights import refuse_unreadable_weights, shard_names
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 
@@ -65,7 +69,7 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: s
     except (ImportError, ValueError) as error:
         wanted = f" with --attention {attention}" if attention else ""
         mend = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
-        raise InputError(f"--model_name {source}{wanted}: {_first_line(error).rstrip('.')}; {mend}") from error
+        raise InputError(f"--model_name {source}{wanted}: {first_line(error).rstrip('.')}; {mend}") from error
     return ModelShape(
         source=source,
         config=config,
@@ -76,29 +80,56 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: s
     )
 
 
+def refuse_unreadable(source: str) -> None:
+    """Refuse weights of a hub name or folder that cannot be read, as far as it is seen without reading them.
+
+    Raises:
+        InputError: naming the file.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        refuse_unreadable_weights(folder)
+        return
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        index = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if index:
+            shard_names(Path(index))
+
+
 def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     """Load the pretrained weights in ``dtype`` on the CPU; rotary frequencies and other computed buffers stay fp32.
 
     Raises:
         InputError: where the weights are missing or are not those of the configuration.
     """
+    refuse_unreadable(shape.source)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             shape.source,
             dtype=dtype,
             attn_implementation=shape.config._attn_implementation,
             trust_remote_code=False,
+            weights_only=True,  # of a pickle
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, in one line
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"--model_name {shape.source}: cannot load its weights: {_first_line(error)}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise InputError(
+            f"--model_name {shape.source}: cannot load its weights: {first_line(error).rstrip('.')}; "
+            "fetch the model again, or give another"
+        ) from error
     model, report = loaded
     if report["missing_keys"] or report.get("mismatched_keys"):
         mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
         wrong = sorted([*report["missing_keys"], *mismatched])
         raise InputError(
-            f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape, {wrong[0]} first"
+            f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape than config.json "
+            f"says, {wrong[0]} first; fetch the model again, or give another"
         )
     return model
 
@@ -140,15 +171,27 @@ def quiet_transformers() -> None:
 
 def _read_config(source: str) -> PretrainedConfig:
     folder = Path(source)
+    is_checkpoint = (folder / "trainer.json").is_file()
+    name = source if is_checkpoint else f"--model_name {source}"
+    mend = "use another checkpoint" if is_checkpoint else "give a Hugging Face model folder"
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(f"--model_name {source}: the folder has no config.json; give a Hugging Face model folder")
+        raise InputError(f"{name}: the folder has no config.json; {mend}")
+    if folder.is_file():
+        raise InputError(f"{name}: a file; give the folder that holds the model's config.json and weights")
     if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
-        raise InputError(f"--model_name {source}: no such folder")  # no hub name looks like this
+        raise InputError(f"{name}: no such folder")  # no hub name looks like this
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except StrictDataclassError as error:  # its first line names the field, the last what is wrong with it
+        reason = " ".join(str(error).split())
+        raise InputError(f"{name}: its config.json cannot be: {reason}; {mend}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = first_line(error).rstrip(".")
+        if "trust_remote_code" in str(error):
+            reason = "it brings Python code of its own, which is never run here"
         hint = "" if folder.is_dir() else "no such folder, and the hub does not give it: "
-        raise InputError(f"--model_name {source}: {hint}{_first_line(error)}") from error
+        advice = mend if folder.is_dir() else "check the name, and the network"
+        raise InputError(f"{name}: {hint}{reason}; {advice}") from error
 
 
 def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozenset[type[nn.Module]]:
@@ -159,9 +202,7 @@ def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozense
     own = frozenset(classes[name] for name in (model._no_split_modules or ()) if name in classes)
     if wanted == DEFAULT_LAYER_CLASS and own:
         return own
-    names = ", ".join(sorted(kind.__name__ for kind in own)) or "none found"
+    if not own:
+        raise InputError(f"--model_name {source}: no decoder layer is found in it; give another model")
+    names = ", ".join(sorted(kind.__name__ for kind in own))
     raise InputError(f"--auto_wrap_policy {wanted}: {source} has no such layer; its decoder layers: {names}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

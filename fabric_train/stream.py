@@ -166,6 +166,8 @@ def open_stream(
     if special_text_is_plain is not None:
         tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
     texts = Texts(sources, text_column)
+    if next(texts.read(), None) is None:
+        raise InputError("--streaming_dataset: no document with any text in it; give others")
     return Stream(texts, tokenizer, tokenizer_folder, max_length, isolate_documents, held_out)
 
 

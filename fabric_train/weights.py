@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
+from fabric_train.git_lfs import refuse_pointer
+from fabric_train.names_in_data import plain_name
 
 _DTYPES = {
     "F64": torch.float64,
@@ -91,10 +93,7 @@ class CheckpointTensors:
         return block
 
     def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not a complete safetensors file ({error}); take another checkpoint") from error
+        file = _opened(path, "take another checkpoint")
         begins = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             header = file.get_slice(name)
@@ -109,16 +108,42 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
     Raises:
         InputError: the folder holds no weights, or not all of them.
     """
-    index = checkpoint / "model.safetensors.index.json"
-    if (checkpoint / "model").is_dir():
-        files = sorted((checkpoint / "model").glob("*.safetensors"))
-    elif index.is_file():
-        files = [checkpoint / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(checkpoint.glob("model.safetensors"))
+    sharded = (checkpoint / "model").is_dir()
+    files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else _files(checkpoint)
     if not files:
         raise InputError(f"{checkpoint}: no weights in it (model.safetensors, model-00001-of-….safetensors or model/)")
     return CheckpointTensors(files)
+
+
+def refuse_unreadable_weights(folder: Path) -> None:
+    """Refuse a Hugging Face folder whose weights are absent, cut off or listed under names that lead out of it, as far
+    as the files' headers tell; what is read in a moment is found before anything is started.
+
+    Raises:
+        InputError: naming the file.
+    """
+    pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # which torch reads safely
+    files = _files(folder)
+    if not files and not any(file.is_file() for file in pickled):
+        raise InputError(f"{folder}: no weights in it (model.safetensors); fetch the model again")
+    for file in files:
+        _opened(file, "fetch the model again")
+    if pickled[1].is_file():
+        shard_names(pickled[1])
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the files that a ``*.index.json`` of sharded weights names.
+
+    Raises:
+        InputError: it is damaged, or names a file elsewhere.
+    """
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{index}: not an index of weights ({reason}); fetch the folder again") from error
+    return sorted(plain_name(name, index) for name in names)
 
 
 def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -131,6 +156,24 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """
     weights = open_weights(checkpoint)
     return {name: weights.read(name) for name in weights}
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in shard_names(index)]
+    return sorted(folder.glob("model.safetensors"))
+
+
+def _opened(path: Path, mend: str) -> Any:
+    try:
+        refuse_pointer(path)
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise InputError(f"{path}: the file is missing; {mend}") from None
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a complete safetensors file ({first_line(error)}); {mend}") from error
 
 
 def _full_shape(pieces: list[_Piece]) -> torch.Size:

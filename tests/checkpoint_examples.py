@@ -88,6 +88,7 @@ def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step
         "val_loss": 3.5,
         "state_dict_type": state_dict_type,
         "weights_dtype": "float32",
+        "data": {"fingerprint": "0", "num_rows": 8, "rows_per_window": 1, "seed": 0},
         "arguments": {
             "model_name": str(model_dir),
             "lr": 0.001,

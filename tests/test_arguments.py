@@ -304,7 +304,7 @@ def test_a_config_that_is_no_yaml_file_of_arguments_is_refused(tmp_path: Path) -
     assert faults("--config", code)[0].startswith(f"--config {code}: not a YAML file: ")
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert faults("--config", str(binary))[0].startswith(f"--config {binary}: not a YAML file: ")
+    assert faults("--config", str(binary)) == [f"--config {binary}: byte 0 is not UTF-8 (0xff); save the file as UTF-8"]
 
 
 POSITIVE = st.integers(1, 10**9)

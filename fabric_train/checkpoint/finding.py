@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from fabric_train.checkpoint.state import read_trainer_state
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, absent_folder
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -18,7 +18,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     newest = newest_checkpoint(path)
     if newest is None:
-        there = "no such folder" if not path.is_dir() else "neither a complete checkpoint nor a run folder with one"
+        there = "neither a complete checkpoint nor a run folder with one" if path.is_dir() else absent_folder(path)
         raise InputError(f"{path}: {there}; checkpoints are RUN/checkpoints/step-...")
     return newest
 

@@ -81,10 +81,18 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
         content = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{checkpoint / 'trainer.json'}: cannot be read ({error}); use another checkpoint") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{checkpoint / 'trainer.json'}: damaged, no JSON object; use another checkpoint")
     if content.get("format") != FORMAT:
         raise InputError(
-            f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads"
+            f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads; "
+            "use another checkpoint"
         )
+    kinds = (TrainerState, Description)
+    wanted = {field.name for kind in kinds for field in fields(kind)} - {"attachments"}
+    missing = ", ".join(sorted(wanted - content.keys()))
+    if missing:
+        raise InputError(f"{checkpoint / 'trainer.json'}: damaged, it lacks {missing}; use another checkpoint")
     return content
 
 

@@ -1,5 +1,6 @@
 """``manifest.json`` of a token dataset: sources and tokenizer by hash, settings, and a ledger whose sums balance."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.errors import InputError
+from fabric_train.names_in_data import plain_name
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -207,11 +209,28 @@ def load_manifest(folder: Path) -> Manifest | None:
             )
         manifest = _parse(content)
         manifest.ledger.imbalances(manifest.settings.max_length)  # fails where a count is no number
+        for name in manifest.tokenizer.sha256:
+            plain_name(name, file)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); make the token dataset anew") from None
     return manifest
+
+
+def changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
+    """Name the files in ``tokenizer/`` of a token dataset that are not those its manifest was written for."""
+    faults = []
+    for name, sha256 in record.sha256.items():
+        file = folder / "tokenizer" / name
+        if not file.is_file():
+            faults.append(f"{file} is missing, {FILE_NAME} names it in tokenizer.sha256; tokenize again")
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+            faults.append(
+                f"{file} is not the file of tokenizer.sha256 in {FILE_NAME}: damaged or edited; "
+                "put it back as it was, or tokenize again"
+            )
+    return faults
 
 
 def _parse(content: Mapping[str, Any]) -> Manifest:

@@ -23,11 +23,13 @@ from fabric_train.corpus.manifest import (
     MergedPart,
     SplitLedger,
     TokenizerRecord,
+    changed_tokenizer,
     read_manifest,
     write_manifest,
 )
 from fabric_train.corpus.packing.token_folder import Split, open_splits, read_arrow
 from fabric_train.errors import InputError, run_program
+from fabric_train.names_in_data import copy_folder
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 
@@ -85,6 +87,8 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     merged = _open(folders)
     first = merged[0]
     faults = [fault for other in merged[1:] for fault in _differences(first, other)]
+    if not faults:  # then the tokenizers are one and the same
+        faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
     parts = tuple(part for dataset in merged for part in dataset.parts())
@@ -101,7 +105,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
     )
     with complete_folder(target) as folder, _progress(num_bytes) as advance:
-        shutil.copytree(first.folder / "tokenizer", folder / "tokenizer")
+        copy_folder(first.folder / "tokenizer", folder / "tokenizer")
         for name in manifest.ledger.splits:
             (folder / name).mkdir()
             _join([dataset.splits[name] for dataset in merged if name in dataset.splits], folder / name, advance)

@@ -13,9 +13,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fabric_train.checkpoint import read_trainer_state
 from fabric_train.complete_folder import complete_folder
 from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import Report, verify_in_fresh_process
+from fabric_train.model import read_shape
+from fabric_train.names_in_data import copy_folder
 from fabric_train.weights import open_weights
 
 
@@ -32,6 +35,8 @@ def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: 
         InputError: the checkpoint is damaged or ``target`` is taken.
         VerificationError: the export does not agree with the checkpoint; nothing is left under ``target``.
     """
+    read_trainer_state(checkpoint)
+    read_shape(str(checkpoint))  # both say what is damaged before anything is written
     with complete_folder(target) as folder:
         write_export(checkpoint, folder, target.name, dtype, max_shard_size)
         return verify_in_fresh_process(folder, checkpoint, dtype)
@@ -45,7 +50,7 @@ def write_export(checkpoint: Path, folder: Path, title: str, dtype: torch.dtype,
         shutil.copymode(folder / "config.json", file)  # safetensors lets nobody but the owner read what it writes
     if (checkpoint / "tokenizer").is_dir():
         # a copy, not a load and save: the chat template and every setting stay as they were
-        shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
+        copy_folder(checkpoint / "tokenizer", folder)
     write_model_card(checkpoint, folder, title)
 
 
@@ -75,7 +80,7 @@ def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard
 
 
 def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     config.dtype = dtype
     config.use_cache = True  # training turns it off; generation without it is quadratic
     config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]

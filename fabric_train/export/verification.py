@@ -193,7 +193,8 @@ def _fixed_input(folder: Path, vocab_size: int) -> torch.Tensor:
     """Return the ids [1, T] of the fixed text, or of some tokens where the export has no tokenizer."""
     if not (folder / "tokenizer_config.json").is_file():
         return (torch.arange(64) * 7919 % vocab_size).unsqueeze(0)
-    ids: torch.Tensor = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    ids: torch.Tensor = tokenizer(TEXT, return_tensors="pt")["input_ids"]
     return ids
 
 

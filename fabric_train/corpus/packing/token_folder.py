@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, absent_folder, first_line
+from fabric_train.names_in_data import plain_name
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, whatever the batches are that the files were written in
 
@@ -71,14 +72,29 @@ def open_splits(folder: Path) -> dict[str, Split]:
     """
     listing = folder / "dataset_dict.json"
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give the --output_dir of tokenize_dataset.py")
+        raise InputError(f"{folder}: {absent_folder(folder)}; give the --output_dir of tokenize_dataset.py")
     if not listing.is_file():
         inside = " but those of one split; give the folder above it" if (folder / "state.json").is_file() else ""
-        raise InputError(f"{folder}: no token dataset: there is no dataset_dict.json in it{inside}")
+        mend = inside or "; give the --output_dir of tokenize_dataset.py"
+        raise InputError(f"{folder}: no token dataset: there is no dataset_dict.json in it{mend}")
     names = _read_json(listing, "splits")
     if not isinstance(names, list) or not names:
         raise InputError(f"{listing}: damaged, it names no split; tokenize again")
-    return {str(name): _open_split(folder, str(name)) for name in names}
+    return {plain_name(name, listing): _open_split(folder, name) for name in names}
+
+
+def refuse_foreign_files(folder: Path, mend: str) -> None:
+    """Refuse a save_to_disk folder, of a dataset or of splits, whose listings name files or folders elsewhere.
+
+    Raises:
+        InputError: naming the listing; ``mend`` is what to do where it is damaged.
+    """
+    listing, splits = folder / "dataset_dict.json", [folder]
+    if listing.is_file():
+        splits = [folder / plain_name(name, listing) for name in _read_json(listing, "splits", mend)]
+    for split in splits:
+        for file in _read_json(split / "state.json", "_data_files", mend):
+            plain_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
 
 
 def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
@@ -90,16 +106,20 @@ def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
     try:
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
             yield from reader
+    except FileNotFoundError:
+        raise InputError(f"{file}: the file is missing; tokenize again") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{file}: damaged, {_first_line(error)}; tokenize again") from None
+        raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
 
 
 def _open_split(folder: Path, name: str) -> Split:
-    listed = _read_json(folder / name / "state.json", "_data_files")
+    listing = folder / name / "state.json"
+    _read_json(folder / name / "dataset_info.json", "features")
+    listed = _read_json(listing, "_data_files")
     try:
-        files = tuple(folder / name / str(file["filename"]) for file in listed)
+        files = tuple(folder / name / plain_name(file["filename"], listing) for file in listed)
     except (TypeError, KeyError):
-        raise InputError(f"{folder / name / 'state.json'}: damaged, it names no files; tokenize again") from None
+        raise InputError(f"{listing}: damaged, it names no files; tokenize again") from None
     schema, num_rows = pa.schema([]), 0
     for file in files:
         for batch in read_arrow(file):
@@ -114,13 +134,15 @@ def _open_split(folder: Path, name: str) -> Split:
 
 def _fault_of_columns(schema: pa.Schema) -> str | None:
     if "input_ids" not in schema.names:
-        return f"no column input_ids, only {', '.join(schema.names)}: no token dataset"
+        return (
+            f"no column input_ids, only {', '.join(schema.names)}: no token dataset; tokenize with tokenize_dataset.py"
+        )
     for name in ("input_ids", "labels", "document_starts"):
         if name in schema.names:
             kind = schema.field(name).type
             is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
             if not is_list or not pa.types.is_integer(kind.value_type):
-                return f"a column {name} of {kind}, not of lists of whole numbers"
+                return f"a column {name} of {kind}, not of lists of whole numbers; tokenize with tokenize_dataset.py"
     return None
 
 
@@ -152,14 +174,10 @@ def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.
     return values.to_numpy(zero_copy_only=False), offsets
 
 
-def _read_json(file: Path, key: str) -> Any:
+def _read_json(file: Path, key: str, mend: str = "tokenize again") -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))[key]
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; tokenize again") from None
+        raise InputError(f"{file}: {error.strerror}; {mend}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file}: damaged ({type(error).__name__}); tokenize again") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{file}: damaged ({type(error).__name__}: {first_line(error)}); {mend}") from None

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
 
 Row = Mapping[str, Any]
 
@@ -260,7 +260,8 @@ def _read_json(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
         text = _decode(data, path, 0)
         content = _parse_json(text) if text.strip() else []
     except BadRowError as error:
-        raise InputError(str(error) if str(error).startswith(str(path)) else f"{path}: {error}") from None
+        where = "" if str(error).startswith(str(path)) else f"{path}: "
+        raise InputError(f"{where}{error}; mend the file, or leave it out") from None
     for number, row in enumerate(content if isinstance(content, list) else [content], 1):
         yield number, _checked(row, reader, number)
 
@@ -295,7 +296,7 @@ def _read_csv(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
                 else:
                     yield number, dict(zip(header, row, strict=True))
         except csv.Error as error:
-            raise InputError(f"{path}, line {rows.line_num}: not csv: {error}") from None
+            raise InputError(f"{path}, line {rows.line_num}: not csv: {error}; mend its quotes") from None
         except UnicodeDecodeError:
             raise _undecodable(path) from None
 
@@ -329,7 +330,7 @@ def _whole_parquet(path: Path) -> Iterator[None]:
     except UnicodeDecodeError:
         raise InputError(f"{path}: a column of text holds bytes that are not UTF-8") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a whole parquet file: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{path}: not a whole parquet file: {first_line(error).rstrip('.')}; fetch it again") from None
 
 
 def refuse_numbers(place: str, schema: Any, columns: list[str]) -> None:

@@ -22,7 +22,7 @@ from fabric_train.corpus.reading.files import (
     split_file,
 )
 from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -223,7 +223,7 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
     if glob.has_magic(name):
         return _open_glob(name, option)
     if is_readable(path) or not is_hub_name(name):
-        raise InputError(f"{option} {name}: no such file or folder")
+        raise InputError(f"{option} {name}: no such file or folder; give a path that is there, or a hub name")
     return _open_hub(name, option, stream)
 
 
@@ -264,11 +264,16 @@ def _open_url(name: str, option: str, downloads: Path) -> FileSource:
 def _open_saved(name: str, option: str, folder: Path) -> DatasetSource:
     import datasets
 
+    from fabric_train.corpus.packing.token_folder import refuse_foreign_files
+
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    refuse_foreign_files(folder, "save it again")
     try:
         loaded = datasets.load_from_disk(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{option} {name}: not a whole save_to_disk folder: {_first_line(error)}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
+        ) from None
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
     return DatasetSource(name=name, splits=_choose(splits), root=folder)
 
@@ -306,7 +311,3 @@ def sha256(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

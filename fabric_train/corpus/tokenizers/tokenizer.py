@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
 from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
 from fabric_train.corpus.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
+from fabric_train.git_lfs import refuse_pointer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -135,18 +136,18 @@ def _find(name: str) -> tuple[Path, Path | None]:
     if is_hub_name(name):
         path = _from_hub(name)
     if path.is_file():
-        _refuse_pointer(path)
+        refuse_pointer(path)
         if path.name == "tokenizer.json":
             return path.parent, None
         if path.suffix == ".json":
             raise InputError(f"--tokenizer_name {path}: give the folder with tokenizer.json, or a tokenizer.model file")
         return path.parent, path
     if not path.is_dir():
-        raise InputError(f"--tokenizer_name {name}: no such file or folder")
+        raise InputError(f"--tokenizer_name {name}: no such file or folder; give a path that is there, or a hub name")
     if (path / "tokenizer.json").is_file() or (path / "merges.txt").is_file():
         return path, None
     if (path / "tokenizer.model").is_file():
-        _refuse_pointer(path / "tokenizer.model")
+        refuse_pointer(path / "tokenizer.model")
         return path, path / "tokenizer.model"
     raise InputError(f"--tokenizer_name {name}: there is no tokenizer.json and no tokenizer.model in it")
 
@@ -167,9 +168,11 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file = folder / "tokenizer.json"
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        _read_json(folder / name)  # transformers would say something else
     try:
         if file.is_file():
-            _refuse_pointer(file)
+            refuse_pointer(file)
             fast = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -178,19 +181,13 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
         if file.is_file():
             load_fast(file, special_text_is_plain=False)  # says so if the file itself is damaged
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"--tokenizer_name {folder}: transformers cannot load it: {reason}") from None
+        reason = first_line(error).rstrip(".")
+        raise InputError(
+            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; fetch it again, or give another"
+        ) from None
     if not getattr(fast, "is_fast", False):
         raise InputError(f"--tokenizer_name {folder}: it has no fast form; give a folder with tokenizer.json")
     return fast
-
-
-def _refuse_pointer(file: Path) -> None:
-    with file.open("rb") as opened:
-        if opened.read(64).startswith(b"version https://git-lfs"):
-            raise InputError(
-                f"{file} is a Git LFS pointer and not the file itself; run `git lfs pull` in its repository"
-            )
 
 
 def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
@@ -231,6 +228,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise InputError(f"{file} is not a JSON object; fetch the file again") from None
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} is not a JSON object; fetch the file again")
+    return content
