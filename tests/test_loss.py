@@ -1,35 +1,18 @@
 """The loss and its gradient are those of the window's tokens, however the window is cut."""
 
-from typing import Any
+import json
+import math
 
 import numpy as np
 import pytest
 import torch
+from bigram import VOCABULARY, Bigram
+from forked_runs import ForkedRuns
 from lightning import Fabric
-from torch import nn
 
 from fabric_train.batches import Batch, Window
 from fabric_train.loop import accumulate, clip
 from fabric_train.loss import IGNORED_LABEL, count_supervised, summed_loss
-
-VOCABULARY = 5
-
-
-class Output:
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-
-class Bigram(nn.Module):
-    """The smallest language model: the logits of the next token are a row of one matrix [V, V]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
-        nn.init.zeros_(self.table.weight)
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
-        return Output(self.table(input_ids))
 
 
 @pytest.fixture
@@ -60,6 +43,30 @@ def test_gradient_of_a_window_is_the_one_worked_out_by_hand(fabric: Fabric) -> N
     expected[2] = torch.tensor([0.1, 0.1, -0.15, -0.15, 0.1])
     torch.testing.assert_close(model.table.weight.grad, expected)
     torch.testing.assert_close(loss.mean, torch.log(torch.tensor(5.0)).double())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
+@pytest.mark.parametrize("grad_clip", [0, 0.1])
+def test_gradient_of_two_ranks_and_four_unequal_micro_batches_is_the_one_worked_out_by_hand(
+    forked_runs: ForkedRuns, parallelism: str, grad_clip: float
+) -> None:
+    # The micro-batches of bigram.BATCHES supervise 0→1; nothing; 0→2, 2→2, 2→3; 1→0: 5 tokens, each weighs 1/5.
+    # Uniform logits: a token's gradient in row "previous" is 1/5 · 1/5 = 0.04 everywhere, minus 1/5 at the target.
+    gradient = torch.zeros(VOCABULARY, VOCABULARY)
+    gradient[0] = torch.tensor([0.08, -0.12, -0.12, 0.08, 0.08])
+    gradient[1] = torch.tensor([-0.16, 0.04, 0.04, 0.04, 0.04])
+    gradient[2] = torch.tensor([0.08, 0.08, -0.12, -0.12, 0.08])
+    norm = math.sqrt(0.128)  # squares of the rows: 0.048, 0.032, 0.048
+    options = f"--accelerator cpu --precision 32-true --parallelism {parallelism} --grad_clip {grad_clip}".split()
+    paths = ["--model_name", "none", "--train_data_dir", "none", "--output_dir", "none", "--devices", "2"]
+    run = forked_runs.start([*paths, *options], 2, program="bigram")
+    run.finish()
+    found = json.loads(run.stdout().splitlines()[-1])
+    assert found["loss"] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
+    assert found["norm"] == pytest.approx(norm, rel=1e-6)
+    scale = min(grad_clip / norm, 1) if grad_clip else 1
+    torch.testing.assert_close(torch.tensor(found["weights"]), -gradient * scale, rtol=1e-5, atol=1e-8)
 
 
 def test_a_window_cut_into_unequal_micro_batches_has_the_gradient_of_the_whole(fabric: Fabric) -> None:

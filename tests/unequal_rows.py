@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fabric_train.loss import IGNORED_LABEL
 
-VOCABULARY, NUM_ROWS, LENGTH = 300, 27, 24
+VOCABULARY, NUM_ROWS, LENGTH = 300, 51, 24
 ROWS_PER_WINDOW = 8  # the last window of an epoch has 3
 
 

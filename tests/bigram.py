@@ -1,0 +1,60 @@
+"""The smallest language model, whose gradients can be worked out by hand; as a program, on several ranks.
+
+Its ``main`` accumulates the window of ``BATCHES``, clips, steps with plain gradient descent of rate 1, and prints as
+JSON what came of it: so the weights, which begin at 0, are the negative gradient.
+"""
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers.modeling_outputs import CausalLMOutput
+
+from arguments import TrainArguments, parse
+from fabric_train import parallel
+from fabric_train.batches import Batch, Window
+from fabric_train.loop import accumulate, clip
+from fabric_train.loss import IGNORED_LABEL
+
+VOCABULARY = 5
+_NOT = IGNORED_LABEL
+# of each of two ranks two micro-batches: ids and labels
+BATCHES = (
+    (([0, 1, 4, 4], [0, 1, _NOT, _NOT]), ([3, 3, 3], [_NOT, _NOT, _NOT])),
+    (([0, 2, 2, 3], [0, 2, 2, 3]), ([1, 0], [1, 0])),
+)
+
+
+class Bigram(nn.Module):
+    """The logits of the next token are a row of one matrix [V, V]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.table(input_ids))
+
+
+def main() -> None:
+    """Take one step on this rank's micro-batches."""
+    arguments = parse(TrainArguments, sys.argv[1:])
+    units = frozenset([nn.Embedding])
+    fabric = parallel.build_fabric(arguments, units)
+    model = parallel.setup_model(fabric, Bigram(), units, arguments)
+    optimizer: Any = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
+    batches = [Batch(torch.tensor([ids]), torch.tensor([labels])) for ids, labels in BATCHES[fabric.global_rank]]
+    loss = accumulate(fabric, model, Window(1, 0, False, np.arange(4), 1, 13, batches))
+    norm = clip(fabric, model, optimizer, arguments.training.grad_clip)
+    optimizer.step()
+    weights: dict[str, Any] = get_model_state_dict(
+        model._forward_module, options=StateDictOptions(full_state_dict=True)
+    )
+    if fabric.is_global_zero:
+        result = {"loss": float(loss.mean), "norm": float(norm), "weights": weights["table.weight"].tolist()}
+        print(json.dumps(result))

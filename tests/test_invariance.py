@@ -1,0 +1,142 @@
+"""The same window gives the same loss and gradient norm however it is cut: every cut against plain PyTorch."""
+
+import functools
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forked_runs import ForkedRuns
+from transformers import AutoModelForCausalLM
+from unequal_rows import argv, metrics, write_model, write_rows
+
+from arguments import TrainingArguments
+from fabric_train.batches import WindowOrder, open_dataset
+from fabric_train.loss import IGNORED_LABEL
+from fabric_train.optimizer import learning_rate
+
+pytestmark = pytest.mark.slow
+
+STEPS, LR, GRAD_CLIP = 20, 1e-3, 0.4
+TOLERANCE = 1e-5  # relative, in fp32
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a window of ``num_ranks * micro_batch_size * accumulation`` rows is cut."""
+
+    parallelism: str
+    num_ranks: int
+    micro_batch_size: int
+    accumulation: int
+
+    def __str__(self) -> str:
+        return f"{self.parallelism}-{self.num_ranks}x{self.micro_batch_size}x{self.accumulation}"
+
+    @property
+    def rows(self) -> int:
+        return self.num_ranks * self.micro_batch_size * self.accumulation
+
+
+CUTS = [
+    Cut("single", 1, 1, 8),
+    Cut("single", 1, 2, 4),
+    Cut("single", 1, 8, 1),
+    Cut("fsdp", 1, 2, 4),
+    Cut("fsdp", 2, 1, 4),
+    Cut("fsdp", 2, 2, 2),
+    Cut("fsdp", 4, 1, 2),
+    Cut("fsdp", 4, 2, 1),
+    Cut("fsdp2", 1, 1, 8),
+    Cut("fsdp2", 2, 1, 4),
+    Cut("fsdp2", 2, 2, 2),
+    Cut("fsdp2", 4, 2, 1),
+    Cut("ddp", 2, 1, 4),
+    Cut("ddp", 2, 2, 2),
+    Cut("ddp", 4, 1, 2),
+    # other windows, for the accumulations and micro-batches that do not make 8 rows
+    Cut("single", 1, 1, 5),
+    Cut("fsdp", 2, 1, 3),
+    Cut("ddp", 2, 1, 7),
+    Cut("fsdp2", 2, 2, 6),
+    Cut("fsdp", 2, 8, 1),
+    Cut("fsdp2", 4, 8, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("invariance") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("invariance") / "tokens")
+
+
+@functools.cache
+def plain_pytorch(model_dir: Path, tokens: Path, rows_per_window: int) -> tuple[list[float], list[float]]:
+    """The same training written out on one device, a document at a time: losses and gradient norms before clipping."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    rows = open_dataset(str(tokens)).train.split
+    order = WindowOrder(len(rows), rows_per_window, rows_per_window, world_size=1, rank=0, seed=0)
+    windows = (window for epoch in count() for window in order.batches(epoch, 0))
+    losses, norms = [], []
+    for step, window in zip(range(1, STEPS + 1), windows, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, STEPS, TrainingArguments(lr=LR))
+        loss = torch.cat([document_losses(model, rows[row]) for row in window]).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
+    """The losses of a row's supervised tokens, each document by itself."""
+    borders = row["document_starts"][1:]
+    documents = torch.tensor(row["input_ids"]).tensor_split(borders)
+    labels = torch.tensor(row["labels"]).tensor_split(borders)
+    losses = [
+        F.cross_entropy(model(ids[None]).logits[0, :-1], wanted[1:], ignore_index=IGNORED_LABEL, reduction="none")
+        for ids, wanted in zip(documents, labels, strict=True)
+    ]
+    return torch.cat(losses)[torch.cat([wanted[1:] != IGNORED_LABEL for wanted in labels])]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_however_a_window_is_cut_its_loss_and_gradient_norm_are_those_of_plain_pytorch(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, cut: Cut
+) -> None:
+    given = {
+        "parallelism": cut.parallelism,
+        "devices": cut.num_ranks,
+        "micro_batch_size": cut.micro_batch_size,
+        "total_batch_size": cut.rows,
+        "max_step": STEPS,
+        "lr": LR,
+        "grad_clip": GRAD_CLIP,
+    }
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), cut.num_ranks).finish()
+    losses, norms = plain_pytorch(model, tokens, cut.rows)
+    logged = metrics(tmp_path / "run")
+    assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=TOLERANCE)
+    assert [float(row["grad_norm"]) for row in logged] == pytest.approx(norms, rel=TOLERANCE)
+    assert sum(norm > GRAD_CLIP for norm in norms) > STEPS / 2  # it does clip
+
+
+def test_the_windows_that_are_compared_are_hard_to_weigh(tokens: Path) -> None:
+    rows = open_dataset(str(tokens)).train
+    counts = [int((rows.__getitems__([row]).labels[:, 1:] != IGNORED_LABEL).sum()) for row in range(len(rows))]
+    assert {0, 1, 23} <= set(counts)  # rows with no supervised token, with one and with all
+    assert any(len(starts) > 1 for starts in rows.split["document_starts"])
+    assert len(rows) % CUTS[0].rows  # the last window of an epoch is short
+    assert len(rows) / CUTS[0].rows * 2 < STEPS
