@@ -35,7 +35,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.errors import FAILURE, InputError, end_run, leave
-from fabric_train.launch import be_launcher, clear_launcher_options, mind_children, under_fabric_run
+from fabric_train.launch import (
+    be_launcher,
+    clear_launcher_options,
+    global_rank,
+    mind_children,
+    num_restarts,
+    under_fabric_run,
+)
+from fabric_train.signals import STOPPED, outside_of_training
 from fabric_train.watchdog import PATIENCE
 
 if TYPE_CHECKING:
@@ -116,6 +124,8 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
         be_launcher()
         # Fabric's own would kill this process without a word, and also where the ranks end together
         subprocess_script._launch_process_observer = _mind_children
+        if num_restarts() and num_processes > 1:
+            _join_anew(accelerator, num_processes, _timeout(arguments))
         fabric.launch()
     if fabric.world_size != num_processes:
         raise InputError(
@@ -140,6 +150,27 @@ def _refuse_taken_port(fabric: Fabric) -> None:
             raise InputError(f"{port}: set MASTER_PORT to a free one, or stop what uses it") from None
 
 
+def _timeout(arguments: "TrainArguments") -> timedelta:
+    """How long a collective operation may last: the last resort, behind the ranks' own watch."""
+    return timedelta(seconds=PATIENCE * arguments.device.rank_timeout) or timedelta(days=365)
+
+
+def _join_anew(accelerator: str, num_processes: int, timeout: timedelta) -> None:
+    """Set up the process group, which Fabric then takes as it is, where torchrun has started the ranks again.
+
+    Unless it is told another rendezvous, torchrun keeps one store over all restarts, and torch would find in it the
+    addresses of ranks that are dead.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(accelerator),
+        store=dist.PrefixStore(f"restart-{num_restarts()}", store),
+        rank=global_rank(),
+        world_size=num_processes,
+        timeout=timeout,
+    )
+
+
 def _mind_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
     """Take the ranks that this process has started under its care."""
     mind_children(child_processes, _child_failed)
@@ -147,8 +178,10 @@ def _mind_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
 
 def _child_failed(rank: int, code: int) -> None:
     """End with a rank that this process has started and that has come to a bad end before anybody watched it."""
+    if code == STOPPED:
+        end_run(code, outside_of_training(f"a signal to rank {rank}"))
     if code < 0:
-        end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting; start again")
+        end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting: start again")
     leave(code)  # it has said why
 
 
@@ -254,8 +287,7 @@ def _strategy(
     name: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str, num_processes: int
 ) -> Strategy:
     fsdp = arguments.fsdp
-    # the last resort, behind the ranks' own watch
-    timeout = timedelta(seconds=PATIENCE * arguments.device.rank_timeout) or timedelta(days=365)
+    timeout = _timeout(arguments)
     dtype = compute_dtype(arguments.model.precision)
     if name == "fsdp":
         return ShardedStrategy(

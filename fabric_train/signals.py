@@ -74,10 +74,7 @@ class StopSignals:
             end_run(128 + number, line)
         self._last, self.received = now, number
         if not self._saves:
-            line = (
-                f"stopped by {describe(number)} outside of training, nothing was to be saved; go on with --resume true"
-            )
-            end_run(STOPPED, line)
+            end_run(STOPPED, outside_of_training(describe(number)))
 
 
 stop_signals = StopSignals()
@@ -86,6 +83,11 @@ stop_signals = StopSignals()
 def describe(number: int) -> str:
     """Say what has stopped a run: a signal's name, for SIGHUP also what else it stands for."""
     return "SIGHUP (or its launcher's end)" if number == signal.SIGHUP else _name(number)
+
+
+def outside_of_training(by: str) -> str:
+    """Say that something has stopped a run that had nothing to save."""
+    return f"stopped by {by} outside of training, nothing was to be saved: go on with --resume true"
 
 
 def leave_signals_to_rank(_: int) -> None:

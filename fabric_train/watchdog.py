@@ -210,7 +210,8 @@ class Watch:
             other.connection.close()
             other.connection = None
             if not self._closes and other.rank in self._others:
-                self._lose([other], f"died at {other.mark} (killed, or its memory ran out)")
+                # where this rank is now says more than where that one was at its last beat
+                self._lose([other], f"died as the run was at {self._progress.mark} (killed, or its memory ran out)")
         for message in messages or []:
             if "mark" in message:
                 other.hear(Mark(*message.pop("mark")), **message)
