@@ -40,7 +40,7 @@ from fabric_train.batches import (  # noqa: E402
     validation_batches,
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.complete_folder import refuse_dead_link  # noqa: E402
+from fabric_train.complete_folder import refuse_dead_link, refuse_inside  # noqa: E402
 from fabric_train.errors import InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank, num_restarts  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
@@ -179,11 +179,7 @@ def prepare(arguments: TrainArguments) -> Prepared:
         InputError: for whatever the user can mend.
     """
     folder = Path(arguments.save.output_dir)
-    refuse_dead_link(folder)
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "is not writable" if nearest.is_dir() else "is a file"
-        raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
+    _refuse_place(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
     if not arguments.evaluation.eval_only and global_rank() == 0:
         refuse_if_held(*_lock(folder))
     wanted = arguments.checkpoint
@@ -198,6 +194,7 @@ def prepare(arguments: TrainArguments) -> Prepared:
         only_reads=arguments.evaluation.eval_only,
     )
     accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
+    parallel.refuse_lone_node(arguments.device.num_nodes)
     world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
@@ -215,6 +212,18 @@ def prepare(arguments: TrainArguments) -> Prepared:
         versions = {name: version(name) for name in _PACKAGES}
         notes += tuple(check_resumption(checkpoint, state, order, rows_hash, arguments, plan, versions))
     return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state, notes)
+
+
+def _refuse_place(folder: Path, *inputs: str | None) -> None:
+    """Refuse an output folder that cannot be written to, or that lies in what is read."""
+    refuse_dead_link(folder)
+    for given in inputs:
+        if given and not (Path(given) / "checkpoints").is_dir():  # a run may go on in its own folder
+            refuse_inside(folder, Path(given))
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = "is not writable" if nearest.is_dir() else "is a file"
+        raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
 
 
 def _open_data(arguments: TrainArguments, folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:

@@ -67,6 +67,12 @@ def refuse_if_taken(target: Path) -> None:
         raise InputError(f"{target} already exists and is a file; choose another name for the folder")
 
 
+def refuse_inside(target: Path, complete: Path) -> None:
+    """Raise InputError where ``target`` is or lies in a folder that is complete: a token dataset, a checkpoint."""
+    if target.resolve().is_relative_to(complete.resolve()):
+        raise InputError(f"cannot write to {target}: {complete} is complete and stays as it is; choose another folder")
+
+
 def refuse_dead_link(target: Path) -> None:
     """Raise InputError where ``target``, or a folder above it, is a link to nothing: nothing can be made there."""
     for path in (target, *target.parents):

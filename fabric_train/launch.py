@@ -43,6 +43,11 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     return int(ranks[0]) if ranks else 0
 
 
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher of any kind has told this process its rank."""
+    return any(name in environment for name in _RANK_VARIABLES)
+
+
 def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether ``fabric run`` started this process; ``Fabric.launch`` must not be called then."""
     return environment.get("LT_CLI_USED") == "1"

@@ -39,6 +39,7 @@ from fabric_train.launch import (
     be_launcher,
     clear_launcher_options,
     global_rank,
+    is_launched,
     mind_children,
     num_restarts,
     under_fabric_run,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     from arguments import TrainArguments
 
 LayerClasses = frozenset[type[nn.Module]]
+
+
+_PROCESSES_PER_CORE = 16  # more, each with a model of its own, are a slip and not a wish
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -204,11 +208,17 @@ def count_devices(devices: int | str, accelerator: str) -> int:
     """Return how many processes ``--devices`` means on one machine.
 
     Raises:
-        InputError: where there are fewer GPUs than asked for.
+        InputError: where there are fewer GPUs than asked for, or far fewer CPU cores.
     """
     there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
     if str(devices) in ("auto", "-1"):
         return there
+    cores = os.cpu_count() or 1
+    if accelerator == "cpu" and str(devices).isdigit() and int(devices) > _PROCESSES_PER_CORE * cores:
+        raise InputError(
+            f"--devices {devices}: so many processes would wait for this machine's {cores} CPU cores; "
+            f"give {_PROCESSES_PER_CORE * cores} or fewer"
+        )
     indices = [int(index) for index in str(devices).split(",")]
     wanted, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
     if accelerator == "cuda" and highest > there:
@@ -223,6 +233,19 @@ def unused_gpus(devices: int | str, accelerator: str) -> str | None:
     if used >= there:
         return None
     return f"{used} of this machine's {there} GPUs are used; fabric run takes one unless told --devices {there}"
+
+
+def refuse_lone_node(num_nodes: int) -> None:
+    """Refuse several machines where nothing says how they find each other: this one would wait for the others.
+
+    Raises:
+        InputError: saying how to start such a run.
+    """
+    if num_nodes > 1 and not (under_fabric_run() or is_launched() or "MASTER_ADDR" in os.environ):
+        raise InputError(
+            f"--num_nodes {num_nodes}: start the run on every machine, with torchrun --nnodes {num_nodes}, srun, or "
+            f"fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
+        )
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:

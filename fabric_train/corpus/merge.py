@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arguments import MergeArguments, parse
-from fabric_train.complete_folder import complete_folder, refuse_if_taken
+from fabric_train.complete_folder import complete_folder, refuse_if_taken, refuse_inside
 from fabric_train.corpus.manifest import (
     FILE_NAME,
     Ledger,
@@ -84,6 +84,8 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         InputError: one line for each dataset that cannot be read or differs from the first in what must be the same.
     """
     refuse_if_taken(target)
+    for folder in folders:
+        refuse_inside(target, folder)
     merged = _open(folders)
     first = merged[0]
     faults = [fault for other in merged[1:] for fault in _differences(first, other)]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fabric_train.checkpoint import read_trainer_state
-from fabric_train.complete_folder import complete_folder
+from fabric_train.complete_folder import complete_folder, refuse_inside
 from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import Report, verify_in_fresh_process
 from fabric_train.model import read_shape
@@ -35,6 +35,7 @@ def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: 
         InputError: the checkpoint is damaged or ``target`` is taken.
         VerificationError: the export does not agree with the checkpoint; nothing is left under ``target``.
     """
+    refuse_inside(target, checkpoint)
     read_trainer_state(checkpoint)
     read_shape(str(checkpoint))  # both say what is damaged before anything is written
     with complete_folder(target) as folder:
