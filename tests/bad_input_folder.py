@@ -42,6 +42,9 @@ def make_folder(folder: Path, model: Path, tokens: Path) -> Path:
     (folder / "full").mkdir()
     (folder / "full" / "letter.txt").write_text("keep me")
     (folder / "file").write_text("keep me too")
+    (folder / "read-only").mkdir(mode=0o555)
+    shutil.copyfile(folder / "texts.jsonl", folder / "secret.jsonl")
+    (folder / "secret.jsonl").chmod(0o000)
     (folder / "broken-link").symlink_to("nowhere")
     (folder / "circle").symlink_to("circle")
     return folder
@@ -117,7 +120,7 @@ def _break_documents(folder: Path) -> None:
         "quotes.csv": b'text\n"no end\n',
         "bad.json": b'{"text": ',
         "short.txt": b"one",
-        "format.docx": b"x",
+        "a.docx": b"x",
         "deep.jsonl": b'{"text": ' + b"[" * 100_000 + b"\n",
     }.items():
         (texts / name).write_bytes(content)
@@ -160,6 +163,10 @@ def _break_models(folder: Path) -> None:
     (model("pointer-weights") / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid x\n")
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (model("lost-shard", "model.safetensors") / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit_json(
+        model("renamed-token") / "tokenizer.json",
+        lambda content: content["model"]["vocab"].update(hen=content["model"]["vocab"].pop("he")),
+    )
     (model("bad-index", "model.safetensors") / "model.safetensors.index.json").write_text("{")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+
+from fabric_train.checkpoint.state import FORMAT, TrainerState
 
 NUM_RANKS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -78,14 +81,10 @@ def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step
     for name in TOKENIZER_FILES:
         shutil.copyfile(model_dir / name, folder / "tokenizer" / name)
     (folder / "tokenizer" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    state = TrainerState(step=step, num_tokens=64 * step, num_samples=step, train_loss=3.25, val_loss=3.5)
     trainer = {
-        "format": 1,
-        "step": step,
-        "epoch": 0,
-        "num_tokens": 64 * step,
-        "num_samples": step,
-        "train_loss": 3.25,
-        "val_loss": 3.5,
+        "format": FORMAT,
+        **asdict(state),
         "state_dict_type": state_dict_type,
         "weights_dtype": "float32",
         "data": {"fingerprint": "0", "num_rows": 8, "rows_per_window": 1, "seed": 0},
