@@ -239,6 +239,8 @@ class SaveArguments:
     """Optimizer steps between checkpoints; each epoch's end and the run's end have one too."""
     keep_checkpoints: PositiveInt | None = None
     """Keep so many newest checkpoints, and the best by validation loss; left out, all."""
+    async_save: bool = True
+    """Write checkpoints in the background, out of a copy of model and optimizer in host memory."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arguments import ConvertArguments, parse
-from fabric_train.checkpoint import find_checkpoint, read_trainer_json
+from fabric_train.checkpoint import find_whole_checkpoint, read_trainer_json
 from fabric_train.complete_folder import refuse_if_taken
 from fabric_train.errors import FAILURE, InputError, run_program
 from fabric_train.export.convert import convert
@@ -48,7 +48,7 @@ def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
     targets: dict[Path, Path] = {}
     for path in paths:
         try:
-            checkpoint = find_checkpoint(path)
+            checkpoint = find_whole_checkpoint(path)
         except InputError as error:
             faults += error.faults
             continue

@@ -45,14 +45,7 @@ from fabric_train.errors import InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank, num_restarts  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
-from fabric_train.model import (  # noqa: E402
-    ModelShape,
-    build_model,
-    load_model,
-    read_shape,
-    refuse_unreadable,
-    tied_weight_names,
-)
+from fabric_train.model import ModelShape, build_model, load_model, read_shape, refuse_unreadable  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
 from fabric_train.progress import Phase, Progress  # noqa: E402
@@ -116,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
         progress = Progress()
         with watch_ranks(fabric, progress, arguments.device.rank_timeout, arguments.device.num_nodes):
-            is_stopped = _run(fabric, prepared, progress, console)
+            is_stopped = _run(fabric, _checked(fabric, prepared, console), progress, console)
             progress.at(Phase.ENDING)
             stop_signals.ignore()
             parallel.leave_process_group(fabric)
@@ -130,6 +123,22 @@ def _lock(folder: Path) -> tuple[Path, str, str]:
     return folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
 
 
+def _checked(fabric: Fabric, prepared: Prepared, console: Console) -> Prepared:
+    """Return the run from a checkpoint whose content has been checked by all ranks: the one before, where the newest is
+    damaged.
+
+    Raises:
+        InputError: the checkpoint that the user has named is damaged, or there is no other.
+    """
+    damages: dict[Path, str] = {}
+    while prepared.checkpoint and (damage := checkpoints.wrong_content(prepared.checkpoint, fabric)):
+        damages[prepared.checkpoint.resolve()] = damage
+        prepared = prepare(prepared.arguments, damages)
+        for note in prepared.notes:
+            _note(console, note)
+    return prepared
+
+
 def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> bool:
     """Build what the loop drives and train, or evaluate alone; return whether a signal has stopped it."""
     arguments = prepared.arguments
@@ -137,7 +146,7 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
     note = note_on_end_of_turn(model, prepared.data) if isinstance(prepared.data, TokenDataset) else None
     if fabric.is_global_zero and note:
         _note(console, note)
-    decayed, tied = decayed_names(model), tied_weight_names(model)
+    decayed = decayed_names(model)
     model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
     if prepared.data.isolates:
         refuse_leaking(fabric, model, prepared.shape.source)
@@ -153,27 +162,18 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
         assert evaluation is not None  # the plan has refused a dataset without validation rows
         _report(evaluation, prepared, fabric, console)
         return False
-    optimizer = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
+    optimizer = fabric.setup_optimizers(build_optimizer(parallel.named_parameters(model), decayed, arguments.training))
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
-    saved = checkpoints.Checkpoints(
-        prepared.folder / "checkpoints",
-        fabric,
-        model,
-        optimizer,
-        tied,
-        _description(prepared),
-        arguments.save.keep_checkpoints,
-    )
-    return _train(fabric, model, optimizer, validate, saved, prepared, progress, console)
+    return _train(fabric, model, optimizer, validate, prepared, progress, console)
 
 
 def _note(console: Console, note: str) -> None:
     console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def prepare(arguments: TrainArguments) -> Prepared:
-    """Check the arguments against the files and devices there are.
+def prepare(arguments: TrainArguments, damages: checkpoints.Damages | None = None) -> Prepared:
+    """Check the arguments against the files and devices there are, and what is known to be wrong with checkpoints.
 
     Raises:
         InputError: for whatever the user can mend.
@@ -184,7 +184,7 @@ def prepare(arguments: TrainArguments) -> Prepared:
         refuse_if_held(*_lock(folder))
     wanted = arguments.checkpoint
     if num_restarts():  # torchrun goes on by itself
-        goes_on = checkpoints.newest_checkpoint(folder) is not None
+        goes_on = checkpoints.newest_checkpoint(folder, damages) is not None
         wanted = CheckpointArguments(resume=True) if goes_on else replace(wanted, resume=True)
     checkpoint = checkpoints.choose_checkpoint(
         folder,
@@ -192,6 +192,7 @@ def prepare(arguments: TrainArguments) -> Prepared:
         wanted.resume,
         anew=wanted.weights_only,
         only_reads=arguments.evaluation.eval_only,
+        damages=damages,
     )
     accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
     parallel.refuse_lone_node(arguments.device.num_nodes)
@@ -206,6 +207,8 @@ def prepare(arguments: TrainArguments) -> Prepared:
         refuse_unreadable(source)
     order = _order(data, plan, arguments.data.seed)
     state, notes = checkpoints.TrainerState(), plan.notes
+    if checkpoint:
+        notes += tuple(checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages))
     if checkpoint and not (wanted.weights_only or arguments.evaluation.eval_only):
         state = checkpoints.read_trainer_state(checkpoint)
         rows_hash = _window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
@@ -316,7 +319,6 @@ def _train(
     model: Any,
     optimizer: Any,
     validate: Callable[[], Evaluation | None] | None,
-    saved: checkpoints.Checkpoints,
     prepared: Prepared,
     progress: Progress,
     console: Console,
@@ -348,6 +350,16 @@ def _train(
     def warn(line: str) -> None:
         console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
 
+    saves = checkpoints.Checkpoints(
+        prepared.folder / "checkpoints",
+        fabric,
+        model,
+        optimizer,
+        _description(prepared),
+        arguments.save.keep_checkpoints,
+        arguments.save.async_save,
+        saved_checkpoint,
+    )
     batches = _batches(fabric, prepared)
     start = prepared.checkpoint if state.step else None
     data = prepared.data
@@ -361,22 +373,22 @@ def _train(
             batches=batches,
             num_steps=plan.num_steps,
             start=start,
-            checkpoints=saved,
+            checkpoints=saves,
             guard=guard,
             evaluate=validate,
             log=log,
             flush=flush,
-            saved=saved_checkpoint,
             warn=warn,
             progress=progress,
         )
         stop_signals.save_first()
         end = train(run, arguments, state)
-        newest = saved.path(end.state)
+        newest = saves.path(end.state)
         for output in outputs:
             if isinstance(output, WandbLogger) and arguments.logging.log_model == "last":
                 output.log_model(newest)
     finally:
+        saves.close()
         for output in outputs:
             output.close()
     if end.stopped_by:

@@ -30,7 +30,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        temporary = target.parent / f".{target.name}{_MARK}{socket.gethostname()}-{os.getpid()}"
+        temporary = temporary_for(target, this_process())
         temporary.mkdir()
     except OSError as error:
         raise InputError(
@@ -38,15 +38,44 @@ def complete_folder(target: Path) -> Iterator[Path]:
         ) from None
     try:
         yield temporary
-        _sync_tree(temporary)
-        temporary.rename(target)
+        give_name(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in new_parents:
             with suppress(OSError):  # something else lies in it by now
                 parent.rmdir()
         raise
-    _sync(target.parent)
+
+
+def this_process() -> str:
+    """Return what names this process in the names of its temporary folders: machine and process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def temporary_for(target: Path, process: str) -> Path:
+    """Return the hidden sibling of ``target`` that a process, named as ``this_process`` does, writes first."""
+    return target.parent / f".{target.name}{_MARK}{process}"
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a path is such a sibling, of whatever target and process."""
+    return path.name.startswith(".") and _MARK in path.name
+
+
+def give_name(temporary: Path, target: Path) -> None:
+    """Sync a temporary folder to the disk, give it its name, and sync that."""
+    _sync_tree(temporary)
+    temporary.rename(target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or which files a folder has, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def refuse_if_taken(target: Path) -> None:
@@ -85,11 +114,11 @@ def _remove_leftovers(target: Path) -> None:
     prefix = f".{target.name}{_MARK}{socket.gethostname()}-"
     for entry in target.parent.iterdir():
         process = entry.name[len(prefix) :]
-        if entry.name.startswith(prefix) and process.isdigit() and not _runs_elsewhere(int(process)):
+        if entry.name.startswith(prefix) and process.isdigit() and not _runs(int(process)):
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _runs_elsewhere(process: int) -> bool:
+def _runs(process: int) -> bool:
     """Return whether another process than this one has the id ``process``."""
     if process == os.getpid():
         return False
@@ -105,13 +134,5 @@ def _runs_elsewhere(process: int) -> bool:
 def _sync_tree(folder: Path) -> None:
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(root, name))
+        sync(Path(root))

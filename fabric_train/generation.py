@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 
-from fabric_train.checkpoint import find_checkpoint
+from fabric_train.checkpoint import find_whole_checkpoint
 from fabric_train.errors import InputError
 from fabric_train.model import build_model, load_model, quiet_transformers, read_shape
 from fabric_train.weights import open_weights
@@ -36,7 +36,7 @@ def load_for_generation(name: str) -> tuple[Any, Any]:
     folder = Path(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if folder.is_dir() and not _is_export(folder):
-        checkpoint = find_checkpoint(folder)
+        checkpoint = find_whole_checkpoint(folder)
         weights = open_weights(checkpoint)
         dtype = torch.bfloat16 if device == "cuda" else weights.dtype(next(iter(weights)))
         tensors = {name: weights.read(name).to(dtype) for name in weights}

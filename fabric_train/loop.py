@@ -32,8 +32,8 @@ class Run:
     """What the loop drives.
 
     ``start`` is the checkpoint that the state it begins with was read from, None at step 0; ``evaluate`` is None where
-    there is no validation, and returns None where a signal has cut it short; ``log``, ``saved`` and ``warn`` tell the
-    user, and ``flush`` waits until what was logged is written.
+    there is no validation, and returns None where a signal has cut it short; ``log`` and ``warn`` tell the user, and
+    ``flush`` waits until what was logged is written.
     """
 
     fabric: Fabric
@@ -47,7 +47,6 @@ class Run:
     evaluate: Callable[[], Evaluation | None] | None
     log: Callable[[Metrics], None]
     flush: Callable[[], None]
-    saved: Callable[[Path], None]
     warn: Callable[[str], None]
     progress: Progress
 
@@ -81,6 +80,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
         verdict = run.guard.judge(window, loss, grad_norm)  # the one place where the loop waits for the device
         if verdict.fault is None:
+            run.checkpoints.wait_until_copied()
             run.optimizer.step()
         run.optimizer.zero_grad()
         if verdict.fault is not None:
@@ -89,6 +89,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
             run.guard.leave_out()
             run.warn(f"{verdict.fault}; the step is left out")
         border = _border(run)
+        run.checkpoints.at_border(border)
 
         is_last = window.step == run.num_steps
         evaluates = is_last or window.ends_epoch or window.step % arguments.evaluation.eval_step_interval == 0
@@ -127,18 +128,20 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         if saves or border.stops:
             run.progress.at(Phase.SAVING)
             run.flush()
-            checkpoint = run.checkpoints.save(state, cursors)
-            run.saved(checkpoint)
+            checkpoint = run.checkpoints.save(state, cursors, waits=is_last or bool(border.stops))
         if border.stops and (state.unlogged or not is_last):
             return End(state, border.stops)
         stopwatch.restart()
+    run.progress.at(Phase.SAVING)
+    run.checkpoints.finish()
     return End(state)
 
 
 def _border(run: Run) -> Border:
     """Agree with the other ranks on what is to be done between two steps."""
     run.progress.at(Phase.BORDER)
-    return agree(run.fabric, Border(stops=stop_signals.received))
+    saves = run.checkpoints
+    return agree(run.fabric, Border(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed))
 
 
 def _conclude(run: Run, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
@@ -163,7 +166,8 @@ def _stopped(
         return RunError(f"{fault}; no step was taken before it, so nothing is saved")
     if checkpoint is None:
         run.flush()
-        checkpoint = run.checkpoints.save(state, cursors)
+        checkpoint = run.checkpoints.save(state, cursors, waits=True)
+    run.checkpoints.finish()
     return RunError(
         f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
         "--resume true --on_nonfinite skip goes on without such steps"

@@ -27,6 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -281,6 +282,16 @@ def setup_model(fabric: Fabric, model: nn.Module, layer_classes: LayerClasses, a
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, _mean_in_fp32)
     return wrapped
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a set-up model as they are between steps, the optimizer's: after a forward pass without
+    a backward one, FSDP2's are the gathered weights until the next pass.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return list(model.named_parameters())
 
 
 def leave_process_group(fabric: Fabric) -> None:

@@ -19,7 +19,9 @@ from fabric_train.errors import InputError, first_line
 from fabric_train.git_lfs import refuse_pointer
 from fabric_train.names_in_data import plain_name
 
-_DTYPES = {
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""Where a header says in which place of the full tensor each piece begins."""
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -94,12 +96,12 @@ class CheckpointTensors:
 
     def _open(self, path: Path) -> None:
         file = _opened(path, "take another checkpoint")
-        begins = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+        begins = json.loads((file.metadata() or {}).get(SHARDING_INFO, "{}"))
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             header = file.get_slice(name)
             shape = tuple(header.get_shape())
             offsets = tuple(begins[name]["saved_offsets"]) if name in begins else (0,) * len(shape)
-            self._pieces.setdefault(name, []).append(_Piece(file, offsets, shape, _DTYPES[header.get_dtype()]))
+            self._pieces.setdefault(name, []).append(_Piece(file, offsets, shape, DTYPES[header.get_dtype()]))
 
 
 def open_weights(checkpoint: Path) -> CheckpointTensors:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from checkpoint_examples import trained_weights, write_full
+from checkpoint_examples import trained_weights, write_checksums, write_full
+
+from fabric_train.checkpoint import FORMAT
 
 TEXTS = [
     f"Document {number} says that {number} and one are {number + 1}, and then it says so again." for number in range(40)
@@ -236,12 +238,14 @@ def _break_runs(folder: Path) -> None:
     (checkpoint("no-trainer") / "trainer.json").unlink()
     (checkpoint("cut-trainer") / "trainer.json").write_text('{"format": ')
     (checkpoint("list-trainer") / "trainer.json").write_text("[]")
-    (checkpoint("bare-trainer") / "trainer.json").write_text('{"format": 1}')
+    (checkpoint("bare-trainer") / "trainer.json").write_text(json.dumps({"format": FORMAT}))
     edit_json(checkpoint("format") / "trainer.json", lambda content: content.update(format=99))
     cut(checkpoint("cut-weights") / "model.safetensors")
     (checkpoint("no-weights") / "model.safetensors").unlink()
     (checkpoint("no-config") / "config.json").unlink()
     (checkpoint("cut-config") / "config.json").write_text("{")
+    for name in ("list-trainer", "bare-trainer", "cut-config"):  # as if it had been written so
+        write_checksums(folder / "runs" / name / "checkpoints" / "step-00000007")
     (folder / "runs" / "unsaved").mkdir()
     (folder / "runs" / "unsaved" / "metrics.csv").write_text("step\n1\n")
     for name in ("pickled.pt", "pickled.ckpt"):

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from fabric_train.checkpoint.checksums import CHECKSUMS, hash_file, join_parts, write_part
 from fabric_train.checkpoint.state import FORMAT, TrainerState
 
 NUM_RANKS = 2
@@ -46,6 +47,7 @@ def write_full(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], 
     _write_description(folder, model_dir, "full", step)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "optimizer").mkdir()
+    write_checksums(folder)
     return folder
 
 
@@ -58,7 +60,15 @@ def write_sharded(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor
     mp.spawn(_save_rank, args=(model_dir, source, folder), nprocs=NUM_RANKS)
     for leftover in folder.glob("weights-to-shard*"):
         leftover.unlink()
+    write_checksums(folder)
     return folder
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of all files there are."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS]
+    write_part(folder, 0, {path.relative_to(folder).as_posix(): hash_file(path) for path in files})
+    join_parts(folder)
 
 
 def _save_rank(rank: int, model_dir: Path, source: Path, folder: Path) -> None:

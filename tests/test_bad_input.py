@@ -597,10 +597,10 @@ CASES: dict[str, Case] = {
     "a checkpoint without trainer.json": Case(
         "convert",
         "--checkpoint runs/no-trainer",
-        "runs/no-trainer: neither a complete checkpoint nor a run folder with one; …",
+        "…step-00000007 is damaged: trainer.json is missing; no whole one is there: use another checkpoint",
     ),
     "a trainer.json cut off": Case(
-        "convert", "--checkpoint runs/cut-trainer", "…trainer.json: cannot be read (…); use another checkpoint"
+        "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
     ),
     "a trainer.json of no object": Case(
         "train", "--checkpoint runs/list-trainer", "…trainer.json: damaged, no JSON object; use another checkpoint"
@@ -609,10 +609,10 @@ CASES: dict[str, Case] = {
         "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged, it lacks …; use another …"
     ),
     "a checkpoint of another format": Case(
-        "convert", "--checkpoint runs/format", "… format 99 is not format …; use another checkpoint"
+        "convert", "--checkpoint runs/format", "… is of format 99, this version reads format …"
     ),
     "a checkpoint's weights cut off": Case(
-        "generate", "--model_name runs/cut-weights", "…model.safetensors: …another checkpoint"
+        "generate", "--model_name runs/cut-weights", "… is damaged: model.safetensors has … bytes instead of …"
     ),
     "a checkpoint's config.json cut off": Case(
         "convert", "--checkpoint runs/cut-config", "… not a valid JSON file; use another checkpoint"
@@ -630,7 +630,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …"
     ),
     "two checkpoints of one name": Case(
-        "convert", "--checkpoint runs/good runs/format", "… have the same name: convert them one at a time"
+        "convert", "--checkpoint runs/good runs/bare-trainer", "… have the same name: convert them one at a time"
     ),
     # --------------------------------------------------------------------------------------------- places to write to
     "a run that is there": Case(

@@ -3,22 +3,25 @@ of the step.
 
 step-00000500/
   trainer.json                          counters, losses, the data order's identity, arguments, versions
+  checksums.json                        of every other file the size and the hashes of its pieces
   config.json  generation_config.json   of the model
   tokenizer/  manifest.json             of the token dataset; of a stream only the tokenizer
   stream.json                           where every lane of a stream goes on
-  model.safetensors  optimizer/         full: gathered on rank 0
+  model.safetensors  optimizer/         full: one file each, in which every rank has written its part
   model/  optimizer/                    sharded: one safetensors file a rank, each knowing its offsets
 """
 
 from fabric_train.checkpoint.finding import (
+    Damages,
     choose_checkpoint,
+    describe_damaged,
     find_checkpoint,
-    is_complete,
+    find_whole_checkpoint,
     newest_checkpoint,
-    prune,
+    wrong_content,
 )
 from fabric_train.checkpoint.restoring import restore_optimizer
-from fabric_train.checkpoint.saving import Checkpoints
+from fabric_train.checkpoint.saving import Checkpoints, SaveError
 from fabric_train.checkpoint.state import (
     FORMAT,
     DataOrder,
@@ -35,19 +38,22 @@ from fabric_train.checkpoint.state import (
 __all__ = [
     "FORMAT",
     "Checkpoints",
+    "Damages",
     "DataOrder",
     "Description",
+    "SaveError",
     "StreamOrder",
     "TrainerState",
     "choose_checkpoint",
+    "describe_damaged",
     "faults_of_data",
     "find_checkpoint",
-    "is_complete",
+    "find_whole_checkpoint",
     "newest_checkpoint",
-    "prune",
     "read_stands",
     "read_stream_order",
     "read_trainer_json",
     "read_trainer_state",
     "restore_optimizer",
+    "wrong_content",
 ]

@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from lightning import Fabric
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fabric_train.checkpoint.held import MOMENTS, FlatCut, flat_cuts
 from fabric_train.checkpoint.state import read_trainer_json
 from fabric_train.errors import InputError
 from fabric_train.optimizer import original_name
+from fabric_train.parallel import named_parameters
 from fabric_train.weights import CheckpointTensors
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
@@ -27,11 +26,11 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
         InputError: where a tensor is missing or of another shape.
     """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
-    cuts = _flat_shards(model._forward_module)
-    for name, parameter in model.named_parameters():
+    cuts = flat_cuts(model)
+    for name, parameter in named_parameters(model):
         name = original_name(name)
         try:
-            state = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in _MOMENTS}
+            state = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in MOMENTS}
             count = tensors.read(f"{name}.step")
         except KeyError as error:
             raise InputError(
@@ -41,23 +40,8 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
     fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint)["grad_scaler"])
 
 
-def _flat_shards(module: nn.Module) -> dict[int, tuple[int, int]]:
-    """For FSDP1's parameters, each a flat cut of the original: where the cut begins and ends in the flattened
-    original.
-    """
-    cuts = {}
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        if unit._handle is None:  # a unit without parameters of its own
-            continue
-        flat: Any = unit._handle.flat_param
-        for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True):
-            begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
-            cuts[id(parameter)] = (begin, end)
-    return cuts
-
-
 def _local_part(
-    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, tuple[int, int]]
+    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]
 ) -> torch.Tensor:
     """Read of a stored tensor what ``parameter`` holds on this rank."""
     if isinstance(parameter, DTensor):
@@ -70,7 +54,8 @@ def _local_part(
         )
     whole = tensors.read(name)
     if id(parameter) in cuts:
-        begin, end = cuts[id(parameter)]
+        cut = cuts[id(parameter)]
+        begin, end = cut.range(cut.rank)
         whole = whole.flatten()[begin:end].reshape(parameter.shape)
     _expect_same(whole.shape, parameter.shape, name)
     return whole.to(parameter.device, copy=True)

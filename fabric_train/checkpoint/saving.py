@@ -1,28 +1,51 @@
-"""Save the checkpoints of a run."""
+"""Save the checkpoints of a run: written by all ranks under a temporary name, while the run goes on; named by rank 0
+once every rank has written its part; then those are removed that are no longer wanted.
+"""
 
-import contextlib
 import json
+import os
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from lightning import Fabric
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
-from fabric_train.checkpoint.finding import prune
+from fabric_train.agreement import first_text
+from fabric_train.checkpoint.checksums import join_parts
+from fabric_train.checkpoint.finding import prune, remove_leftovers, set_aside
+from fabric_train.checkpoint.held import Held, held_optimizer, held_weights, whole_rows
+from fabric_train.checkpoint.layout import Write, full_writes, sharded_writes
 from fabric_train.checkpoint.state import FORMAT, Description, TrainerState
-from fabric_train.complete_folder import complete_folder
+from fabric_train.checkpoint.writing import Background, Staging, Writing
+from fabric_train.complete_folder import give_name, temporary_for, this_process
+from fabric_train.errors import RunError, describe_failure, describe_os_error
+from fabric_train.loss import gather_over_ranks
+
+if TYPE_CHECKING:
+    from fabric_train.step_border import Border
+
+
+class SaveError(RunError):
+    """A checkpoint could not be written. Those before it are as they were, and nothing is left of it."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """The save under way. ``is_written`` says that all ranks have written, and rank 0 is giving it its name."""
+
+    target: Path
+    temporary: Path
+    num_bytes: int
+    writing: Writing
+    is_written: bool = False
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run. All ranks call it together."""
+    """Writes the checkpoints of one run. All ranks call it together, but for what is said to be of one rank."""
 
     def __init__(
         self,
@@ -30,89 +53,212 @@ class Checkpoints:
         fabric: Fabric,
         model: Any,
         optimizer: Any,
-        tied: set[str],
         description: Description,
         keep: int | None,
+        asynchronous: bool,
+        saved: Callable[[Path], None],
     ) -> None:
-        """``tied`` names the weights that are another one under a second name, which are not written twice."""
-        self.folder, self._tied, self._keep = folder, tied, keep
+        """Remove what killed runs have left in ``folder``.
+
+        Args:
+            folder: of the run's checkpoints, used by this run alone.
+            fabric: that model and optimizer are set up with.
+            model: as Fabric gives it.
+            optimizer: as Fabric gives it.
+            description: what every checkpoint says of the run.
+            keep: how many of the newest stay, beside the best by validation loss; None keeps all.
+            asynchronous: whether the run goes on while a checkpoint is written.
+            saved: called on every rank for each checkpoint that is complete.
+        """
+        self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
         self._description = description
+        self._staging = Staging(fabric.device) if asynchronous else None
+        self._saving: _Saving | None = None
+        self._task: Background | None = None
+        if fabric.is_global_zero:
+            remove_leftovers(folder)
+        self._writer = fabric.broadcast(this_process())
 
     def path(self, state: TrainerState) -> Path:
         """Return where the checkpoint of this state lies, or will."""
         return self.folder / f"step-{state.step:08d}"
 
-    def save(self, state: TrainerState, cursors: np.ndarray | None = None) -> Path:
-        """Write a checkpoint, then prune: the newest stay, and the best by validation loss.
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still has to do with the save under way."""
+        return self._task is not None and self._task.is_running
 
-        ``cursors`` are those of the last window, see ``stream.StreamBatch``.
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part in the save under way has failed."""
+        return self._task is not None and self._task.error is not None
+
+    def save(self, state: TrainerState, cursors: np.ndarray | None = None, waits: bool = False) -> Path:
+        """Begin to write a checkpoint, after the end of one that is still being written.
+
+        Where saves are synchronous, or with ``waits``, it is complete when this returns. Otherwise the model may change
+        once ``wait_until_copied`` has returned, and ``at_border`` completes it. Then the newest stay, and the best by
+        validation loss. ``cursors`` are those of the last window, see ``stream.StreamBatch``.
+
+        Returns:
+            where it will lie.
+
+        Raises:
+            SaveError: this or the save before could not be written; on all ranks.
         """
+        self.finish()
         target = self.path(state)
-        with contextlib.ExitStack() as stack:
-            temporary = stack.enter_context(complete_folder(target)) if self._fabric.is_global_zero else None
-            folder = Path(self._fabric.broadcast(str(temporary)))
-            self._write_tensors(folder)
-            if cursors is not None:
-                self._write_cursors(folder, cursors)
-            if self._fabric.is_global_zero:
-                self._write_description(folder, state)
-            self._fabric.barrier()  # every rank's shard is written before the folder gets its name
-            if self._fabric.is_global_zero:
-                for file in folder.rglob("*.safetensors"):  # safetensors lets nobody but the owner read what it writes
-                    shutil.copymode(folder / "trainer.json", file)
-        if self._fabric.is_global_zero and self._keep is not None:
-            prune(self.folder, self._keep)
-        self._fabric.barrier()
+        temporary = temporary_for(target, self._writer)
+        tensors = {
+            "model": held_weights(self._model),
+            "optimizer": held_optimizer(self._model, self._optimizer.optimizer),
+        }
+        writes = [write for part, held in tensors.items() for write in self._writes(part, held)]
+        texts = self._texts(state, cursors)
+        staging = None if waits else self._staging
+        writing = Writing(
+            temporary, self._fabric.global_rank, writes, staging, lambda folder: self._describe(folder, texts)
+        )
+        num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for held in tensors.values() for tensor in held)
+        saving = _Saving(target, temporary, num_bytes, writing)
+        self._refuse_full_disk(saving)
+        self._saving, self._task = saving, Background(writing.run)
+        if staging is None:
+            self.finish()
         return target
 
-    def _write_tensors(self, folder: Path) -> None:
-        weights = get_model_state_dict(self._model._forward_module)
-        weights = {name: tensor for name, tensor in weights.items() if name not in self._tied}
-        states = get_optimizer_state_dict(self._model._forward_module, self._optimizer.optimizer)["state"]
-        moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}  # type: ignore[union-attr]
-        if self._description.state_dict_type == "sharded":
-            for name, tensors in (("model", weights), ("optimizer", moments)):
-                writer = HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, no_dist=self._fabric.world_size == 1)
+    def wait_until_copied(self) -> None:
+        """Wait until the model and the optimizer may change; of one rank. It is short where the step before was not."""
+        if self._saving is not None:
+            self._saving.writing.wait_until_copied()
+
+    def at_border(self, border: "Border") -> None:
+        """Bring the save under way forward, at a border of steps at which the ranks have told each other of it.
+
+        Raises:
+            SaveError: it has failed on a rank; on all ranks.
+        """
+        if self._saving is None or (border.saving and not border.failed):
             return
-        for path, tensors in ((folder / "model", weights), (folder / "optimizer" / "optimizer", moments)):
-            whole = _gather(tensors, keep=self._fabric.is_global_zero)
-            if self._fabric.is_global_zero:
-                path.parent.mkdir(exist_ok=True)
-                save_file(whole, path.with_suffix(".safetensors"), metadata={"format": "pt"})
+        if border.failed:
+            self._saving.writing.abandon()
+            self._agree()
+        self._advance()
 
-    def _write_cursors(self, folder: Path, cursors: np.ndarray) -> None:
-        gathered: Any = self._fabric.all_gather(torch.from_numpy(cursors).to(self._fabric.device))
+    def finish(self) -> None:
+        """Wait until no save is under way any more.
+
+        Raises:
+            SaveError: it has failed on a rank; on all ranks.
+        """
+        while self._saving is not None:
+            self._agree()
+            self._advance()
+
+    def close(self) -> None:
+        """Give up what is not finished, as a run does that ends otherwise than well; of one rank."""
+        if self._saving is not None:
+            self._saving.writing.abandon()
+        if self._task is not None:
+            self._task.wait()
+        if self._saving is not None and self._fabric.is_global_zero:
+            shutil.rmtree(self._saving.temporary, ignore_errors=True)
+        self._saving = None
+
+    def _agree(self) -> None:
+        """Wait for this rank's part in the save; raise on all ranks where it has failed on one."""
+        saving, task = self._saving, self._task
+        assert saving is not None
+        assert task is not None
+        task.wait()
+        error = task.error
+        if error is not None:
+            error_text = describe_os_error(error) if isinstance(error, OSError) else describe_failure(error)
+        reason = first_text(self._fabric, error_text if error is not None else None)
+        if reason is None:
+            return
         if self._fabric.is_global_zero:
-            in_order = sorted(gathered.reshape(-1, cursors.shape[1]).tolist())
-            content = {"cursors": [cursor for _, *cursor in in_order]}
-            (folder / "stream.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+            shutil.rmtree(saving.temporary, ignore_errors=True)
+        self._saving = None
+        raise SaveError(first_text(self._fabric, self._line(saving, reason)))
 
-    def _write_description(self, folder: Path, state: TrainerState) -> None:
-        model = self._model.module
-        model.config.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        for path in self._description.attachments:
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name)
-            elif path.is_file():
-                shutil.copy2(path, folder / path.name)
+    def _refuse_full_disk(self, saving: _Saving) -> None:
+        """Raise on all ranks where rank 0 sees that the disk is too small: before it is full for everybody."""
+        line = None
+        if self._fabric.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if free_bytes(self.folder) < saving.num_bytes:
+                line = self._line(saving, "the disk is too full for it; make room on it")
+        line = first_text(self._fabric, line)
+        if line is not None:
+            raise SaveError(line)
+
+    def _line(self, saving: _Saving, reason: str) -> str:
+        """Say why a save failed, what it needs and what there is."""
+        needed, free = saving.num_bytes / 1e9, free_bytes(self.folder) / 1e9
+        return (
+            f"{saving.target} could not be saved: {reason}; it needs {needed:.3g} GB, {free:.3g} GB are free there; "
+            "those before it are whole: --resume true goes on from the newest"
+        )
+
+    def _advance(self) -> None:
+        """Take the save's next step, now that all ranks have taken the last one."""
+        saving = self._saving
+        assert saving is not None
+        if not saving.is_written:
+            self._saving = _Saving(saving.target, saving.temporary, saving.num_bytes, saving.writing, is_written=True)
+            if self._fabric.is_global_zero:
+                self._task = Background(lambda: self._complete(saving))
+            return
+        self._saving = None
+        self._saved(saving.target)
+
+    def _complete(self, saving: _Saving) -> None:
+        """Give the checkpoint its name, then prune; on rank 0."""
+        join_parts(saving.temporary)
+        damaged = set_aside(saving.target) if saving.target.exists() else None  # else this run had gone on from it
+        give_name(saving.temporary, saving.target)
+        if damaged:
+            shutil.rmtree(damaged)
+        if self._keep is not None:
+            prune(saving.target, self._keep)
+
+    def _writes(self, part: str, tensors: list[Held]) -> list[Write]:
+        if self._description.state_dict_type == "sharded":
+            return sharded_writes(part, whole_rows(tensors), self._fabric.global_rank)
+        return full_writes(part, tensors, self._fabric.global_rank)
+
+    def _texts(self, state: TrainerState, cursors: np.ndarray | None) -> dict[str, str]:
+        """Return the content of the files that say where the run stands."""
         description = asdict(self._description)
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
         content = {"format": FORMAT, **asdict(state), **description, "grad_scaler": scaler}
-        (folder / "trainer.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
+        if cursors is not None:
+            gathered = gather_over_ranks(self._fabric, torch.from_numpy(cursors).to(self._fabric.device))
+            in_order = sorted(gathered.reshape(-1, cursors.shape[1]).tolist())
+            texts["stream.json"] = json.dumps({"cursors": [cursor for _, *cursor in in_order]}) + "\n"
+        return texts
+
+    def _describe(self, folder: Path, texts: dict[str, str]) -> None:
+        """Write everything but tensors."""
+        model = self._model.module
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        for source in self._description.attachments:
+            for file in source.rglob("*") if source.is_dir() else [source]:
+                if file.is_file():
+                    copy = folder / file.relative_to(source.parent)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)  # with the user's umask, whatever the original's mode
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
-def _gather(tensors: dict[str, Any], keep: bool) -> dict[str, torch.Tensor]:
-    """Join sharded tensors, one at a time, on all ranks; those that ``keep`` hold them on the CPU."""
-    whole = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            joined: Any = tensor.to(tensor.device_mesh.device_type)  # offloaded shards travel by way of the device
-            tensor = joined.full_tensor()
-        if keep:
-            whole[name] = tensor.detach().cpu().contiguous()
-    return whole
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes this user may still write to the disk of a folder."""
+    disk = os.statvfs(folder)
+    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)

@@ -9,7 +9,7 @@ from typing import Any
 from fabric_train.corpus.lanes import LaneStand
 from fabric_train.errors import InputError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,15 @@ class Description:
     arguments: dict[str, Any]
     versions: dict[str, str]
     attachments: tuple[Path, ...]
+
+
+def read_format(checkpoint: Path) -> Any:
+    """Return the format that trainer.json names, None where it names none or cannot be read."""
+    try:
+        content = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content.get("format") if isinstance(content, dict) else None
 
 
 def read_trainer_json(checkpoint: Path) -> dict[str, Any]:

@@ -1,0 +1,224 @@
+"""checksums.json: what every byte of a checkpoint should be, and the check of a checkpoint against it.
+
+Each file has its size and XXH3-128 hashes of its pieces, as the ranks that wrote them have taken them on the way to the
+disk. So a lost or cut file is found at once, and the contents can be checked by all ranks in parallel.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+CHECKSUMS = "checksums.json"
+CHUNK_BYTES = 4 << 20  # hashed and then written, while it is in the processor's cache
+_PART = ".checksums-"
+_PIECE_CHUNKS = 16  # so many chunks have a hash together
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The XXH3-128 of the bytes ``begin`` to ``end`` of a file."""
+
+    begin: int
+    end: int
+    hash: str
+
+
+class PieceHasher:
+    """Hashes what is written into one file, in the order of the places it is written to."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._begin = self._end = 0
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, begin: int, chunk: Any) -> None:
+        """Take the next chunk, any buffer of bytes, that lies at ``begin``."""
+        if begin != self._end or self._end - self._begin >= _PIECE_CHUNKS * CHUNK_BYTES:
+            self._close()
+            self._begin = self._end = begin
+        self._hash.update(chunk)
+        self._end += len(chunk)
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of all that was taken."""
+        self._close()
+        return self._pieces
+
+    def _close(self) -> None:
+        if self._end > self._begin:
+            self._pieces.append(Piece(self._begin, self._end, self._hash.hexdigest()))
+        self._hash, self._begin = xxhash.xxh3_128(), self._end
+
+
+def hash_file(path: Path) -> list[Piece]:
+    """Return the pieces of a file as it is on the disk."""
+    hasher = PieceHasher()
+    for begin, chunk in _chunks(path, 0, path.stat().st_size):
+        hasher.update(begin, chunk)
+    return hasher.pieces()
+
+
+def write_part(folder: Path, rank: int, files: dict[str, list[Piece]]) -> Path:
+    """Write what one rank has hashed into an unfinished checkpoint, and return the file."""
+    path = folder / f"{_PART}{rank:05d}.json"
+    content = {name: [astuple(piece) for piece in pieces] for name, pieces in files.items()}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def is_part(path: Path) -> bool:
+    """Whether a file of an unfinished checkpoint is what ``write_part`` writes."""
+    return path.name.startswith(_PART)
+
+
+def join_parts(folder: Path) -> Path:
+    """Join what the ranks have hashed into checksums.json and return it.
+
+    Raises:
+        OSError: bytes of a file were written by nobody, or by two ranks.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    parts = sorted(folder.glob(f"{_PART}*.json"))
+    for part in parts:
+        for name, of_rank in json.loads(part.read_text(encoding="utf-8")).items():
+            pieces.setdefault(name, []).extend(Piece(*piece) for piece in of_rank)
+    files = {}
+    for name, of_file in sorted(pieces.items()):
+        of_file.sort(key=lambda piece: piece.begin)
+        size = (folder / name).stat().st_size
+        if not _is_tiling(of_file, size):
+            raise OSError(f"{folder.name}/{name}: not every byte was written once")
+        files[name] = {"size": size, "pieces": [astuple(piece) for piece in of_file]}
+    target = folder / CHECKSUMS
+    target.write_text(json.dumps({"hash": "xxh3_128", "files": files}) + "\n", encoding="utf-8")
+    for part in parts:
+        part.unlink()
+    return target
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """Say which file of a checkpoint is lost, has another size than it should, or, tensors apart, another content; None
+    where all are as they should be.
+
+    It takes a moment; for the tensors see ``find_wrong_content``.
+    """
+    try:
+        files = _read(checkpoint)
+        for name, (size, pieces) in files.items():
+            path = _path(checkpoint, name)
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+            if not name.endswith(".safetensors") and (fault := _first_fault(path, name, pieces)):
+                return fault
+        if "trainer.json" not in files:
+            return "trainer.json is missing"
+    except OSError as error:
+        return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
+    """Say which file does not hold what was written; None where all do. Sizes are as they should be.
+
+    Args:
+        checkpoint: of which ``find_damage`` has nothing to say.
+        rank: number of this process; each reads its share of the bytes.
+        num_ranks: how many processes read.
+        optimizer: whether the optimizer's state is checked too.
+    """
+    pieces = [
+        (name, piece)
+        for name, (_, of_file) in _read(checkpoint).items()
+        if optimizer or not name.startswith("optimizer/")
+        for piece in of_file
+    ]
+    pieces.sort(key=lambda item: item[1].begin - item[1].end)  # the largest first, dealt out in turn
+    with ThreadPoolExecutor(os.cpu_count() if num_ranks == 1 else 1) as threads:
+        faults = threads.map(lambda item: _fault(_path(checkpoint, item[0]), *item), pieces[rank::num_ranks])
+        return next(filter(None, faults), None)
+
+
+def _first_fault(path: Path, name: str, pieces: list[Piece]) -> str | None:
+    return next(filter(None, (_fault(path, name, piece) for piece in pieces)), None)
+
+
+def _fault(path: Path, name: str, piece: Piece) -> str | None:
+    digest = xxhash.xxh3_128()
+    try:
+        for _, chunk in _chunks(path, piece.begin, piece.end):
+            digest.update(chunk)
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    if digest.hexdigest() != piece.hash:
+        return f"the bytes {piece.begin:,} to {piece.end:,} of {name} are not those that were written"
+    return None
+
+
+def _chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Read a range of a file; each chunk is good until the next one."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end:
+            num_bytes = file.readinto(buffer[: min(CHUNK_BYTES, end - begin)])
+            if not num_bytes:
+                return
+            yield begin, buffer[:num_bytes]
+            begin += num_bytes
+
+
+def _read(checkpoint: Path) -> dict[str, tuple[int, list[Piece]]]:
+    """Return size and pieces of each file.
+
+    Raises:
+        OSError: checksums.json cannot be read.
+        ValueError: it says nothing that can be used.
+    """
+    path = checkpoint / CHECKSUMS
+    if not path.is_file():
+        raise ValueError(f"{CHECKSUMS} is missing")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = {
+            str(name): (
+                int(file["size"]),
+                [Piece(int(begin), int(end), digest) for begin, end, digest in file["pieces"]],
+            )
+            for name, file in content["files"].items()
+        }
+        if not all(_is_tiling(pieces, size) for size, pieces in files.values()):
+            raise ValueError("pieces")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{CHECKSUMS} is damaged") from None
+    return files
+
+
+def _is_tiling(pieces: Iterable[Piece], size: int) -> bool:
+    """Whether sorted pieces are the file from its first to its last byte, with nothing twice."""
+    reached = 0
+    for piece in pieces:
+        if piece.begin != reached:
+            return False
+        reached = piece.end
+    return reached == size
+
+
+def _path(checkpoint: Path, name: str) -> Path:
+    """Return the file of a checkpoint that checksums.json names, which must lie in it.
+
+    Raises:
+        ValueError: it would lie elsewhere.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")
+    return checkpoint / name

@@ -1,0 +1,225 @@
+"""What of the model and the optimizer this rank holds, as it lies in memory: nothing is gathered and nothing copied.
+
+FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal cut of it, FSDP2 gives every
+rank some rows of each parameter, and the others give every rank everything. In all three a rank's part of a tensor is
+one contiguous range of the flattened tensor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fabric_train.optimizer import original_name
+from fabric_train.parallel import named_parameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class FlatCut:
+    """Where FSDP1 keeps a parameter: in the flat vector of its unit, cut among ``num_ranks`` of a group.
+
+    ``start`` is the parameter's first element in that vector, ``shard`` the cut of this rank, number ``rank`` of the
+    group. Where nothing is sharded (NO_SHARD), the rank is alone and there is no group.
+    """
+
+    shape: torch.Size
+    start: int
+    shard: torch.Tensor
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the vector, padding included, on every rank."""
+        return self.shard.numel()
+
+    def range(self, rank: int) -> tuple[int, int]:
+        """Return from which element to which of the flattened parameter lies on a rank of the group."""
+        numel = self.shape.numel()
+        begin, end = (max(0, min(edge - self.start, numel)) for edge in (rank * self.size, (rank + 1) * self.size))
+        return begin, end
+
+    def owner(self, element: int) -> int:
+        """Return the rank of the group that has an element of the flattened parameter."""
+        return (self.start + element) // self.size
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of the checkpoint, and what this rank has of it.
+
+    ``parts``, flat, joined are the elements of the flattened tensor from ``begin`` on; there are none where the rank
+    has nothing of it. The same part is on ``num_copies`` ranks, of which this is number ``copy``. ``cut`` is set where
+    a part may begin or end within a row.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    begin: int
+    parts: tuple[torch.Tensor, ...]
+    num_copies: int
+    copy: int
+    cut: FlatCut | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in ``parts``."""
+        return sum(part.numel() for part in self.parts)
+
+
+def held_weights(model: Any) -> list[Held]:
+    """Return the parameters and the persistent buffers of a set-up model; a weight with two names appears once."""
+    cuts = flat_cuts(model)
+    weights = [_held(original_name(name), parameter, parameter, cuts) for name, parameter in named_parameters(model)]
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                # a forward pass may write into it while it is being saved
+                weights.append(_replicated(original_name(f"{prefix}.{name}"), buffer.detach().clone()))
+    return weights
+
+
+def held_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> list[Held]:
+    """Return AdamW's moments and counts of steps; a parameter that has had no gradient yet has zeros."""
+    cuts = flat_cuts(model)
+    moments: dict[str, list[Held]] = {key: [] for key in MOMENTS}
+    counts = []
+    for name, parameter in named_parameters(model):
+        state, name = optimizer.state.get(parameter, {}), original_name(name)
+        weight = _held(name, parameter, parameter, cuts)
+        for key in MOMENTS:
+            if key in state:
+                moment = _held(name, parameter, state[key], cuts)
+            else:
+                moment = replace(weight, parts=tuple(torch.zeros_like(part) for part in weight.parts))
+            moments[key].append(replace(moment, name=f"{name}.{key}"))
+        count = state["step"].reshape(1) if "step" in state else torch.zeros(1)
+        has_first = weight.begin == 0 and weight.numel > 0
+        counts.append(
+            replace(
+                weight,
+                name=f"{name}.step",
+                shape=torch.Size(),
+                dtype=torch.float32,
+                begin=0,
+                parts=(count,) if has_first else (),
+                cut=None,
+            )
+        )
+    return [*moments["exp_avg"], *moments["exp_avg_sq"], *counts]
+
+
+def flat_cuts(module: nn.Module) -> dict[int, FlatCut]:
+    """Return FSDP1's cuts by the ``id`` of the parameter; there are none under the other strategies."""
+    cuts = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle: Any = unit._handle
+        if handle is None:  # a unit without parameters of its own
+            continue
+        flat, group = handle.flat_param, handle.process_group if handle.uses_sharded_strategy else None
+        shard = getattr(flat, "_local_shard", flat.data)  # an attribute from the first forward pass on
+        place = (group.rank(), group.size(), group) if group else (0, 1, None)
+        starts, start = [], 0
+        for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+            if not is_padding:
+                starts.append(start)
+            start += numel
+        for parameter, shape, start in zip(flat._params, flat._shapes, starts, strict=True):
+            cuts[id(parameter)] = FlatCut(shape, start, shard, *place)
+    return cuts
+
+
+def whole_rows(tensors: list[Held]) -> list[Held]:
+    """Let every part begin and end with a row of its tensor: a row belongs to the rank that has its first element, and
+    the others send it theirs.
+
+    These are a few rows a unit of FSDP1. All ranks call it together.
+    """
+    outgoing: dict[int, list[torch.Tensor]] = {}
+    incoming: dict[int, list[tuple[int, int]]] = {}  # of each rank: index of the tensor, number of elements
+    completed = list(tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.cut is None or not tensor.parts:
+            continue
+        cut, row = tensor.cut, tensor.shape[1:].numel()
+        (local,), begin, end = tensor.parts, tensor.begin, tensor.begin + tensor.numel
+        given_up = min(-begin % row, end - begin)
+        if given_up:
+            outgoing.setdefault(cut.owner(begin // row * row), []).append(local[:given_up])
+        kept = (local[given_up:],) if given_up < end - begin else ()
+        completed[index] = replace(tensor, begin=begin + given_up, parts=kept)
+        for rank, count in _rest_of_row(cut, end, -end % row if kept else 0):
+            incoming.setdefault(rank, []).append((index, count))
+    for rank, message in _exchange(outgoing, incoming, tensors).items():
+        for index, count in incoming[rank]:
+            num_bytes = count * tensors[index].dtype.itemsize
+            part, message = message[:num_bytes].clone().view(tensors[index].dtype), message[num_bytes:]
+            completed[index] = replace(completed[index], parts=(*completed[index].parts, part))
+    return completed
+
+
+def _rest_of_row(cut: FlatCut, begin: int, count: int) -> Iterator[tuple[int, int]]:
+    """Say which ranks have how many of the ``count`` elements from ``begin`` on."""
+    rank = cut.rank
+    while count:
+        rank += 1
+        first, last = cut.range(rank)
+        there = min(last - first, count)
+        if there:
+            yield rank, there
+        count -= there
+
+
+def _exchange(
+    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[tuple[int, int]]], tensors: list[Held]
+) -> dict[int, torch.Tensor]:
+    """Send and receive, between each pair of ranks all elements as one message of bytes; return those received."""
+    group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # one for all units
+    operations, received = [], {}
+    for rank, parts in sorted(outgoing.items()):
+        message = torch.cat([part.view(torch.uint8) for part in parts])
+        operations.append(dist.P2POp(dist.isend, message, group=group, group_peer=rank))
+    for rank, places in sorted(incoming.items()):
+        num_bytes = sum(count * tensors[index].dtype.itemsize for index, count in places)
+        device = tensors[places[0][0]].parts[0].device
+        received[rank] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        operations.append(dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    return received
+
+
+def _held(name: str, parameter: nn.Parameter, tensor: torch.Tensor, cuts: dict[int, FlatCut]) -> Held:
+    """Describe ``tensor``, the parameter itself or one that is cut as it is."""
+    if id(parameter) in cuts:
+        cut = cuts[id(parameter)]
+        begin, end = cut.range(cut.rank)
+        if tensor is parameter:  # whose views may stand for the gathered weights now
+            first = max(cut.start - cut.rank * cut.size, 0)
+            tensor = cut.shard[first : first + end - begin]
+        num_copies = dist.get_world_size() // cut.num_ranks
+        parts = (tensor.detach().flatten(),) if end > begin else ()
+        copy = dist.get_rank() // cut.num_ranks  # HYBRID_SHARD's groups are ranks that follow each other
+        return Held(name, cut.shape, cut.shard.dtype, begin, parts, num_copies, copy, cut)
+    if isinstance(tensor, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"{name} is cut otherwise than into rows"
+        local = tensor.to_local().detach().flatten()
+        begin = offsets[0] * tensor.shape[1:].numel() if offsets else 0
+        return Held(name, tensor.shape, tensor.dtype, begin, (local,) if local.numel() else (), 1, 0)
+    return _replicated(name, tensor.detach())
+
+
+def _replicated(name: str, tensor: torch.Tensor) -> Held:
+    ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return Held(name, tensor.shape, tensor.dtype, 0, (tensor.flatten(),) if tensor.numel() else (), *ranks)
