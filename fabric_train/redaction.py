@@ -8,7 +8,7 @@ _URL = re.compile(
     r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)"
     r"(?:[^/\s'\"]*@)?"  # user and password
     r"(?P<place>[^\s?'\"]*)"
-    r"(?P<query>\?[^\s'\"]*=[^\s'\"]*)?"  # signs the address
+    r"(?P<query>\?[^\s'\"]*=[^\s'\"]*?(?=[.,:;)]*(?:[\s'\"]|$)))?"  # signs the address
 )
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)(_|$|ID$)", re.IGNORECASE

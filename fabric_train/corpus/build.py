@@ -31,6 +31,7 @@ from fabric_train.corpus.tokenizers.identity import IdentityCheck
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.corpus.unfinished import unfinished_folder
 from fabric_train.errors import InputError
+from fabric_train.redaction import redacted
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
@@ -87,7 +88,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: IdentityCheck) ->
             ledger=_ledger(collections, splits, ledgers),
             sources=tuple(_source_records(encoded, collections, splits, arguments)),
             tokenizer=_tokenizer_record(tokenizer, hashes, encoded.encoder, formats),
-            settings=Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)}),
+            settings=_settings(arguments),
             versions={name: version(name) for name in _VERSIONS_OF},
         )
         write_manifest(folder, manifest)
@@ -272,6 +273,13 @@ def _source_records(
             )
         )
     return records
+
+
+def _settings(arguments: "TokenizeArguments") -> Settings:
+    values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    if arguments.validation_dataset:  # an address may hold a password
+        values["validation_dataset"] = [redacted(name) for name in arguments.validation_dataset]
+    return Settings(**values)
 
 
 def _tokenizer_record(

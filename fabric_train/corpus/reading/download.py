@@ -8,6 +8,7 @@ from typing import Any
 from fabric_train.corpus.progress import Pulse
 from fabric_train.corpus.reading.files import is_readable, readable_suffixes
 from fabric_train.errors import InputError
+from fabric_train.redaction import redacted
 
 
 def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
@@ -25,7 +26,9 @@ def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
     except (ImportError, ValueError) as error:
         raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
     try:
-        paths = sorted(system.glob(path)) if glob.has_magic(path) else [path]
+        is_web = url.startswith("http")  # where a query begins with the pattern character
+        is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
+        paths = sorted(system.glob(path)) if is_pattern else [path]
         readable = [path for path in paths if is_readable(_name(path))]
         if not readable:
             raise InputError(f"{option} {url}: nothing readable there; readable are {readable_suffixes()}")
@@ -47,7 +50,7 @@ def _fetch(system: Any, path: str, folder: Path) -> Path:
     with system.open(path, "rb") as remote, part.open("wb") as local:
         while piece := remote.read(1 << 22):
             local.write(piece)
-            pulse(f"fetching {path}: {local.tell() / 1e6:,.0f} MB")
+            pulse(f"fetching {redacted(path)}: {local.tell() / 1e6:,.0f} MB")
     part.rename(target)
     return target
 

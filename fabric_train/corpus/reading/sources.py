@@ -23,6 +23,7 @@ from fabric_train.corpus.reading.files import (
 )
 from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
 from fabric_train.errors import InputError, first_line
+from fabric_train.redaction import redacted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -258,7 +259,7 @@ def _open_url(name: str, option: str, downloads: Path) -> FileSource:
     from fabric_train.corpus.reading.download import download
 
     files = download(name, option, downloads)
-    return FileSource(name=name, root=downloads, files=files)
+    return FileSource(name=redacted(name), root=downloads, files=files)
 
 
 def _open_saved(name: str, option: str, folder: Path) -> DatasetSource:
