@@ -162,7 +162,9 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
         assert evaluation is not None  # the plan has refused a dataset without validation rows
         _report(evaluation, prepared, fabric, console)
         return False
-    optimizer = fabric.setup_optimizers(build_optimizer(parallel.named_parameters(model), decayed, arguments.training))
+    fused = arguments.model.precision != "16-mixed"
+    named = parallel.named_parameters(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, fused))
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
     return _train(fabric, model, optimizer, validate, prepared, progress, console)

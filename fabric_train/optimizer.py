@@ -23,14 +23,18 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], decayed: set[str], arguments: "TrainingArguments"
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    decayed: set[str],
+    arguments: "TrainingArguments",
+    fused: bool = True,
 ) -> torch.optim.AdamW:
-    """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model, one fused kernel for the whole update.
+    """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model.
 
     Args:
         named_parameters: of the sharded or replicated model.
         decayed: from :func:`decayed_names`.
         arguments: lr, betas and weight decay.
+        fused: one kernel for the whole update; Fabric does not clip for it what an fp16 gradient scaler has scaled.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named_parameters:
@@ -43,7 +47,7 @@ def build_optimizer(
         ],
         lr=arguments.lr,
         betas=(arguments.beta1, arguments.beta2),
-        fused=True,
+        fused=fused,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from unequal_rows import argv, metrics, write_model, write_rows
 
 from arguments import TrainingArguments
-from fabric_train.batches import WindowOrder, open_dataset
+from fabric_train.batches import open_dataset
 from fabric_train.loss import IGNORED_LABEL
 from fabric_train.optimizer import learning_rate
 
@@ -85,8 +86,11 @@ def plain_pytorch(model_dir: Path, tokens: Path, rows_per_window: int) -> tuple[
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     rows = open_dataset(str(tokens)).train.split
-    order = WindowOrder(len(rows), rows_per_window, rows_per_window, world_size=1, rank=0, seed=0)
-    windows = (window for epoch in count() for window in order.batches(epoch, 0))
+    windows = (
+        order[first : first + rows_per_window].tolist()
+        for order in (np.random.default_rng([0, epoch]).permutation(len(rows)) for epoch in count())  # seed, epoch
+        for first in range(0, len(rows), rows_per_window)
+    )
     losses, norms = [], []
     for step, window in zip(range(1, STEPS + 1), windows, strict=False):
         for group in optimizer.param_groups:
