@@ -227,6 +227,19 @@ class EvaluationArguments:
     """Optimizer steps between evaluations; each epoch's end has one too."""
     eval_only: bool = False
     """Evaluate the model (or --checkpoint) on the validation split and end."""
+    self_check: bool = False
+    """Compute a few rows cut in several ways, compare their losses and gradients, and end: 0 where they agree, else 1.
+    """
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether nothing is trained, and a run in --output_dir stays as it is."""
+        return self.eval_only or self.self_check
+
+    def faults(self) -> list[str]:
+        """Name what cannot be done in one start."""
+        both = self.eval_only and self.self_check
+        return ["--eval_only true and --self_check true: give one of them"] if both else []
 
 
 @dataclass(frozen=True)

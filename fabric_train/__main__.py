@@ -41,7 +41,7 @@ from fabric_train.batches import (  # noqa: E402
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.complete_folder import refuse_dead_link, refuse_inside  # noqa: E402
-from fabric_train.errors import InputError, run_program  # noqa: E402
+from fabric_train.errors import FAILURE, InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank, num_restarts  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
@@ -50,6 +50,7 @@ from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.plan import Plan, make_plan  # noqa: E402
 from fabric_train.progress import Phase, Progress  # noqa: E402
 from fabric_train.resumption import check_resumption  # noqa: E402
+from fabric_train.self_check import check_cuts  # noqa: E402
 from fabric_train.step_border import Border, agree  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
@@ -104,17 +105,17 @@ def main(argv: list[str] | None = None) -> None:
         console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")
         return
 
-    writes = global_rank() == 0 and not arguments.evaluation.eval_only
+    writes = global_rank() == 0 and not arguments.evaluation.only_reads
     with hold_lock(*_lock(prepared.folder)) if writes else nullcontext():
         fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
         progress = Progress()
         with watch_ranks(fabric, progress, arguments.device.rank_timeout, arguments.device.num_nodes):
-            is_stopped = _run(fabric, _checked(fabric, prepared, console), progress, console)
+            code = _run(fabric, _checked(fabric, prepared, console), progress, console)
             progress.at(Phase.ENDING)
             stop_signals.ignore()
             parallel.leave_process_group(fabric)
-    if is_stopped:
-        raise SystemExit(STOPPED)
+    if code:
+        raise SystemExit(code)
 
 
 def _lock(folder: Path) -> tuple[Path, str, str]:
@@ -139,8 +140,8 @@ def _checked(fabric: Fabric, prepared: Prepared, console: Console) -> Prepared:
     return prepared
 
 
-def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> bool:
-    """Build what the loop drives and train, or evaluate alone; return whether a signal has stopped it."""
+def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> int:
+    """Build what the loop drives and train, or evaluate or check alone; return the exit code."""
     arguments = prepared.arguments
     model = _load(prepared)
     note = note_on_end_of_turn(model, prepared.data) if isinstance(prepared.data, TokenDataset) else None
@@ -152,7 +153,7 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
         refuse_leaking(fabric, model, prepared.shape.source)
     if fabric.is_global_zero:
         prepared.folder.mkdir(parents=True, exist_ok=True)
-        if not arguments.evaluation.eval_only:
+        if not arguments.evaluation.only_reads:
             (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
         if isinstance(prepared.data, Stream):
             prepared.data.tokenizer.save(prepared.data.tokenizer_folder)
@@ -161,13 +162,30 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
         evaluation = validate() if validate else None
         assert evaluation is not None  # the plan has refused a dataset without validation rows
         _report(evaluation, prepared, fabric, console)
-        return False
+        return 0
     fused = arguments.model.precision != "16-mixed"
     named = parallel.named_parameters(model)
     optimizer = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, fused))
+    if arguments.evaluation.self_check:
+        return _self_check(fabric, model, optimizer, prepared, console)
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
-    return _train(fabric, model, optimizer, validate, prepared, progress, console)
+    is_stopped = _train(fabric, model, optimizer, validate, prepared, progress, console)
+    return STOPPED if is_stopped else 0
+
+
+def _self_check(fabric: Fabric, model: Any, optimizer: Any, prepared: Prepared, console: Console) -> int:
+    assert isinstance(prepared.data, TokenDataset)  # streams have been refused
+    arguments, order = prepared.arguments, _window_order(prepared.data, prepared.plan, prepared.arguments)
+    rows = order.rows_in(epoch=0, window=0).tolist()
+    precision, micro_batch_size = arguments.model.precision, arguments.training.micro_batch_size
+    check = check_cuts(fabric, model, optimizer, prepared.data.train, rows, micro_batch_size, precision)
+    if fabric.is_global_zero:
+        path = prepared.folder / "self_check.json"
+        path.write_text(json.dumps(asdict(check), indent=2) + "\n", encoding="utf-8")
+        console.print(summary.of_self_check(check))
+        console.print(f"written {path}", highlight=False, soft_wrap=True)
+    return 0 if check.holds else FAILURE
 
 
 def _note(console: Console, note: str) -> None:
@@ -182,7 +200,7 @@ def prepare(arguments: TrainArguments, damages: checkpoints.Damages | None = Non
     """
     folder = Path(arguments.save.output_dir)
     _refuse_place(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
-    if not arguments.evaluation.eval_only and global_rank() == 0:
+    if not arguments.evaluation.only_reads and global_rank() == 0:
         refuse_if_held(*_lock(folder))
     wanted = arguments.checkpoint
     if num_restarts():  # torchrun goes on by itself
@@ -193,7 +211,7 @@ def prepare(arguments: TrainArguments, damages: checkpoints.Damages | None = Non
         wanted.checkpoint,
         wanted.resume,
         anew=wanted.weights_only,
-        only_reads=arguments.evaluation.eval_only,
+        only_reads=arguments.evaluation.only_reads,
         damages=damages,
     )
     accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
@@ -211,7 +229,7 @@ def prepare(arguments: TrainArguments, damages: checkpoints.Damages | None = Non
     state, notes = checkpoints.TrainerState(), plan.notes
     if checkpoint:
         notes += tuple(checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages))
-    if checkpoint and not (wanted.weights_only or arguments.evaluation.eval_only):
+    if checkpoint and not (wanted.weights_only or arguments.evaluation.only_reads):
         state = checkpoints.read_trainer_state(checkpoint)
         rows_hash = _window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
         versions = {name: version(name) for name in _PACKAGES}
@@ -234,6 +252,11 @@ def _refuse_place(folder: Path, *inputs: str | None) -> None:
 def _open_data(arguments: TrainArguments, folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:
     """Open what is trained on; to evaluate alone, the token dataset that has the rows for it."""
     given = arguments.data
+    if arguments.evaluation.self_check and given.streaming_dataset is not None:
+        raise InputError(
+            "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
+            "texts with tokenize_dataset.py --max_tokens 100000 and give --train_data_dir"
+        )
     dataset = open_dataset(given.train_data_dir, given.isolate_documents) if given.train_data_dir else None
     if given.streaming_dataset is None or arguments.evaluation.eval_only:
         if dataset is None:

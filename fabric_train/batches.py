@@ -155,14 +155,22 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the rows as one batch, shorter rows padded at the end with unsupervised tokens."""
-        if not indices:
-            nothing = torch.zeros(1, 2, dtype=torch.int64)
-            return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
         table = self._table[list(indices)]
-        input_ids = _padded(_lists(table, "input_ids"), 0)
-        labels = _padded(_lists(table, "labels" if self.has_labels else "input_ids"), IGNORED_LABEL)
+        labels = _lists(table, "labels" if self.has_labels else "input_ids")
         starts = _lists(table, "document_starts") if self.isolates else []
-        return make_batch(input_ids, labels, starts)
+        return pad_rows(_lists(table, "input_ids"), labels, starts)
+
+
+def pad_rows(
+    input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], document_starts: Sequence[np.ndarray]
+) -> Batch:
+    """Make a batch of rows, shorter ones padded at the end with unsupervised tokens; of none, that of a rank which has
+    no row left. See ``isolate`` for ``document_starts``; without any, a row is one document.
+    """
+    if not input_ids:
+        nothing = torch.zeros(1, 2, dtype=torch.int64)
+        return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
+    return make_batch(_padded(input_ids, 0), _padded(labels, IGNORED_LABEL), document_starts)
 
 
 def make_batch(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
@@ -425,7 +433,7 @@ def _lists(table: pa.Table, column: str) -> list[np.ndarray]:
     return [row.values.to_numpy(zero_copy_only=False) for row in table.column(column)]
 
 
-def _padded(rows: list[np.ndarray], filler: int) -> np.ndarray:
+def _padded(rows: Sequence[np.ndarray], filler: int) -> np.ndarray:
     longest = max(1, *(len(row) for row in rows))
     padded = np.full((len(rows), longest), filler, dtype=np.int64)
     for index, row in enumerate(rows):

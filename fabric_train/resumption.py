@@ -21,7 +21,7 @@ _DECIDE_THE_LOSSES = (
     *("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "attention", "isolate_documents", "seed", "eval_iters"),
 )
-_OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only")
+_OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only", "self_check")
 
 
 @dataclass(frozen=True)

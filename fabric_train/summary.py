@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.model import ModelShape
@@ -12,6 +14,7 @@ from fabric_train.validation import perplexity
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
+    from fabric_train.self_check import SelfCheck
 
 
 def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, parallelism: str, start: str) -> Table:
@@ -47,8 +50,7 @@ def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, check
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
     )
     if state.skipped_steps:
-        count = f"{state.skipped_steps:,} step{'s' if state.skipped_steps > 1 else ''}"
-        table.add_row("left out", f"{count}, whose loss or gradient was not finite")
+        table.add_row("left out", f"{_counted(state.skipped_steps, 'step')}, whose loss or gradient was not finite")
     if state.train_loss is not None:
         table.add_row("training loss", f"{state.train_loss:.4f}")
     if state.val_loss is not None:
@@ -57,6 +59,28 @@ def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, check
     table.add_row("metrics", str(run / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     return table
+
+
+def of_self_check(check: "SelfCheck") -> Group:
+    """The figures of every cut, their differences from the first one's, and the verdict."""
+    table = Table("cut", "loss", "gradient norm", "loss differs", "norm differs", title="Self check", box=None)
+    table.title_justify, table.title_style, table.pad_edge = "left", "bold", False
+    first = check.figures[0]
+    for figure in check.figures:
+        differences = [f"{difference:.1e}" for difference in figure.differences(first)] if figure is not first else []
+        table.add_row(figure.cut, f"{figure.loss:.8g}", f"{figure.grad_norm:.8g}", *differences)
+    of_what = (
+        f"{len(check.rows)} rows of {check.tokens_per_row} tokens, {check.num_supervised:,} supervised, "
+        f"{_counted(check.world_size, 'rank')}, {check.seconds:.0f} s; in {check.precision} the figures may differ by "
+        f"{check.tolerance:.1e}"
+    )
+    agrees = "holds: loss and gradient are the same, every parameter is finite and gets a gradient"
+    verdict = Text(agrees, "bold green") if check.holds else Text("\n".join(["fails:", *check.faults]), "bold red")
+    return Group(table, Text(of_what, "dim"), verdict)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number > 1 else ''}"
 
 
 def _data(arguments: "TrainArguments", plan: Plan) -> str:

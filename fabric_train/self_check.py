@@ -1,0 +1,256 @@
+"""``--self_check``: the same few rows, cut in several ways on the user's own model and devices, cost the same.
+
+The rows are the first of the first window, cut out of it so that no micro-batch is larger than the user's own; every
+second one keeps a quarter of its supervised tokens, so that what weighs micro-batches or ranks instead of tokens shows.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import Fabric
+
+from fabric_train.batches import Batch, Rows, Window, pad_rows, positions
+from fabric_train.errors import InputError
+from fabric_train.loop import accumulate, clip
+from fabric_train.loss import IGNORED_LABEL, gather_over_ranks
+from fabric_train.optimizer import original_name
+
+TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
+"""Relative. In fp32 the order of additions decides the sixth digit. In 16 bits, kernels for other shapes round
+otherwise, each value by up to half a unit in its last place (2^-11 of it in fp16, 2^-8 in bf16); errors of many tokens
+hardly add up, since they are of either sign. ``bf16-true`` also rounds the gradient whenever one is added to it.
+"""
+
+_ROWS_OF_RANK = 4
+_TOKENS_OF_RANK = {"cuda": 8192, "cpu": 1024}
+_SHORTEST = 64
+_LISTED = 3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a cut has given: nats a token, and the norm of the gradient of all ranks."""
+
+    cut: str
+    loss: float
+    grad_norm: float
+
+    def differences(self, other: "Figure") -> tuple[float, float]:
+        """Return by what part of the other's loss and gradient norm this one's differ."""
+        pairs = ((self.loss, other.loss), (self.grad_norm, other.grad_norm))
+        loss, norm = (0.0 if here == there else abs(here - there) / max(abs(there), 1e-30) for here, there in pairs)
+        return loss, norm
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was computed on the rows ``rows``, ``tokens_per_row`` tokens of each; the first figure is compared with the
+    others. ``faults`` says what does not hold.
+    """
+
+    rows: list[int]
+    tokens_per_row: int
+    num_supervised: int
+    world_size: int
+    precision: str
+    tolerance: float
+    figures: list[Figure]
+    faults: list[str]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether all is as it should be."""
+        return not self.faults
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Ids and labels, int64 [T], and where its documents begin."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray
+
+    def part(self, begin: int, end: int) -> "_Row":
+        starts = self.starts[(self.starts > begin) & (self.starts < end)] - begin
+        return _Row(self.input_ids[begin:end], self.labels[begin:end], np.insert(starts, 0, 0))
+
+    def documents(self) -> list["_Row"]:
+        return [self.part(*ends) for ends in zip(self.starts, [*self.starts[1:], len(self.labels)], strict=True)]
+
+    def thinned(self) -> "_Row":
+        labels, supervised = self.labels.copy(), np.flatnonzero(self.labels[1:] != IGNORED_LABEL) + 1
+        labels[supervised[math.ceil(len(supervised) / 4) :]] = IGNORED_LABEL
+        return _Row(self.input_ids, labels, self.starts)
+
+    @property
+    def num_supervised(self) -> int:
+        return int((self.labels[1:] != IGNORED_LABEL).sum())
+
+
+def check_cuts(
+    fabric: Fabric,
+    model: Any,
+    optimizer: Any,
+    rows: Rows,
+    indices: list[int],
+    micro_batch_size: int,
+    precision: str,
+) -> SelfCheck:
+    """Compute loss and gradient of every cut; all ranks call it. Weights stay as they are, dropout is off.
+
+    Args:
+        fabric: that model and optimizer were set up by.
+        model: see above.
+        optimizer: whose parameters are looked at; takes no step.
+        rows: of the token dataset.
+        indices: of the first window's rows over all ranks.
+        micro_batch_size: the user's.
+        precision: the user's.
+
+    Raises:
+        InputError: where none of the rows has a label.
+    """
+    started = time.monotonic()
+    indices = indices[: _ROWS_OF_RANK * fabric.world_size]
+    length = _length(rows.longest(), micro_batch_size, fabric.device.type)
+    whole = [_read(rows, index, length) for index in indices]
+    whole[1::2] = [row.thinned() for row in whole[1::2]]
+    num_supervised = sum(row.num_supervised for row in whole)
+    if num_supervised == 0:
+        listed = ", ".join(map(str, indices))
+        raise InputError(f"--self_check true: no token of rows {listed} is supervised; another --seed takes other rows")
+    model.eval()
+    figures, faults = [], []
+    for name, parts, size in _cuts(whole, micro_batch_size, rows.isolates):
+        figures.append(_compute(fabric, model, optimizer, name, _share(parts, size, fabric)))
+        if len(figures) == 1:
+            faults += _faults_of_parameters(fabric, model)
+        optimizer.zero_grad()
+    faults += _faults_of_buffers(model)
+    faults += _disagreements(figures, TOLERANCES[precision])
+    return SelfCheck(
+        rows=indices,
+        tokens_per_row=length,
+        num_supervised=num_supervised,
+        world_size=fabric.world_size,
+        precision=precision,
+        tolerance=TOLERANCES[precision],
+        figures=figures,
+        faults=faults,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _length(longest: int, micro_batch_size: int, device: str) -> int:
+    """Tokens of a row, so that all rows of a rank together are no larger a micro-batch than the user's own."""
+    together = min(_TOKENS_OF_RANK.get(device, _TOKENS_OF_RANK["cuda"]), longest * micro_batch_size)
+    return min(longest, max(_SHORTEST, together // _ROWS_OF_RANK))
+
+
+def _read(rows: Rows, index: int, length: int) -> _Row:
+    """Return ``length`` tokens of a row: around the first border of documents, or else from where labels begin."""
+    batch = rows.__getitems__([index])
+    starts = np.array([0])
+    if batch.documents is not None:
+        starts = np.flatnonzero(batch.documents.position_ids[0].numpy() == 0)
+    row = _Row(batch.input_ids[0].numpy(), batch.labels[0].numpy(), starts)
+    supervised = np.flatnonzero(row.labels[1:] != IGNORED_LABEL)
+    middle = starts[1] if len(starts) > 1 else (supervised[0] if len(supervised) else 0) + length // 2
+    begin = max(min(int(middle) - length // 2, len(row.labels) - length), 0)
+    return row.part(begin, begin + length)
+
+
+def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool) -> list[tuple[str, list[_Row], int]]:
+    """Return of every cut its name, the rows in the order in which they are dealt, and the size of micro-batches."""
+    most = _ROWS_OF_RANK
+    sizes = sorted({1, 2, min(micro_batch_size, most), most})
+    cuts = [(f"{size} row{'s' if size > 1 else ''} a micro-batch", rows, size) for size in sizes]
+    richest = sorted(rows, key=lambda row: -row.num_supervised)
+    cuts.append((f"{most} rows, dealt by their labels", richest, most))
+    documents = [document for row in rows for document in row.documents()]
+    if isolates and len(documents) > len(rows):
+        alone = sorted(documents, key=lambda document: len(document.labels))
+        cuts.append((f"{len(documents)} documents alone", alone, most))
+    return cuts
+
+
+def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
+    """Return this rank's micro-batches, as many as every rank's."""
+    batches = []
+    for number in range(math.ceil(len(rows) / (size * fabric.world_size))):
+        place = positions(number, size, fabric.world_size, fabric.global_rank)
+        part = rows[place.start : place.stop]
+        starts = [row.starts for row in part]
+        batches.append(pad_rows([row.input_ids for row in part], [row.labels for row in part], starts))
+    return batches
+
+
+def _compute(fabric: Fabric, model: Any, optimizer: Any, name: str, batches: list[Batch]) -> Figure:
+    window = Window(1, 0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, num_tokens=0, batches=batches)
+    scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
+    while True:
+        loss = accumulate(fabric, model, window).mean
+        norm = clip(fabric, model, optimizer, largest=0)
+        if scaler is not None:
+            scaler.update()  # halves an fp16 scale with which the gradient overflows
+            if loss.isfinite() and not norm.isfinite() and scaler.get_scale() >= 1:
+                optimizer.zero_grad()
+                continue
+        return Figure(name, loss.item(), norm.item())
+
+
+def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
+    """Name parameters that are not finite, have no gradient, or one that is not finite, on any rank."""
+    parameters = [(original_name(name), weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    found = torch.zeros(len(parameters), 3, dtype=torch.int64)
+    for index, (_, parameter) in enumerate(parameters):
+        weight, gradient = _local(parameter), _local(parameter.grad)
+        found[index, 0] = weight is not None and not weight.isfinite().all()
+        found[index, 1] = gradient is not None and bool(gradient.any())
+        found[index, 2] = gradient is not None and not gradient.isfinite().all()
+    infinite, has_gradient, bad_gradient = (gather_over_ranks(fabric, found).sum(dim=0) > 0).T.tolist()
+    wrong = {
+        "hold values that are not finite": infinite,
+        "get no gradient from these rows": [not there for there in has_gradient],
+        "get a gradient that is not finite": bad_gradient,
+    }
+    faults = []
+    for what, marks in wrong.items():
+        names = [name for (name, _), mark in zip(parameters, marks, strict=True) if mark]
+        if names:
+            faults.append(f"{len(names)} of {len(parameters)} parameters {what}: {_listed(names)}")
+    return faults
+
+
+def _local(tensor: Any) -> torch.Tensor | None:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _faults_of_buffers(model: Any) -> list[str]:
+    """Name rotary frequencies that are not fp32; see ``parallel``."""
+    buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
+    names = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
+    return [f"{len(names)} of {len(buffers)} rotary frequencies are not fp32: {_listed(names)}"] if names else []
+
+
+def _disagreements(figures: list[Figure], tolerance: float) -> list[str]:
+    faults, first = [], figures[0]
+    for figure in figures:
+        loss, norm = figure.differences(first)
+        if not loss <= tolerance:  # NaN is no agreement either
+            faults.append(f"{figure.cut}: loss {figure.loss:.8g}, where {first.cut} give {first.loss:.8g}")
+        if not norm <= tolerance:
+            faults.append(f"{figure.cut}: gradient norm {figure.grad_norm:.8g}, {first.cut}: {first.grad_norm:.8g}")
+    return faults
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
