@@ -54,6 +54,10 @@ class ForkedRun:
         files = [self._folder / f"{rank}.code" for rank in range(len(self.pids))]
         return [int(file.read_text()) if file.exists() else None for file in files]
 
+    def has_ended(self) -> bool:
+        """Whether some rank has ended."""
+        return any(code is not None for code in self.codes())
+
     def wait(self, timeout: float = 120) -> list[int]:
         """Wait until all ranks have ended and return their exit codes.
 
