@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from benchmarks import identity, memory, tokenization, training
+from benchmarks import faults, identity, memory, tokenization, training
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
 from demo import real_data
@@ -19,7 +19,7 @@ from fabric_train.errors import InputError, run_program
 class Benchmark:
     """``measure(work)`` runs the systems with its files in the folder ``work``; ``table`` shows what it has found.
 
-    What needs gigabytes of disk is measured only if it is named.
+    What takes long, or gigabytes of disk, is measured only if it is named.
     """
 
     measure: Callable[[Path], Report]
@@ -31,6 +31,7 @@ BENCHMARKS = {
     "tokenization": Benchmark(tokenization.measure, tokenization.table),
     "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
+    "faults": Benchmark(faults.measure, faults.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
 }
 _IDLE = 0.25  # load average a core
@@ -44,7 +45,9 @@ def main() -> None:
         ConnectionError: the real data could not be fetched.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project beside its peers.")
-    parser.add_argument("names", nargs="*", help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but memory")
+    parser.add_argument(
+        "names", nargs="*", help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but faults and memory"
+    )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:

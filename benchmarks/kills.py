@@ -144,7 +144,7 @@ class Training:
     options: Mapping[str, object]
     num_ranks: int
 
-    def line(self, run: Path, resume: bool) -> list[str]:
+    def line(self, run: Path, resume: bool = True) -> list[str]:
         """Return the command line's words."""
         given = {**self.options, "output_dir": run, "resume": str(resume).lower()}
         words = []
@@ -199,7 +199,7 @@ def train_through(
         if kill is None:
             return kills
         kills.append(kill)
-    runs.start(training.line(run, resume=True), training.num_ranks).finish(_LONGEST_SECONDS)
+    runs.start(training.line(run), training.num_ranks).finish(_LONGEST_SECONDS)
     return kills
 
 
@@ -259,7 +259,7 @@ def _start_and_kill(
     rank = _victim(moment, training.num_ranks, random_)
     table = _Table(run)
     started = time.monotonic()
-    process = runs.start(training.line(run, resume=True), training.num_ranks, before=_source(moment, rank, random_))
+    process = runs.start(training.line(run), training.num_ranks, before=_source(moment, rank, random_))
     if moment == AT_RANDOM:
         _wait_for_random_moment(process, table, random_, whole, most_steps)
     elif moment == IN_A_SAVE:

@@ -55,7 +55,7 @@ from fabric_train.step_border import Border, agree  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
-from fabric_train.trackers import WandbLogger, open_loggers  # noqa: E402
+from fabric_train.trackers import WandbLogger, open_loggers, tell_wandb_the_rest  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
 from fabric_train.watchdog import watch_ranks  # noqa: E402
@@ -103,6 +103,9 @@ def main(argv: list[str] | None = None) -> None:
         _note(console, note)
     if prepared.state.step >= plan.num_steps and not prepared.state.unlogged:
         console.print(f"step {prepared.state.step} of {plan.num_steps}: nothing is left to train")
+        if "wandb" in arguments.logging.loggers and global_rank() == 0:
+            given = arguments.logging
+            tell_wandb_the_rest(prepared.folder, prepared.state.step, given.project, given.entity, flatten(arguments))
         return
 
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
@@ -352,9 +355,9 @@ def _train(
     arguments, plan, state = prepared.arguments, prepared.plan, prepared.state
     outputs: list[Any] = []
     if fabric.is_global_zero:
-        logging_ = arguments.logging
+        logging_, logged = arguments.logging, state.step - bool(state.unlogged)
         loggers = open_loggers(
-            logging_.loggers, prepared.folder, state.step, logging_.project, logging_.entity, flatten(arguments)
+            logging_.loggers, prepared.folder, logged, logging_.project, logging_.entity, flatten(arguments)
         )
         outputs = [*loggers, ProgressLine(state.step, plan.num_steps, console)]
 

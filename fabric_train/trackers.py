@@ -94,6 +94,8 @@ class WandbLogger:
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )
         self._wandb = wandb
+        self._told = folder / "wandb" / "told_up_to"
+        self._last_step = past[-1].step if past else 0
         for metrics in past:
             if metrics.step >= self._run.starting_step:  # 0 offline; else the first step that the server has not got
                 self.log(metrics)
@@ -101,6 +103,7 @@ class WandbLogger:
     def log(self, metrics: Metrics) -> None:
         """Log every measured value at its step."""
         self._run.log(measured(metrics), step=metrics.step)
+        self._last_step = metrics.step
 
     def flush(self) -> None:
         """Do nothing: what W&B loses is told it again."""
@@ -117,6 +120,15 @@ class WandbLogger:
     def close(self) -> None:
         """Wait for what is to be uploaded."""
         self._run.finish()
+        self._told.write_text(f"{self._last_step}\n", encoding="utf-8")
+
+
+def tell_wandb_the_rest(folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]) -> None:
+    """Tell W&B of a run that has ended at ``last_step`` what a kill kept from it between its last save and its end."""
+    told = folder / "wandb" / "told_up_to"
+    past = read_metrics(folder / "metrics.csv", last_step)
+    if past and (not told.is_file() or told.read_text(encoding="utf-8").strip() != str(past[-1].step)):
+        WandbLogger(folder, project, entity, config, past).close()
 
 
 def open_loggers(

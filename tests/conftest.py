@@ -16,10 +16,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
+from benchmarks.tiny_model import write_tiny_model
 from demo import real_data
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY_VOCABULARY = 1000
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -79,43 +79,9 @@ def spm_tokenizer_model() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path) -> Path:
     """A seeded random LlamaForCausalLM (hidden 64, 2 layers, tied, fp32, 256 positions) with a byte-level BPE."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
-    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=TINY_VOCABULARY, special_tokens=[bos, eos], initial_alphabet=alphabet, show_progress=False
-    )
     with shakespeare_jsonl.open(encoding="utf-8") as lines:
-        tokenizer.train_from_iterator((json.loads(next(lines))["text"] for _ in range(4)), trainer)
-    # like Llama-3's, it adds BOS by itself and no EOS
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, model_max_length=256)
-    fast.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=fast.bos_token_id,
-        eos_token_id=fast.eos_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        write_tiny_model(folder, [json.loads(next(lines))["text"] for _ in range(4)])
     return folder
 
 

@@ -1,0 +1,201 @@
+"""Runs of two ranks that are killed with SIGKILL and started again until they end, beside runs that nobody killed."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.forked_runs import ForkedRuns
+from benchmarks.kills import (
+    AT_RANDOM,
+    IN_A_SAVE,
+    MOMENTS,
+    Course,
+    Training,
+    differences,
+    metrics,
+    train_at_once,
+    train_through,
+)
+from benchmarks.measure import ROOT, Command, run
+from benchmarks.report import Report
+from benchmarks.tiny_model import write_tiny_model
+from demo import real_data
+
+NUM_KILLS = 200
+NUM_RANKS = 2
+NUM_STEPS = 40
+NUM_RANDOM_MOMENTS = 8  # of a run, beside every chosen one
+MAX_LENGTH = 64
+NUM_DOCUMENTS, DOCUMENT_CHARACTERS = 40, 400
+OPTIONS = {
+    "accelerator": "cpu",
+    "precision": "32-true",
+    "micro_batch_size": 2,
+    "total_batch_size": 24,
+    "number_epochs": 100,
+    "max_step": NUM_STEPS,
+    "lr": 1e-3,
+    "warmup_steps": 2,
+    "eval_iters": 4,
+    "save_step_interval": 3,
+    "keep_checkpoints": 2,
+    "num_workers": 0,
+    "loggers": "csv",
+}
+SYSTEMS: dict[str, dict[str, object]] = {
+    "fsdp_full": {"parallelism": "fsdp", "state_dict_type": "full"},
+    "fsdp2_sharded": {"parallelism": "fsdp2", "state_dict_type": "sharded"},
+    "ddp_full": {"parallelism": "ddp", "num_workers": 1},
+    "fsdp_stream": {"parallelism": "fsdp", "max_length": MAX_LENGTH},
+}
+
+
+@dataclass(frozen=True)
+class KilledRun:
+    """One run that was killed and resumed to its end.
+
+    ``steps_lost`` were logged and not yet saved when kills came, and so were computed again. ``differences`` are to the
+    run that nobody killed: metrics to the last digit, counters, hash of the rows, weights and moments to the last bit.
+    """
+
+    kills: list[dict[str, object]]
+    seconds: float
+    steps: int
+    steps_lost: int
+    differences: list[str]
+
+
+@dataclass(frozen=True)
+class FaultsSummary:
+    """``kills_at`` counts the kills by their moment; ``seed`` drew moments and ranks."""
+
+    seed: int
+    kills: int
+    kills_at: dict[str, int]
+    kills_of: dict[str, int]
+    runs: int
+    steps_compared: int
+    steps_lost_and_computed_again: int
+    differences: int
+
+
+def measure(work: Path) -> Report:
+    """Kill and compare, with files in ``work``, relative to the project's root.
+
+    Raises:
+        AssertionError: a start ended otherwise than by its kill or well.
+    """
+    folder = ROOT / work
+    trainings = _prepare(folder)
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"faults: kills are drawn from seed {seed}", flush=True)
+    runs = ForkedRuns(folder / "said")
+    try:
+        results = {name: list(_kill(runs, name, trainings[name], folder, seed)) for name in SYSTEMS}
+    finally:
+        runs.close()
+    settings = {
+        **{name: value for name, value in OPTIONS.items() if name != "loggers"},
+        "model": "Llama, 2 layers, hidden 64, random",
+        "ranks": NUM_RANKS,
+        "moments chosen in every run": [*MOMENTS, IN_A_SAVE],
+        "random moments a run": NUM_RANDOM_MOMENTS,
+        "resumed by": "--resume true",
+    }
+    commands = {
+        name: Command(
+            tuple(
+                word.replace(f"{ROOT}/", "") for word in ("python", "-m", "fabric_train", *training.line(work / name))
+            )
+        )
+        for name, training in trainings.items()
+    }
+    return Report("faults", settings, commands, results, _summarize(seed, results))
+
+
+def table(report: Report) -> Table:
+    """Show what was killed where, and what was then different."""
+    summary: FaultsSummary = report.summary
+    title = (
+        f"Faults: {summary.kills} kills of {NUM_RANKS} ranks in {summary.runs} runs; {summary.steps_compared} steps "
+        f"compared, {summary.differences} differences"
+    )
+    shown = Table("killed in", "times", title=title, title_justify="left", box=box.SIMPLE)
+    for moment, count in summary.kills_at.items():
+        shown.add_row(moment, str(count))
+    return shown
+
+
+def _prepare(folder: Path) -> dict[str, Training]:
+    """Write model, texts and tokens, and return what is trained."""
+    with real_data.shakespeare().open(encoding="utf-8") as lines:
+        texts = [json.loads(next(lines))["text"] for _ in range(4)]
+    model, tokens, documents = folder / "model", folder / "tokens", folder / "documents.jsonl"
+    write_tiny_model(model, texts)
+    pieces = [texts[0][start : start + DOCUMENT_CHARACTERS] for start in range(0, len(texts[0]), DOCUMENT_CHARACTERS)]
+    lines_ = [json.dumps({"text": piece}) + "\n" for piece in pieces[:NUM_DOCUMENTS]]
+    documents.write_text("".join(lines_), encoding="utf-8")
+    words = f"python tokenize_dataset.py --dataset {documents} --tokenizer_name {model} --output_dir {tokens}"
+    run(Command(tuple(f"{words} --max_length {MAX_LENGTH} --validation_split 0.2 --num_proc 1".split())))
+    common = {**OPTIONS, "model_name": model, "train_data_dir": tokens}
+    trainings = {name: Training({**common, **options}, NUM_RANKS) for name, options in SYSTEMS.items()}
+    streamed = {**trainings["fsdp_stream"].options, "streaming_dataset": documents}
+    return {**trainings, "fsdp_stream": Training(streamed, NUM_RANKS)}
+
+
+def _kill(runs: ForkedRuns, name: str, training: Training, folder: Path, seed: int) -> Iterator[KilledRun]:
+    """Yield killed runs of one kind until they have had their share of the kills."""
+    random_ = random.Random(f"{seed} {name}")
+    whole = folder / f"{name}-whole"
+    course = train_at_once(runs, training, whole)
+    left = NUM_KILLS // len(SYSTEMS)
+    while left > 0:
+        killed = _kill_one(runs, training, folder / f"{name}-{left}", whole, course, random_, left)
+        left -= len(killed.kills)
+        told = f"{len(killed.kills)} kills, {len(killed.differences)} differences, {left} kills left"
+        print(f"faults, {name}: {told}", flush=True)
+        yield killed
+
+
+def _kill_one(
+    runs: ForkedRuns,
+    training: Training,
+    folder: Path,
+    whole: Path,
+    course: Course,
+    random_: random.Random,
+    most_kills: int,
+) -> KilledRun:
+    moments = [*MOMENTS, IN_A_SAVE, *[AT_RANDOM] * NUM_RANDOM_MOMENTS]
+    random_.shuffle(moments)
+    started = time.monotonic()
+    kills = train_through(runs, training, folder, moments[:most_kills], random_, course)
+    return KilledRun(
+        kills=[vars(kill) for kill in kills],
+        seconds=round(time.monotonic() - started, 1),
+        steps=len(metrics(folder)),
+        steps_lost=sum(max(kill.steps - kill.saved_steps, 0) for kill in kills),
+        differences=differences(folder, whole),
+    )
+
+
+def _summarize(seed: int, results: dict[str, list[KilledRun]]) -> FaultsSummary:
+    runs = [run_ for of_system in results.values() for run_ in of_system]
+    moments = Counter(str(kill["moment"]) for run_ in runs for kill in run_.kills)
+    return FaultsSummary(
+        seed=seed,
+        kills=moments.total(),
+        kills_at=dict(moments.most_common()),
+        kills_of={name: sum(len(run_.kills) for run_ in of_system) for name, of_system in results.items()},
+        runs=len(runs),
+        steps_compared=sum(run_.steps for run_ in runs),
+        steps_lost_and_computed_again=sum(run_.steps_lost for run_ in runs),
+        differences=sum(len(run_.differences) for run_ in runs),
+    )

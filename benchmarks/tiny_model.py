@@ -1,0 +1,53 @@
+"""A seeded random Llama of two small layers with a byte-level BPE tokenizer: what trains in milliseconds."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+VOCABULARY = 1000
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+
+
+def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
+    """Write a LlamaForCausalLM (hidden 64, tied, fp32, 256 positions) and a tokenizer trained on the texts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = _write_tokenizer(folder, texts)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
+    """Train the tokenizer and return how many ids it has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    # like Llama-3's, it adds BOS by itself and no EOS
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=256)
+    fast.save_pretrained(folder)
+    return len(fast)
