@@ -212,7 +212,7 @@ def differences(run: Path, whole: Path) -> list[str]:
         for number, (here, there) in enumerate(_pairs(metrics(run), metrics(whole)), 1)
         if here != there
     ]
-    checkpoints, wanted = (sorted((folder / "checkpoints").glob("step-*")) for folder in (run, whole))
+    checkpoints, wanted = (sorted((folder / "checkpoints").iterdir()) for folder in (run, whole))
     if [path.name for path in checkpoints] != [path.name for path in wanted]:
         found.append(f"checkpoints: {[path.name for path in checkpoints]} instead of {[path.name for path in wanted]}")
         return found

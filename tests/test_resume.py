@@ -141,6 +141,29 @@ def test_after_kills_tensorboard_and_wandb_hold_every_step_once(killing: Killing
     assert sorted(steps) == list(range(1, 17))
 
 
+DIE_BEFORE_WANDB_ENDS = """
+import os, signal
+from fabric_train.trackers import WandbLogger
+WandbLogger.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_wandb_is_told_what_a_kill_at_the_end_kept_from_it(killing: Killing) -> None:
+    options = {**killing.given, "loggers": ["csv", "wandb"], "max_step": 3, "parallelism": "single"}
+    run = killing.folder / "ended"
+    line = Training(options, 1).line(run)
+    killed = killing.runs.start(line, 1, before=DIE_BEFORE_WANDB_ENDS)
+    assert killed.wait() == [-9]
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    again = killing.runs.start(line, 1)
+    again.finish()
+    assert "nothing is left to train" in again.stdout()
+    (tracked,) = (run / "wandb").glob("offline-run-*")
+    assert [row["_step"] for row in read_history(tracked)] == [1, 2, 3]
+    killing.runs.start(line, 1).finish()
+    assert list((run / "wandb").glob("offline-run-*")) == [tracked]  # it knows all by now
+
+
 # -------------------------------------------------------------------------------------------- another configuration
 
 OTHER_ORDER = """
