@@ -90,8 +90,13 @@ def main(argv: list[str] | None = None) -> None:
     stop_signals.listen()
     _quiet()
     console = Console(quiet=global_rank() != 0)
-    prepared = prepare(parse(TrainArguments, argv))
-    arguments, plan = prepared.arguments, prepared.plan
+    arguments = parse(TrainArguments, argv)
+    writes = global_rank() == 0 and not arguments.evaluation.only_reads
+    lock = _lock(Path(arguments.save.output_dir))
+    if writes:
+        refuse_if_held(*lock)
+    prepared = prepare(arguments)
+    plan = prepared.plan
     start = (
         f"{prepared.checkpoint}, step {prepared.state.step}"
         if prepared.checkpoint
@@ -108,8 +113,7 @@ def main(argv: list[str] | None = None) -> None:
             tell_wandb_the_rest(prepared.folder, prepared.state.step, given.project, given.entity, flatten(arguments))
         return
 
-    writes = global_rank() == 0 and not arguments.evaluation.only_reads
-    with hold_lock(*_lock(prepared.folder)) if writes else nullcontext():
+    with hold_lock(*lock) if writes else nullcontext():
         fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
         progress = Progress()
         with watch_ranks(fabric, progress, arguments.device.rank_timeout, arguments.device.num_nodes):
@@ -203,8 +207,6 @@ def prepare(arguments: TrainArguments, damages: checkpoints.Damages | None = Non
     """
     folder = Path(arguments.save.output_dir)
     _refuse_place(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
-    if not arguments.evaluation.only_reads and global_rank() == 0:
-        refuse_if_held(*_lock(folder))
     wanted = arguments.checkpoint
     if num_restarts():  # torchrun goes on by itself
         goes_on = checkpoints.newest_checkpoint(folder, damages) is not None

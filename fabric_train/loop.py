@@ -89,6 +89,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
             run.guard.leave_out()
             run.warn(f"{verdict.fault}; the step is left out")
         border = _border(run)
+        run.progress.at(Phase.COMPLETING)
         run.checkpoints.at_border(border)
 
         is_last = window.step == run.num_steps
@@ -162,6 +163,7 @@ def _stopped(
     run: Run, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
 ) -> RunError:
     """Return what ends the run, after the state before the fault has been saved; at step 0 there is none."""
+    run.progress.at(Phase.SAVING)
     if state.step == 0:
         return RunError(f"{fault}; no step was taken before it, so nothing is saved")
     if checkpoint is None:
@@ -188,12 +190,14 @@ def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | 
     however the window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their
     gradients, hence the factor ``world_size``.
     """
+    if progress:
+        progress.at(Phase.COMPUTING)  # before the first word from the other ranks is waited for
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_ranks(fabric, counts)
     divisor = num_supervised.sum().clamp(min=1)
     losses = []
     for index, batch in enumerate(window.batches):
-        if progress:
+        if progress and index:
             progress.at(Phase.COMPUTING, index)
         # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
         # it

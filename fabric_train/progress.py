@@ -14,9 +14,10 @@ class Phase(IntEnum):
     COMPUTING = 2
     OPTIMIZER = 3
     BORDER = 4
-    VALIDATION = 5
-    SAVING = 6
-    ENDING = 7
+    COMPLETING = 5
+    VALIDATION = 6
+    SAVING = 7
+    ENDING = 8
 
 
 _TEXTS = {
@@ -25,11 +26,12 @@ _TEXTS = {
     Phase.COMPUTING: "forward and backward pass {}",
     Phase.OPTIMIZER: "optimizer step",
     Phase.BORDER: "step border",
+    Phase.COMPLETING: "completing a checkpoint",
     Phase.VALIDATION: "validation batch {}",
     Phase.SAVING: "saving",
     Phase.ENDING: "ending",
 }
-_LASTING = (Phase.LOADING, Phase.SAVING, Phase.ENDING)
+_LASTING = (Phase.LOADING, Phase.COMPLETING, Phase.SAVING, Phase.ENDING)
 
 
 @dataclass(frozen=True, order=True)

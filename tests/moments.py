@@ -1,0 +1,57 @@
+"""Short runs of the tiny model, and what to do to a rank when it comes to a certain point of one."""
+
+import csv
+from pathlib import Path
+
+SETTINGS = {
+    "accelerator": "cpu",
+    "precision": "32-true",
+    "micro_batch_size": 2,
+    "total_batch_size": 12,
+    "max_step": 8,
+    "lr": 1e-3,
+    "eval_step_interval": 5,
+    "save_step_interval": 3,
+    "num_workers": 0,
+    "loggers": "csv",
+}
+_AT_A_POINT = """
+import os, signal, time
+from fabric_train.progress import Phase, Progress
+
+def at(self, phase, index=0, step=None, mark=Progress.at):
+    mark(self, phase, index, step)
+    if (self.mark.step, phase, index) == ({step}, Phase.{phase}, {index}) and rank in {ranks}:
+        {action}
+
+Progress.at = at
+"""
+
+
+def at_point(action: str, step: int, phase: str, index: int = 0, ranks: tuple[int, ...] = (0, 1)) -> str:
+    """Return source for ``ForkedRuns.start(before=)``: these ranks do ``action`` when they come to a phase of a step.
+
+    The action knows ``os``, ``signal`` and ``time``.
+    """
+    return _AT_A_POINT.format(action=action, step=step, phase=phase, index=index, ranks=ranks)
+
+
+def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
+    """Return the arguments of a run into the folder ``run``."""
+    given = {"model_name": model, "train_data_dir": tokens, "output_dir": run, **SETTINGS, **options}
+    return [str(part) for name, value in given.items() if value is not None for part in (f"--{name}", value)]
+
+
+def metrics(run: Path) -> list[tuple[str, ...]]:
+    """The rows of metrics.csv without what is measured in seconds and bytes."""
+    names = ("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm", "num_tokens")
+    file = run / "metrics.csv"
+    if not file.is_file():
+        return []
+    with file.open(newline="", encoding="utf-8") as lines:
+        return [tuple(row[name] for name in names) for row in csv.DictReader(lines)]
+
+
+def checkpoints(run: Path) -> list[int]:
+    """The steps whose checkpoints have their final name."""
+    return sorted(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))
