@@ -2,6 +2,7 @@
 told.
 """
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -94,15 +95,16 @@ class StepGuard:
 
 
 class SpikeRule:
-    """When a loss is far above the recent ones: by more than ``DEVIATIONS`` times their median absolute deviation, and
-    by more than ``LEAST_RISE`` of their median.
+    """When a loss is far above the recent ones: over their median by more than ``CHANGES`` times the median change from
+    one step to the next, and by more than ``LEAST_RISE`` of that median.
 
-    Both are medians, so a few high losses among the recent ones do not hide the next. A rise is one spike, however
-    many steps it lasts.
+    For losses scattered by sigma around a level, the median change is 0.95 sigma. Both being medians, a few high losses
+    among the recent ones do not hide the next; and changes, other than deviations, stay small while the loss falls. A
+    rise is one spike, however many steps it lasts.
     """
 
     RECENT, FEWEST = 64, 20
-    DEVIATIONS, LEAST_RISE = 10.0, 0.1
+    CHANGES, LEAST_RISE = 8.0, 0.1
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.RECENT)
@@ -113,8 +115,8 @@ class SpikeRule:
         was_high, usual = self._is_high, None
         if len(self._recent) >= self.FEWEST:
             usual = statistics.median(self._recent)
-            deviation = statistics.median(abs(recent - usual) for recent in self._recent)
-            self._is_high = loss - usual > max(self.DEVIATIONS * deviation, self.LEAST_RISE * usual)
+            change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
+            self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
         self._recent.append(loss)
         return usual if self._is_high and not was_high else None
 

@@ -1,15 +1,27 @@
-"""No step is taken on a loss or gradient that is not finite, and the user is told the step, the ranks and the rows."""
+"""No step is taken on a loss or gradient that is not finite, and none far above the others goes by without a line that
+names its step, ranks and rows.
+"""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
 import pytest
+import torch
+from bigram import Bigram
 from forked_runs import ForkedRuns
+from lightning import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
 from safetensors.torch import load_file
+from transformers.modeling_outputs import CausalLMOutput
 from unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
-from fabric_train.batches import WindowOrder
+from fabric_train.batches import Batch, Window, WindowOrder
+from fabric_train.loop import accumulate, clip
+from fabric_train.step_guard import SpikeRule, StepGuard
 
 pytestmark = pytest.mark.slow
 
@@ -119,3 +131,78 @@ def test_a_step_left_out_touches_no_weight_and_is_counted_and_the_run_resumes_ex
         [row[name] for name in names] for row in metrics(whole)[3:]
     ]
     assert tensors(resumed, 6) == tensors(whole, 6)
+
+
+def test_a_loss_far_above_the_others_is_told_with_its_rows_and_changes_nothing(
+    forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    strange = int(WindowOrder(100, 2, 1, world_size=2, rank=0, seed=0).rows_in(0, 44)[1])
+    random = np.random.default_rng(0)
+    rows = [random.integers(3, 300, 24).tolist()] * 100  # soon known by heart
+    rows[strange] = random.integers(3, 300, 24).tolist()
+    tokens, model = tmp_path / "tokens", write_model(tmp_path / "model")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})}).save_to_disk(str(tokens))
+    options = {"parallelism": "ddp", "devices": 2, "total_batch_size": 2, "max_step": 48, "lr": 1e-2}
+    run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), 2)
+    run.finish()
+    (warning,) = [line for line in run.stdout().splitlines() if line.startswith("warning:")]
+    loss = float(metrics(tmp_path / "run")[44]["train_loss"])
+    assert warning.startswith(f"warning: step 45: loss {loss:.4f}, where the last steps' median is ")
+    assert f"highest in rows {strange} (rank 1) of {tokens / 'train'}" in warning
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [str(step) for step in range(1, 49)]
+    assert metrics(tmp_path / "run")[-1]["skipped_steps"] == "0"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) -> None:
+    steps, noise = np.arange(1000), np.random.default_rng(seed).normal(0, 0.2, 1000)
+    falling = 2 + 4 * np.exp(-steps / 100) + noise
+    rule = SpikeRule()
+    assert [step for step, loss in enumerate(falling) if rule.usual_before_spike(loss) is not None] == []
+    told = [rule.usual_before_spike(loss) for loss in (6.0, 7.0, 6.5)]
+    assert told[0] == pytest.approx(2.0, abs=0.2)
+    assert told[1:] == [None, None]
+    assert rule.usual_before_spike(2.1) is None
+    assert rule.usual_before_spike(6.0) is not None
+
+
+def test_an_fp16_gradient_that_overflows_is_the_scalers_business_and_an_infinite_loss_is_not() -> None:
+    class Steep(Bigram):
+        """Its first gradients are so large that they overflow with a scale that is a number itself."""
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> CausalLMOutput:
+            return CausalLMOutput(logits=16 * self.table(input_ids))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
+    model = fabric.setup_module(Steep())
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1.0))
+    guard = StepGuard(fabric, "rows", print)
+    ids = torch.tensor([[0, 1, 2]])
+    window = Window(1, 0, False, np.arange(1), 1, 3, [Batch(ids, ids)])
+
+    def step() -> str | None:
+        loss = accumulate(fabric, model, window)
+        verdict = guard.judge(window, loss, clip(fabric, model, optimizer, 1.0))
+        if verdict.fault is None:
+            optimizer.step()
+        else:
+            guard.leave_out()
+        optimizer.zero_grad()
+        return verdict.fault
+
+    assert step() is None
+    assert not model.table.weight.any()
+    assert scaler.get_scale() == 2.0**126
+    scaler.update(1024.0)
+    with torch.no_grad():
+        model.table.weight[0] = torch.tensor([0, -torch.inf, 0, 0, 0])
+    fault = step()
+    assert fault is not None
+    assert "the loss is inf" in fault
+    assert scaler.get_scale() == 1024.0  # a step that is not taken says nothing of the scale
+    with torch.no_grad():
+        model.table.weight.zero_()
+    assert step() is None
+    assert model.table.weight.any()
