@@ -192,7 +192,7 @@ def train_through(
     Raises:
         AssertionError: a start ended otherwise than by a kill or well.
     """
-    most_steps = max(1, round(1.5 * whole.num_steps / len(moments)))
+    most_steps = max(1, whole.num_steps // len(moments))
     kills: list[Kill] = []
     for moment in moments:
         kill = _start_and_kill(runs, training, run, moment, random_, whole, most_steps)

@@ -40,7 +40,7 @@ from fabric_train.batches import (  # noqa: E402
     validation_batches,
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.complete_folder import refuse_dead_link, refuse_inside  # noqa: E402
+from fabric_train.complete_folder import refuse_dead_link, refuse_inside, write_at_once  # noqa: E402
 from fabric_train.errors import FAILURE, InputError, run_program  # noqa: E402
 from fabric_train.launch import global_rank, num_restarts  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
@@ -161,7 +161,7 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
     if fabric.is_global_zero:
         prepared.folder.mkdir(parents=True, exist_ok=True)
         if not arguments.evaluation.only_reads:
-            (prepared.folder / "config.yaml").write_text(to_yaml(arguments), encoding="utf-8")
+            write_at_once(prepared.folder / "config.yaml", to_yaml(arguments))
         if isinstance(prepared.data, Stream):
             prepared.data.tokenizer.save(prepared.data.tokenizer_folder)
     validate = _validation(fabric, model, prepared, progress)

@@ -69,6 +69,13 @@ def give_name(temporary: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def write_at_once(path: Path, text: str) -> None:
+    """Write a file that is whole, or as it was before, whenever this process is killed."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or which files a folder has, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

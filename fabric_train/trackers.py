@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fabric_train.complete_folder import write_at_once
 from fabric_train.errors import InputError
 from fabric_train.telemetry import CSVLogger, Logger, Metrics, measured, read_metrics
 
@@ -157,8 +158,7 @@ def _wandb_run_id(folder: Path) -> str:
     """Return the id of the run folder's one W&B run."""
     file = folder / "wandb_run_id"
     if not file.is_file():
-        file.with_suffix(".new").write_text(uuid.uuid4().hex[:8], encoding="utf-8")
-        file.with_suffix(".new").replace(file)
+        write_at_once(file, uuid.uuid4().hex[:8])
     return file.read_text(encoding="utf-8").strip()
 
 
