@@ -180,6 +180,8 @@ def _fail(code: int, *faults: str, on_all_ranks: bool = False, may_follow_anothe
 
 
 def _flush() -> None:
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # a progress bar has hidden the cursor
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):  # whoever read it has gone
             stream.flush()
