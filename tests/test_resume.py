@@ -141,6 +141,34 @@ def test_after_kills_tensorboard_and_wandb_hold_every_step_once(killing: Killing
     assert sorted(steps) == list(range(1, 17))
 
 
+STOP_IN_A_VALIDATION = """
+import os, signal
+import fabric_train.validation
+summed_loss = fabric_train.validation.summed_loss
+def stopped(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return summed_loss(*args)
+fabric_train.validation.summed_loss = stopped
+"""
+DIE_BEFORE_A_STEP = """
+import os, signal
+import fabric_train.loop
+fabric_train.loop.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_step_whose_validation_a_signal_cut_short_is_logged_once_whatever_comes_then(killing: Killing) -> None:
+    training = Training({**killing.given, "max_step": 6, "eval_step_interval": 2, "parallelism": "single"}, 1)
+    whole, run = killing.folder / "signalled-whole", killing.folder / "signalled"
+    train_at_once(killing.runs, training, whole)
+    assert killing.runs.start(training.line(run), 1, before=STOP_IN_A_VALIDATION).wait() == [75]
+    assert metrics(run) == metrics(whole)[:1]  # step 2 is saved, and not logged before it is evaluated
+    assert killing.runs.start(training.line(run), 1, before=DIE_BEFORE_A_STEP).wait() == [-9]
+    assert metrics(run) == metrics(whole)[:2]
+    killing.runs.start(training.line(run), 1).finish()
+    assert metrics(run) == metrics(whole)
+
+
 DIE_BEFORE_WANDB_ENDS = """
 import os, signal
 from fabric_train.trackers import WandbLogger
