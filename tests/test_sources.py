@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from pyarrow import parquet
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.reading.files import Reader, split_file
 from fabric_train.corpus.reading.sources import StreamSource, open_sources
+from fabric_train.corpus.unfinished import DOWNLOADS, unfinished_folder
 from fabric_train.errors import InputError
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
@@ -120,6 +122,19 @@ def test_urls_are_fetched_once(tmp_path: Path, server: str) -> None:
     written = fetched.stat().st_mtime_ns
     assert texts_of([f"{server}/a.jsonl.gz?download=1"], tmp_path) == TEXTS
     assert fetched.stat().st_mtime_ns == written
+
+
+def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fabric_train.corpus.unfinished._WORTH_KEEPING_BYTES", 100)
+    for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
+        with pytest.raises(InputError), unfinished_folder(tmp_path / "out") as folder:
+            (folder / DOWNLOADS).mkdir()
+            (folder / DOWNLOADS / name).write_bytes(bytes(num_bytes))
+            raise InputError("no document")
+        assert folder.exists() == (name == "whole.jsonl")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_urls_that_lead_nowhere_are_refused_in_a_line(tmp_path: Path, server: str) -> None:

@@ -29,7 +29,7 @@ from fabric_train.corpus.selection import Collection, collect, draw_validation, 
 from fabric_train.corpus.shards import HASH_BYTES, SourceFormat
 from fabric_train.corpus.tokenizers.identity import IdentityCheck
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.corpus.unfinished import unfinished_folder
+from fabric_train.corpus.unfinished import DOWNLOADS, unfinished_folder
 from fabric_train.errors import InputError
 from fabric_train.redaction import redacted
 
@@ -70,7 +70,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: IdentityCheck) ->
     tokenizer = load_tokenizer(arguments.tokenizer_name)
     num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
-        train_sources, held_out = _open(arguments, unfinished / "downloads")
+        train_sources, held_out = _open(arguments, unfinished / DOWNLOADS)
         sources = [*train_sources, *held_out]
         tokenizer.save(folder / "tokenizer")
         formats = find_formats(sources, folder / "tokenizer", arguments)

@@ -1,4 +1,6 @@
-"""The hidden folder of finished shards beside a token dataset that is not there yet; a second start goes on with it."""
+"""The hidden folder of finished shards and downloads beside a token dataset that is not there yet; a second start goes
+on with it.
+"""
 
 import os
 import shutil
@@ -7,8 +9,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from fabric_train.corpus.reading.download import PART
 from fabric_train.errors import InputError
 from fabric_train.lock import hold_lock
+
+DOWNLOADS = "downloads"
+"""Where in it files lie that were fetched."""
 
 _WORTH_KEEPING_BYTES = 1 << 20  # less is made again in a moment, and would only lie about
 
@@ -34,10 +40,16 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
             yield folder
         except BaseException:
             num_finished = len(list(folder.glob("*.npz")))
-            if num_finished and sum(file.stat().st_size for file in folder.rglob("*")) > _WORTH_KEEPING_BYTES:
-                kept = f"{num_finished:,} finished shards are kept in {folder}"
-                print(f"{kept}: the same command goes on with them", file=sys.stderr)
+            downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != PART]
+            if _is_worth_keeping(folder, num_finished, downloads):
+                kept = f"{num_finished:,} finished shards" + (f" and {len(downloads):,} downloads" if downloads else "")
+                print(f"{kept} are kept in {folder}: the same command goes on with them", file=sys.stderr)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_worth_keeping(folder: Path, num_finished: int, downloads: list[Path]) -> bool:
+    parts = folder.rglob("*") if num_finished else downloads
+    return sum(file.stat().st_size for file in parts) > _WORTH_KEEPING_BYTES

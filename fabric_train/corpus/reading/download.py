@@ -10,6 +10,9 @@ from fabric_train.corpus.reading.files import is_readable, readable_suffixes
 from fabric_train.errors import InputError
 from fabric_train.redaction import redacted
 
+PART = ".part"
+"""What the name of a file ends with that is not fetched to its end."""
+
 
 def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
     """Fetch the file, or the readable files that a URL with a pattern names, into ``folder`` unless they lie there.
@@ -45,7 +48,7 @@ def _fetch(system: Any, path: str, folder: Path) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.part")
+    part = target.with_name(f"{target.name}{PART}")
     pulse = Pulse()
     with system.open(path, "rb") as remote, part.open("wb") as local:
         while piece := remote.read(1 << 22):
