@@ -11,7 +11,8 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +70,14 @@ def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
 
 
-def be_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Tell the ranks that this process will start to end with it."""
+@contextmanager
+def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Tell the ranks that this process starts in the block to end with it; what it starts later is not told so."""
     environment[_LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del environment[_LAUNCHER]
 
 
 def mind_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.errors import FAILURE, InputError, end_run, leave
 from fabric_train.launch import (
-    be_launcher,
+    as_launcher,
     clear_launcher_options,
     global_rank,
     is_launched,
@@ -126,12 +126,12 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     )
     if not under_fabric_run():
         _refuse_taken_port(fabric)
-        be_launcher()
         # Fabric's own would kill this process without a word, and also where the ranks end together
         subprocess_script._launch_process_observer = _mind_children
         if num_restarts() and num_processes > 1:
             _join_anew(accelerator, num_processes, _timeout(arguments))
-        fabric.launch()
+        with as_launcher():
+            fabric.launch()
     if fabric.world_size != num_processes:
         raise InputError(
             f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}"
