@@ -127,14 +127,18 @@ def test_urls_are_fetched_once(tmp_path: Path, server: str) -> None:
 def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fabric_train.corpus.unfinished._WORTH_KEEPING_BYTES", 100)
-    for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
-        with pytest.raises(InputError), unfinished_folder(tmp_path / "out") as folder:
+    def fail(name: str, num_bytes: int) -> None:
+        with unfinished_folder(tmp_path / "out") as folder:
             (folder / DOWNLOADS).mkdir()
             (folder / DOWNLOADS / name).write_bytes(bytes(num_bytes))
             raise InputError("no document")
-        assert folder.exists() == (name == "whole.jsonl")
-        shutil.rmtree(folder, ignore_errors=True)
+
+    monkeypatch.setattr("fabric_train.corpus.unfinished._WORTH_KEEPING_BYTES", 100)
+    for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
+        with pytest.raises(InputError):
+            fail(name, num_bytes)
+        assert (tmp_path / ".out.unfinished").exists() == (name == "whole.jsonl")
+        shutil.rmtree(tmp_path / ".out.unfinished", ignore_errors=True)
 
 
 def test_urls_that_lead_nowhere_are_refused_in_a_line(tmp_path: Path, server: str) -> None:
