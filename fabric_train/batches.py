@@ -256,7 +256,12 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
-    except (KeyError, TypeError, AttributeError) as error:  # what datasets raises for JSON of another shape
+    except (
+        ArithmeticError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # what datasets raises for JSON of another shape
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
     except IndexError as error:  # what datasets raises for a split that it saved without rows, and so without a file

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 
 from fabric_train.checkpoint import find_whole_checkpoint
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
 from fabric_train.model import build_model, load_model, quiet_transformers, read_shape
 from fabric_train.weights import open_weights
 
@@ -109,9 +109,11 @@ def _is_export(folder: Path) -> bool:
 def _tokenizer(place: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"--model_name: no tokenizer can be loaded from {place}: {reason}") from error
+    except Exception as error:
+        reason = first_line(error).rstrip(".")
+        raise InputError(
+            f"--model_name: no tokenizer can be loaded from {place}: {reason}; fetch it again, or give another"
+        ) from error
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -42,8 +42,9 @@ def refuse_if_held(path: Path, taken: str, mend: str) -> None:
     Raises:
         InputError: see :func:`hold_lock`.
     """
-    with suppress(FileNotFoundError), path.open() as lock:
-        _lock(lock, taken, mend)
+    if path.is_file():
+        with suppress(FileNotFoundError), path.open() as lock:
+            _lock(lock, taken, mend)
 
 
 def _open_and_lock(path: Path, taken: str, mend: str) -> TextIO:

@@ -66,6 +66,11 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: s
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+        raise InputError(
+            f"--model_name {source}: no model can be built as its config.json says ({reason}); fetch it again"
+        ) from error
     except (ImportError, ValueError) as error:
         wanted = f" with --attention {attention}" if attention else ""
         mend = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
@@ -185,7 +190,7 @@ def _read_config(source: str) -> PretrainedConfig:
     except StrictDataclassError as error:  # its first line names the field, the last what is wrong with it
         reason = " ".join(str(error).split())
         raise InputError(f"{name}: its config.json cannot be: {reason}; {mend}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         reason = first_line(error).rstrip(".")
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own, which is never run here"

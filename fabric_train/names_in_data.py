@@ -13,9 +13,10 @@ def plain_name(name: object, listing: Path) -> str:
     Raises:
         InputError: it is none, such as ``../secret`` or ``/etc/passwd``.
     """
-    if not isinstance(name, str) or name in ("", ".", "..") or not set(name).isdisjoint("/\\\0"):
+    is_text = isinstance(name, str) and name.encode(errors="ignore").decode() == name  # no half surrogate pair
+    if not is_text or name in ("", ".", "..") or not set(str(name)).isdisjoint("/\\\0"):
         raise InputError(f"{listing}: it names {name!r}, which lies not beside it: damaged or forged; fetch it again")
-    return name
+    return str(name)
 
 
 def refuse_foreign_links(folder: Path) -> None:

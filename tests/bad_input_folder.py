@@ -15,6 +15,14 @@ from checkpoint_examples import trained_weights, write_checksums, write_full
 
 from fabric_train.checkpoint import FORMAT
 
+MODULES = {
+    "train": "fabric_train.__main__",
+    "tokenize": "tokenize_dataset",
+    "convert": "convert_to_hf",
+    "generate": "generate",
+    "inspect": "fabric_train.corpus.inspect",
+    "merge": "fabric_train.corpus.merge",
+}
 TEXTS = [
     f"Document {number} says that {number} and one are {number + 1}, and then it says so again." for number in range(40)
 ]

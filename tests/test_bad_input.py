@@ -17,7 +17,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from bad_input_folder import make_folder
+from bad_input_folder import MODULES, make_folder
 from conftest import ROOT
 from forked_runs import ForkedRun, ForkedRuns
 from hypothesis import given, settings
@@ -36,14 +36,6 @@ from fabric_train.errors import InputError
 
 pytestmark = pytest.mark.slow
 
-MODULES = {
-    "train": "fabric_train.__main__",
-    "tokenize": "tokenize_dataset",
-    "convert": "convert_to_hf",
-    "generate": "generate",
-    "inspect": "fabric_train.corpus.inspect",
-    "merge": "fabric_train.corpus.merge",
-}
 GOOD = {
     "train": "--train_data_dir tokens --model_name model --output_dir OUT --accelerator cpu --max_step 1",
     "tokenize": "--dataset texts.jsonl --tokenizer_name model --output_dir OUT --num_proc 1 --max_length 32",

@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 import socketserver
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,21 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input_folder import Payload, edit_json
+from bad_input_folder import MODULES, Payload, edit_json
 from checkpoint_examples import trained_weights, write_full
 from forked_runs import ForkedRun, ForkedRuns
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-PROGRAMS = {
-    "train": "fabric_train.__main__",
-    "tokenize": "tokenize_dataset",
-    "convert": "convert_to_hf",
-    "generate": "generate",
-    "inspect": "fabric_train.corpus.inspect",
-    "merge": "fabric_train.corpus.merge",
-}
 SECRETS = {
     "HF_TOKEN": "hf_sekretsekretsekret",
     "WANDB_API_KEY": "5ek2e75ek2e75ek2e75ek2e75ek2e75ek2e75ek2",
@@ -52,7 +45,7 @@ def start(place: Path, forked_runs: ForkedRuns) -> Start:
     """Return ``start(program, line, **options)``, which runs a command line in ``place`` to its end."""
 
     def run(program: str, line: str, num_ranks: int = 1, **options: Any) -> ForkedRun:
-        run = forked_runs.start(line.split(), num_ranks, cwd=place, program=PROGRAMS[program], **options)
+        run = forked_runs.start(line.split(), num_ranks, cwd=place, program=MODULES[program], **options)
         run.wait()
         return run
 
@@ -277,3 +270,30 @@ def test_the_password_of_an_address_is_in_no_manifest_and_no_message(place: Path
     assert not files_with(place, ["pazzword", "zignature"])
     for ended in (run, refused):
         assert not any(secret in ended.stdout() + ended.stderr() for secret in ("pazzword", "zignature"))
+
+
+@pytest.mark.parametrize("umask", [0o027, 0o077])
+def test_all_that_is_written_has_the_rights_of_the_users_umask(place: Path, start: Start, umask: int) -> None:
+    shutil.copytree(place / "tokens", place / "other")
+    lines = {
+        "tokenize": "--dataset texts.jsonl --tokenizer_name model --num_proc 1 --max_length 16 --output_dir made",
+        "merge": "tokens other --output_dir merged",
+        "train": train("--state_dict_type sharded --loggers csv tensorboard wandb", data="merged"),
+        "convert": "--checkpoint run --output_dir export",
+    }
+    if umask == 0o077:
+        lines = {"train": train("--state_dict_type full")}
+    for program, line in lines.items():
+        run = start(program, line, num_ranks=2 if "sharded" in line else 1, before=f"import os; os.umask({umask})")
+        assert set(run.codes()) == {0}, run.report()
+    folders = [place / line.partition("--output_dir ")[2].split()[0] for line in lines.values()]
+    assert not wrong_rights(folders, umask)
+
+
+def wrong_rights(folders: list[Path], umask: int) -> dict[str, str]:
+    """Files and folders with other rights than the umask's; links, which have none, aside."""
+    paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
+    return {
+        str(path): oct(mode) for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~umask
+    }

@@ -4,10 +4,11 @@ import json
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from fabric_train.corpus.lanes import LaneStand
-from fabric_train.errors import InputError
+from fabric_train.errors import InputError, first_line
+from fabric_train.json_types import check_types
 
 FORMAT = 2
 
@@ -86,22 +87,28 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
     Raises:
         InputError: where it is damaged or of a format this version does not know.
     """
+    file = checkpoint / "trainer.json"
     try:
-        content = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{checkpoint / 'trainer.json'}: cannot be read ({error}); use another checkpoint") from error
+        raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
     if not isinstance(content, dict):
-        raise InputError(f"{checkpoint / 'trainer.json'}: damaged, no JSON object; use another checkpoint")
+        raise InputError(f"{file}: damaged, no JSON object; use another checkpoint")
     if content.get("format") != FORMAT:
         raise InputError(
             f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads; "
             "use another checkpoint"
         )
-    kinds = (TrainerState, Description)
-    wanted = {field.name for kind in kinds for field in fields(kind)} - {"attachments"}
-    missing = ", ".join(sorted(wanted - content.keys()))
+    wanted = get_type_hints(TrainerState) | get_type_hints(Description) | {"data": dict}
+    del wanted["attachments"]
+    missing = ", ".join(sorted(wanted.keys() - content.keys()))
     if missing:
-        raise InputError(f"{checkpoint / 'trainer.json'}: damaged, it lacks {missing}; use another checkpoint")
+        raise InputError(f"{file}: damaged, it lacks {missing}; use another checkpoint")
+    try:
+        for name, kind in wanted.items():
+            check_types(content[name], kind, name)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{file}: damaged ({first_line(error)}); use another checkpoint") from error
     return content
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.errors import InputError
+from fabric_train.json_types import check_types
 from fabric_train.names_in_data import plain_name
 
 FORMAT = 2
@@ -208,7 +209,7 @@ def load_manifest(folder: Path) -> Manifest | None:
                 f"{file} is of format {content['format']}, this version reads {FORMAT}; make the token dataset anew"
             )
         manifest = _parse(content)
-        manifest.ledger.imbalances(manifest.settings.max_length)  # fails where a count is no number
+        check_types(manifest, Manifest, "manifest")
         for name in manifest.tokenizer.sha256:
             plain_name(name, file)
     except InputError:

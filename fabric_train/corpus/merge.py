@@ -179,7 +179,8 @@ def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None])
     described = json.loads((model.files[0].parent / "dataset_info.json").read_text(encoding="utf-8"))
     _write_json(folder / "dataset_info.json", {"features": described["features"]})
     states = [json.loads((split.files[0].parent / "state.json").read_text(encoding="utf-8")) for split in splits]
-    digest = hashlib.sha256(" ".join(str(state["_fingerprint"]) for state in states).encode()).hexdigest()
+    fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
+    digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
     listed = {"_data_files": [{"filename": name} for name in names], "_fingerprint": digest[:16]}
     _write_json(folder / "state.json", {**states[0], **listed})
 

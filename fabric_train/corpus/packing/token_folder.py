@@ -77,8 +77,8 @@ def open_splits(folder: Path) -> dict[str, Split]:
         inside = " but those of one split; give the folder above it" if (folder / "state.json").is_file() else ""
         mend = inside or "; give the --output_dir of tokenize_dataset.py"
         raise InputError(f"{folder}: no token dataset: there is no dataset_dict.json in it{mend}")
-    names = _read_json(listing, "splits")
-    if not isinstance(names, list) or not names:
+    names = _read_list(listing, "splits")
+    if not names:
         raise InputError(f"{listing}: damaged, it names no split; tokenize again")
     return {plain_name(name, listing): _open_split(folder, name) for name in names}
 
@@ -91,9 +91,9 @@ def refuse_foreign_files(folder: Path, mend: str) -> None:
     """
     listing, splits = folder / "dataset_dict.json", [folder]
     if listing.is_file():
-        splits = [folder / plain_name(name, listing) for name in _read_json(listing, "splits", mend)]
+        splits = [folder / plain_name(name, listing) for name in _read_list(listing, "splits", mend)]
     for split in splits:
-        for file in _read_json(split / "state.json", "_data_files", mend):
+        for file in _read_list(split / "state.json", "_data_files", mend):
             plain_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
 
 
@@ -115,7 +115,8 @@ def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
 def _open_split(folder: Path, name: str) -> Split:
     listing = folder / name / "state.json"
     _read_json(folder / name / "dataset_info.json", "features")
-    listed = _read_json(listing, "_data_files")
+    _read_json(listing, "_fingerprint")
+    listed = _read_list(listing, "_data_files")
     try:
         files = tuple(folder / name / plain_name(file["filename"], listing) for file in listed)
     except (TypeError, KeyError):
@@ -172,6 +173,13 @@ def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.
         offsets = column.offsets.to_numpy().astype(np.int64)
         offsets = offsets - offsets[0]
     return values.to_numpy(zero_copy_only=False), offsets
+
+
+def _read_list(file: Path, key: str, mend: str = "tokenize again") -> list[Any]:
+    content = _read_json(file, key, mend)
+    if not isinstance(content, list):
+        raise InputError(f"{file}: damaged, {key} is no list; {mend}")
+    return content
 
 
 def _read_json(file: Path, key: str, mend: str = "tokenize again") -> Any:

@@ -61,6 +61,7 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
         if any(added[_text(token)].normalized for name in _EXTRA_TOKENS for token in given.get(name) or ()):
             return None  # transformers looks for these before the normalizer
         ids = (*content.model["vocab"].values(), *(token.id for token in content.added_tokens))
+        vocab_size = max(ids) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return TokenizerFolder(
@@ -68,7 +69,7 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
         bos=named.get("bos_token"),
         eos=named.get("eos_token"),
         pad=named.get("pad_token"),
-        vocab_size=max(ids) + 1,
+        vocab_size=vocab_size,
         chat_template=_chat_template(config, folder),
     )
 

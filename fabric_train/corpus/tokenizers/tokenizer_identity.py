@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
 from fabric_train.errors import InputError
 
 _PARTS = ("merges", "normalizer", "pre_tokenizer")
@@ -78,8 +79,11 @@ def _read(file: Path) -> _Content:
             vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
         merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges", ())]
+        ids = {**vocabulary, **added}
+        if not all(isinstance(token, str) and isinstance(index, int) for token, index in ids.items()):
+            raise TypeError("a token or its id is of another type")
         parts = {"merges": merges, **{part: content.get(part) for part in _PARTS[1:]}}
-        return _Content({**vocabulary, **added}, added, parts)
+        return _Content(ids, added, parts)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is not a tokenizer ({type(error).__name__}: {error}); fetch the file again") from None
 
@@ -108,12 +112,10 @@ def _describe(token: str, index: int, here: _Content, there: _Content) -> str:
 
 def _other_ids(ours: Path, theirs: Path, here: _Content, there: _Content) -> str | None:
     """Let both encode the same texts, where they could differ, and name a text that gets other ids."""
-    from tokenizers import Tokenizer
-
     different = [part for part in _PARTS if here.parts[part] != there.parts[part]]
     if not different:
         return None
-    first, second = (Tokenizer.from_file(str(file)) for file in (ours, theirs))
+    first, second = (load_fast(file, special_text_is_plain=False) for file in (ours, theirs))
     own = first.decode_batch([[index] for index in here.ids.values()]) if "merges" in different else []
     added = {*here.added, *there.added}
     texts = [text for text in (*_TEXTS, *own) if "\ufffd" not in text and text not in added]
