@@ -140,7 +140,7 @@ def main() -> None:
     saves = []
     for number in range(NUM_SAVES):
         fabric.barrier()
-        stall = timed(lambda step=number: system.save(step))
+        stall = timed(partial(system.save, number))
         steps = [step() for _ in range(STEPS_BETWEEN)]
         stall += sum(step_stall for step_stall, _ in steps) + timed(system.finish)
         saves.append({"stall_seconds": stall, "step_seconds": [seconds for _, seconds in steps]})
