@@ -25,8 +25,9 @@ class SaveRun:
     """The saves of one process group, the first one left out, which allocates.
 
     ``stall_seconds`` are those of each save for which the slower rank's loop stood still. ``step_seconds`` are those of
-    the steps after each save on rank 0, whose first go on beside a save in the background. ``extra_bytes`` is by how
-    much each rank's own memory rose at most over what it was before the first save. ``disk_bytes`` are a checkpoint's.
+    the steps after each save on rank 0, whose first go on beside a save in the background. ``extra_bytes`` is each
+    rank's own memory at most, while the loop stood still for a save over what it was before the first one, or in the
+    steps after a save over what it was in steps without one, whichever is more. ``disk_bytes`` are a checkpoint's.
     """
 
     stall_seconds: list[float]

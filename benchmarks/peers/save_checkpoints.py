@@ -98,7 +98,9 @@ class Torchs:
 
 
 class MemorySampler(threading.Thread):
-    """The most memory of its own that this process has had, sampled every 2 ms; files' pages do not count."""
+    """The most memory of its own that this process has had since ``peak`` was set, sampled every 2 ms; files' pages do
+    not count.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -134,17 +136,23 @@ def main() -> None:
     else:
         system = Torchs(model, optimizer, folder, way)
     step = partial(train_step, fabric, model, optimizer, system, random_window(shape.vocab_size, fabric.global_rank))
+    step()  # makes the optimizer's state
+    sampler = MemorySampler()
     for _ in range(WARM_UP_STEPS):
         step()
-    before, sampler = own_memory(), MemorySampler()
-    saves = []
+    of_training, between_steps = sampler.peak, own_memory()
+    saves, alone, beside_steps = [], 0, 0
     for number in range(NUM_SAVES):
         fabric.barrier()
+        sampler.peak = 0
         stall = timed(partial(system.save, number))
+        alone, sampler.peak = max(alone, sampler.peak), 0
         steps = [step() for _ in range(STEPS_BETWEEN)]
         stall += sum(step_stall for step_stall, _ in steps) + timed(system.finish)
+        beside_steps = max(beside_steps, sampler.peak)
         saves.append({"stall_seconds": stall, "step_seconds": [seconds for _, seconds in steps]})
-    print(json.dumps({"rank": fabric.global_rank, "extra_bytes": sampler.peak - before, "saves": saves}), flush=True)
+    extra = max(alone - between_steps, beside_steps - of_training)
+    print(json.dumps({"rank": fabric.global_rank, "extra_bytes": extra, "saves": saves}), flush=True)
 
 
 def random_window(vocab_size: int, rank: int) -> Window:
