@@ -1,0 +1,42 @@
+"""Plain PyTorch on one device, every window in one piece, its loss the mean over its labels; prints losses and gradient
+norms as JSON.
+"""
+
+import argparse
+import json
+
+import torch
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    """Train one optimizer step for every ``--rows_per_window`` of the rows, in the order in which they lie."""
+    parser = argparse.ArgumentParser()
+    for name in ("--model_name", "--train_data_dir"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--rows_per_window", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--grad_clip", type=float, required=True)
+    arguments = parser.parse_args()
+
+    rows = load_from_disk(arguments.train_data_dir)["train"].with_format("torch")
+    model = AutoModelForCausalLM.from_pretrained(arguments.model_name, dtype=torch.float32)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for window in rows.iter(batch_size=arguments.rows_per_window):
+        logits = model(input_ids=window["input_ids"], use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, window["labels"][:, 1:].flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.grad_clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    print(json.dumps({"losses": losses, "grad_norms": norms}))
+
+
+if __name__ == "__main__":
+    main()
