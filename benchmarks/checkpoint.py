@@ -26,7 +26,7 @@ class SaveRun:
 
     ``stall_seconds`` are those of each save for which the slower rank's loop stood still. ``step_seconds`` are those of
     the steps after each save on rank 0, whose first go on beside a save in the background. ``extra_bytes`` is each
-    rank's own memory at most, while the loop stood still for a save over what it was before the first one, or in the
+    rank's own memory at most, while the loop stood still for a save over what it was just before, or in the
     steps after a save over what it was in steps without one, whichever is more. ``disk_bytes`` are a checkpoint's.
     """
 

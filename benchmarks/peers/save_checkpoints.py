@@ -140,18 +140,18 @@ def main() -> None:
     sampler = MemorySampler()
     for _ in range(WARM_UP_STEPS):
         step()
-    of_training, between_steps = sampler.peak, own_memory()
+    of_training = sampler.peak
     saves, alone, beside_steps = [], 0, 0
     for number in range(NUM_SAVES):
         fabric.barrier()
-        sampler.peak = 0
+        before, sampler.peak = own_memory(), 0
         stall = timed(partial(system.save, number))
-        alone, sampler.peak = max(alone, sampler.peak), 0
+        alone, sampler.peak = max(alone, sampler.peak - before), 0
         steps = [step() for _ in range(STEPS_BETWEEN)]
         stall += sum(step_stall for step_stall, _ in steps) + timed(system.finish)
         beside_steps = max(beside_steps, sampler.peak)
         saves.append({"stall_seconds": stall, "step_seconds": [seconds for _, seconds in steps]})
-    extra = max(alone - between_steps, beside_steps - of_training)
+    extra = max(alone, beside_steps - of_training)
     print(json.dumps({"rank": fabric.global_rank, "extra_bytes": extra, "saves": saves}), flush=True)
 
 
