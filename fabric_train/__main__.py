@@ -5,13 +5,12 @@ What can be refused is refused before any process group exists; then every rank 
 
 import json
 import logging
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 # ``fabric run`` puts this package's own folder first on the path, where its modules would shadow others of their name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
-from fabric_train.signals import STOPPED, describe, stop_signals  # noqa: E402
+from fabric_train.ranks.signals import STOPPED, describe, stop_signals  # noqa: E402
 
 if __name__ == "__main__":
     stop_signals.listen()  # before the imports that follow, which take seconds
@@ -27,57 +26,36 @@ if __name__ == "__main__":
 from lightning import Fabric  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from arguments import CheckpointArguments, TrainArguments, parse  # noqa: E402
+from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
-from fabric_train.attention import refuse_leaking, refuse_unusable  # noqa: E402
+from fabric_train.attention import refuse_leaking  # noqa: E402
 from fabric_train.batches import (  # noqa: E402
     TokenDataset,
     TrainBatches,
-    WindowOrder,
     WindowSource,
-    open_dataset,
     validation_batches,
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.complete_folder import refuse_dead_link, refuse_inside, write_at_once  # noqa: E402
-from fabric_train.errors import FAILURE, InputError, run_program  # noqa: E402
-from fabric_train.launch import global_rank, num_restarts  # noqa: E402
+from fabric_train.complete_folder import write_at_once  # noqa: E402
+from fabric_train.errors import FAILURE, run_program  # noqa: E402
+from fabric_train.launch import global_rank  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
-from fabric_train.model import ModelShape, build_model, load_model, read_shape, refuse_unreadable  # noqa: E402
+from fabric_train.model import build_model, load_model  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
-from fabric_train.plan import Plan, make_plan  # noqa: E402
-from fabric_train.progress import Phase, Progress  # noqa: E402
-from fabric_train.resumption import check_resumption  # noqa: E402
+from fabric_train.preparation import PACKAGES, Prepared, prepare, window_order  # noqa: E402
+from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
+from fabric_train.ranks.step_border import Border, agree  # noqa: E402
+from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
-from fabric_train.step_border import Border, agree  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
-from fabric_train.stream import LaneOrder, Stream, StreamBatches, open_stream  # noqa: E402
+from fabric_train.stream import LaneOrder, Stream, StreamBatches  # noqa: E402
 from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
 from fabric_train.trackers import WandbLogger, open_loggers, tell_wandb_the_rest  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
-from fabric_train.watchdog import watch_ranks  # noqa: E402
 from fabric_train.weights import load_weights  # noqa: E402
-
-_PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that has been checked as far as one process can, and not begun."""
-
-    arguments: TrainArguments
-    folder: Path
-    checkpoint: Path | None
-    shape: ModelShape
-    data: TokenDataset | Stream
-    parallelism: str
-    plan: Plan
-    order: checkpoints.DataOrder | checkpoints.StreamOrder
-    state: checkpoints.TrainerState
-    notes: tuple[str, ...]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -183,7 +161,7 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
 
 def _self_check(fabric: Fabric, model: Any, optimizer: Any, prepared: Prepared, console: Console) -> int:
     assert isinstance(prepared.data, TokenDataset)  # streams have been refused
-    arguments, order = prepared.arguments, _window_order(prepared.data, prepared.plan, prepared.arguments)
+    arguments, order = prepared.arguments, window_order(prepared.data, prepared.plan, prepared.arguments)
     rows = order.rows_in(epoch=0, window=0).tolist()
     precision, micro_batch_size = arguments.model.precision, arguments.training.micro_batch_size
     check = check_cuts(fabric, model, optimizer, prepared.data.train, rows, micro_batch_size, precision)
@@ -197,109 +175,6 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, prepared: Prepared, 
 
 def _note(console: Console, note: str) -> None:
     console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
-
-
-def prepare(arguments: TrainArguments, damages: checkpoints.Damages | None = None) -> Prepared:
-    """Check the arguments against the files and devices there are, and what is known to be wrong with checkpoints.
-
-    Raises:
-        InputError: for whatever the user can mend.
-    """
-    folder = Path(arguments.save.output_dir)
-    _refuse_place(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
-    wanted = arguments.checkpoint
-    if num_restarts():  # torchrun goes on by itself
-        goes_on = checkpoints.newest_checkpoint(folder, damages) is not None
-        wanted = CheckpointArguments(resume=True) if goes_on else replace(wanted, resume=True)
-    checkpoint = checkpoints.choose_checkpoint(
-        folder,
-        wanted.checkpoint,
-        wanted.resume,
-        anew=wanted.weights_only,
-        only_reads=arguments.evaluation.only_reads,
-        damages=damages,
-    )
-    accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
-    parallel.refuse_lone_node(arguments.device.num_nodes)
-    world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
-    parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
-    refuse_unusable(arguments, accelerator)
-    data = _open_data(arguments, folder, checkpoint)
-    source = str(checkpoint or arguments.model.model_name)
-    shape = read_shape(source, arguments.fsdp.auto_wrap_policy, arguments.model.attention)
-    plan = make_plan(arguments, shape, data, world_size)
-    if not checkpoint:
-        refuse_unreadable(source)
-    order = _order(data, plan, arguments.data.seed)
-    state, notes = checkpoints.TrainerState(), plan.notes
-    if checkpoint:
-        notes += tuple(checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages))
-    if checkpoint and not (wanted.weights_only or arguments.evaluation.only_reads):
-        state = checkpoints.read_trainer_state(checkpoint)
-        rows_hash = _window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
-        versions = {name: version(name) for name in _PACKAGES}
-        notes += tuple(check_resumption(checkpoint, state, order, rows_hash, arguments, plan, versions))
-    return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state, notes)
-
-
-def _refuse_place(folder: Path, *inputs: str | None) -> None:
-    """Refuse an output folder that cannot be written to, or that lies in what is read."""
-    refuse_dead_link(folder)
-    for given in inputs:
-        if given and not (Path(given) / "checkpoints").is_dir():  # a run may go on in its own folder
-            refuse_inside(folder, Path(given))
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        reason = "is not writable" if nearest.is_dir() else "is a file"
-        raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
-
-
-def _open_data(arguments: TrainArguments, folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:
-    """Open what is trained on; to evaluate alone, the token dataset that has the rows for it."""
-    given = arguments.data
-    if arguments.evaluation.self_check and given.streaming_dataset is not None:
-        raise InputError(
-            "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
-            "texts with tokenize_dataset.py --max_tokens 100000 and give --train_data_dir"
-        )
-    dataset = open_dataset(given.train_data_dir, given.isolate_documents) if given.train_data_dir else None
-    if given.streaming_dataset is None or arguments.evaluation.eval_only:
-        if dataset is None:
-            raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
-        return dataset
-    tokenizer_name, streamed = arguments.model.model_name, None
-    if checkpoint:
-        streamed = checkpoints.read_stream_order(checkpoint)
-        if (checkpoint / "tokenizer").is_dir():
-            tokenizer_name = str(checkpoint / "tokenizer")
-    return open_stream(
-        given.streaming_dataset,
-        given.text_column,
-        given.max_length,
-        tokenizer_name,
-        streamed.special_text_is_plain if streamed else None,
-        folder / "tokenizer",
-        given.isolate_documents,
-        dataset,
-    )
-
-
-def _order(data: TokenDataset | Stream, plan: Plan, seed: int) -> checkpoints.DataOrder | checkpoints.StreamOrder:
-    if isinstance(data, TokenDataset):
-        return checkpoints.DataOrder(data.fingerprint, len(data.train), plan.rows_per_window, seed)
-    return checkpoints.StreamOrder(
-        sources=data.texts.identities(),
-        text_column=data.texts.column,
-        max_length=data.max_length,
-        tokenizer=data.tokenizer_hash,
-        special_text_is_plain=data.tokenizer.special_text_is_plain,
-        rows_per_window=plan.rows_per_window,
-    )
-
-
-def _window_order(data: TokenDataset, plan: Plan, arguments: TrainArguments, rank: int = 0) -> WindowOrder:
-    rows, share = len(data.train), (arguments.training.micro_batch_size, plan.world_size, rank)
-    return WindowOrder(rows, plan.rows_per_window, *share, arguments.data.seed)
 
 
 def _load(prepared: Prepared) -> Any:
@@ -339,7 +214,7 @@ def _description(prepared: Prepared) -> checkpoints.Description:
         weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
         data=prepared.order,
         arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
-        versions={name: version(name) for name in _PACKAGES},
+        versions={name: version(name) for name in PACKAGES},
         attachments=prepared.data.attachments,
     )
 
@@ -438,7 +313,7 @@ def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
     arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
     num_workers, pins = arguments.data.num_workers, fabric.device.type == "cuda"
     if isinstance(data, TokenDataset):
-        order = _window_order(data, plan, arguments, fabric.global_rank)
+        order = window_order(data, plan, arguments, fabric.global_rank)
         return TrainBatches(data.train, order, num_workers, pin_memory=pins)
     fabric.barrier()  # rank 0 has written the tokenizer
     return StreamBatches(

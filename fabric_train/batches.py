@@ -29,8 +29,8 @@ from fabric_train.corpus.packing.token_folder import refuse_foreign_files
 from fabric_train.errors import InputError, absent_folder, first_line
 from fabric_train.loss import IGNORED_LABEL, Documents
 from fabric_train.names_in_data import refuse_foreign_links
+from fabric_train.ranks.signals import leave_signals_to_rank
 from fabric_train.rows_hash import hash_of
-from fabric_train.signals import leave_signals_to_rank
 
 VALIDATION_NAMES = ("validation", "valid")
 

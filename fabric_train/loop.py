@@ -16,9 +16,9 @@ from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.errors import RunError
 from fabric_train.loss import WindowLoss, count_supervised, gather_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
-from fabric_train.progress import Phase, Progress
-from fabric_train.signals import stop_signals
-from fabric_train.step_border import Border, agree
+from fabric_train.ranks.progress import Phase, Progress
+from fabric_train.ranks.signals import stop_signals
+from fabric_train.ranks.step_border import Border, agree
 from fabric_train.step_guard import StepGuard
 from fabric_train.telemetry import Metrics, Stopwatch, peak_memory_gb
 from fabric_train.validation import Evaluation

@@ -45,8 +45,8 @@ from fabric_train.launch import (
     num_restarts,
     under_fabric_run,
 )
-from fabric_train.signals import STOPPED, outside_of_training
-from fabric_train.watchdog import PATIENCE
+from fabric_train.ranks.signals import STOPPED, outside_of_training
+from fabric_train.ranks.watchdog import PATIENCE
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

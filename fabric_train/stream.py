@@ -28,7 +28,7 @@ from fabric_train.corpus.tokenizers.reference import Reference, find_difference
 from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
-from fabric_train.signals import leave_signals_to_rank
+from fabric_train.ranks.signals import leave_signals_to_rank
 
 _PART_BYTES = 64 << 20
 _HASHED_BYTES = 1 << 20  # at each end of a file

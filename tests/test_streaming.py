@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from test_training import SETTINGS, kill_with_ranks, timeless
 
 from arguments import TrainArguments, parse
-from fabric_train.__main__ import prepare
 from fabric_train.batches import Batch, Rows, Window
 from fabric_train.corpus.lanes import Cursor, Lanes, LaneStand, deal
 from fabric_train.corpus.reading.sources import StreamSource
 from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
 from fabric_train.corpus.tokenizers.text_encoder import FastEncoder
 from fabric_train.errors import InputError
+from fabric_train.preparation import prepare
 from fabric_train.rows_hash import hash_of
 from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 

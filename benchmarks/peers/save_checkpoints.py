@@ -25,7 +25,7 @@ from fabric_train.checkpoint import Checkpoints, DataOrder, Description, Trainer
 from fabric_train.loop import accumulate, clip
 from fabric_train.model import load_model, read_shape
 from fabric_train.optimizer import build_optimizer, decayed_names
-from fabric_train.step_border import Border, agree
+from fabric_train.ranks.step_border import Border, agree
 
 NUM_SAVES = 4  # the first, which allocates, is told apart
 WARM_UP_STEPS = 1

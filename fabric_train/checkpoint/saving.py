@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.agreement import first_text
 from fabric_train.checkpoint.checksums import join_parts
 from fabric_train.checkpoint.finding import prune, remove_leftovers, set_aside
 from fabric_train.checkpoint.held import Held, held_optimizer, held_weights, whole_rows
@@ -24,9 +23,10 @@ from fabric_train.checkpoint.writing import Background, Staging, Writing
 from fabric_train.complete_folder import give_name, temporary_for, this_process
 from fabric_train.errors import RunError, describe_failure, describe_os_error
 from fabric_train.loss import gather_over_ranks
+from fabric_train.ranks.agreement import first_text
 
 if TYPE_CHECKING:
-    from fabric_train.step_border import Border
+    from fabric_train.ranks.step_border import Border
 
 
 class SaveError(RunError):
