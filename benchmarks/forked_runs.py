@@ -121,7 +121,7 @@ class ForkedRuns:
         self._folder, self._num_runs = folder, 0
         first = os.getpid() * 101 % (len(_PORTS) // 2)  # two of these at once begin at different ports
         self._ports = iter(_PORTS[first:])
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])  # what can be imported here can be there
         with (folder / "server.stderr").open("wb") as stderr:
             self._server = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve())],

@@ -59,7 +59,8 @@ def test_a_rank_that_is_stopped_is_named_in_time_and_does_not_stay(
     codes = run.wait(40)
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
     who = (
-        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) gave no sign for 3 s, stopped or out of reach, at step "
+        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) gave no sign for 3 s, stopped or out of reach, "
+        "as the run was at step 4, "
     )
     assert only_line(run).startswith(who)
 

@@ -231,7 +231,8 @@ class Watch:
         now = time.monotonic()
         silent = [other for other in self._others.values() if now - other.heard > self._timeout]
         if silent:
-            self._lose(silent, f"gave no sign for {self._timeout:g} s, stopped or out of reach, at {silent[0].mark}")
+            how = f"gave no sign for {self._timeout:g} s, stopped or out of reach"
+            self._lose(silent, f"{how}, as the run was at {self._progress.mark}")
         if self._me.rank or not self._others:
             return
         ranks = [self._me, *self._others.values()]
