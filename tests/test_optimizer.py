@@ -24,7 +24,7 @@ def runs(draw: st.DrawFn, schedules: list[str] = DECAYING) -> tuple[int, Trainin
     lr = draw(st.floats(1e-8, 10))
     schedule: Any = draw(st.sampled_from(schedules))
     lowest = lr * 1e-6 if schedule == "exponential" else 0.0
-    min_lr = draw(st.floats(lowest, lr) | st.sampled_from([lowest, lr]))
+    min_lr = draw(st.floats(lowest, lr, allow_subnormal=False) | st.sampled_from([lowest, lr]))
     warmup = draw(st.integers(0, num_steps))
     return num_steps, TrainingArguments(lr=lr, min_lr=min_lr, lr_schedule=schedule, warmup_steps=warmup)
 

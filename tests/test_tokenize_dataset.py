@@ -345,8 +345,8 @@ def wait_for_shards(process: "subprocess.Popen[str]", folder: Path, count: int) 
 def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes_on(
     tmp_path: Path, tiny_model_dir: Path, number: signal.Signals
 ) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500)
-    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 2)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 4_000)
+    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 1)
     wait_for_shards(process, tmp_path / "new", 2)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, said = process.communicate(timeout=60)
@@ -365,7 +365,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes
         time.sleep(0.01)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert manifest_of(tmp_path / "new" / "out").ledger.documents_kept == 100_000
+    assert manifest_of(tmp_path / "new" / "out").ledger.documents_kept == 160_000
     assert os.listdir(tmp_path / "new") == ["out"]
 
 
