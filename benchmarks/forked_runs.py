@@ -180,7 +180,8 @@ class ForkedRuns:
 
     def close(self) -> None:
         """End the server, and with it every rank that is left."""
-        self._server.communicate(timeout=60)
+        # the end of standard input might not come: what this process has forked holds it open, too
+        self._server.communicate(b"\n", timeout=60)
 
     def _answer(self) -> list[int]:
         stdout = self._server.stdout
@@ -223,7 +224,7 @@ def _launcher_variables(num_ranks: int, port: int) -> list[dict[str, str]]:
 
 
 def serve() -> None:
-    """Import, then fork what is asked for until standard input ends."""
+    """Import, then fork what is asked for until an empty line or the end of standard input."""
     answers = os.dup(1)
     os.dup2(2, 1)  # nothing but answers goes there
     for module in ("arguments", "fabric_train.__main__", *_IMPORTED_LATER):
@@ -238,11 +239,13 @@ def serve() -> None:
             if not received:
                 break
             *lines, unread = (unread + received).split(b"\n")
-            for line in lines:
+            for line in filter(None, lines):
                 request = json.loads(line)
                 started = [_fork(rank, request, answers) for rank in range(len(request["environments"]))]
                 running |= {pid: Path(request["said"], f"{rank}.code") for rank, pid in enumerate(started)}
                 os.write(answers, json.dumps(started).encode() + b"\n")
+            if b"" in lines:
+                break
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
