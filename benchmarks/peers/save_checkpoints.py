@@ -152,7 +152,8 @@ def main() -> None:
         beside_steps = max(beside_steps, sampler.peak)
         saves.append({"stall_seconds": stall, "step_seconds": [seconds for _, seconds in steps]})
     extra = max(alone, beside_steps - of_training)
-    print(json.dumps({"rank": fabric.global_rank, "extra_bytes": extra, "saves": saves}), flush=True)
+    told = json.dumps({"rank": fabric.global_rank, "extra_bytes": extra, "saves": saves})
+    print(f"{told}\n", end="", flush=True)  # at one go: the ranks write into one file
 
 
 def random_window(vocab_size: int, rank: int) -> Window:
