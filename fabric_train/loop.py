@@ -78,7 +78,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         loss = accumulate(run.fabric, run.model, window, run.progress)
         run.progress.at(Phase.OPTIMIZER)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
-        verdict = run.guard.judge(window, loss, grad_norm)  # the one place where the loop waits for the device
+        verdict = run.guard.judge(window, loss, grad_norm)  # here and at the border the loop waits for the device
         if verdict.fault is None:
             run.checkpoints.wait_until_copied()
             run.optimizer.step()
