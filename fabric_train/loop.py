@@ -14,12 +14,13 @@ from lightning import Fabric
 from fabric_train.batches import Window, WindowSource
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.errors import RunError
+from fabric_train.gradient_norm import clip
 from fabric_train.loss import WindowLoss, count_supervised, gather_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
 from fabric_train.ranks.progress import Phase, Progress
 from fabric_train.ranks.signals import stop_signals
-from fabric_train.ranks.step_border import Border, agree
-from fabric_train.step_guard import StepGuard
+from fabric_train.ranks.step_border import Border, agree, ask
+from fabric_train.step_guard import StepGuard, Verdict
 from fabric_train.telemetry import Metrics, Stopwatch, peak_memory_gb
 from fabric_train.validation import Evaluation
 
@@ -78,7 +79,8 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         loss = accumulate(run.fabric, run.model, window, run.progress)
         run.progress.at(Phase.OPTIMIZER)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
-        verdict = run.guard.judge(window, loss, grad_norm)  # here and at the border the loop waits for the device
+        answer = ask(run.fabric, _wishes(run))
+        verdict = run.guard.judge(window, loss, grad_norm)  # only here the loop waits for the device
         if verdict.fault is None:
             run.checkpoints.wait_until_copied()
             run.optimizer.step()
@@ -88,8 +90,8 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
                 raise _stopped(run, verdict.fault, state, checkpoint, cursors)
             run.guard.leave_out()
             run.warn(f"{verdict.fault}; the step is left out")
-        border = _border(run)
         run.progress.at(Phase.COMPLETING)
+        border = answer()
         run.checkpoints.at_border(border)
 
         is_last = window.step == run.num_steps
@@ -98,17 +100,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         saves = is_last or window.ends_epoch or window.step % interval == 0 or bool(border.stops)
         logs = evaluates or saves or bool(verdict.fault) or window.step % arguments.logging.log_step_interval == 0
         stopwatch.stepped(window.num_tokens)
-        state = replace(
-            state,
-            step=window.step,
-            epoch=window.epoch,
-            num_tokens=state.num_tokens + window.num_tokens,
-            num_samples=state.num_samples + window.num_rows,
-            skipped_steps=state.skipped_steps + bool(verdict.fault),
-            train_loss=None if verdict.fault else verdict.loss,
-            rows_hash=window.rows_hash,
-            val_loss=None,
-        )
+        state = _after(state, window, verdict)
         checkpoint, cursors = None, window.cursors
         if not logs:
             continue
@@ -138,11 +130,31 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
     return End(state)
 
 
+def _wishes(run: Run) -> Border:
+    """What this rank has to tell the others between two steps."""
+    saves = run.checkpoints
+    return Border(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
+
+
 def _border(run: Run) -> Border:
     """Agree with the other ranks on what is to be done between two steps."""
     run.progress.at(Phase.BORDER)
-    saves = run.checkpoints
-    return agree(run.fabric, Border(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed))
+    return agree(run.fabric, _wishes(run))
+
+
+def _after(state: TrainerState, window: Window, verdict: Verdict) -> TrainerState:
+    """Where the run stands once a window's step was taken, or left out."""
+    return replace(
+        state,
+        step=window.step,
+        epoch=window.epoch,
+        num_tokens=state.num_tokens + window.num_tokens,
+        num_samples=state.num_samples + window.num_rows,
+        skipped_steps=state.skipped_steps + bool(verdict.fault),
+        train_loss=None if verdict.fault else verdict.loss,
+        rows_hash=window.rows_hash,
+        val_loss=None,
+    )
 
 
 def _conclude(run: Run, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
@@ -207,15 +219,6 @@ def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | 
             fabric.backward(loss * fabric.world_size / divisor)
         losses.append(loss.detach())
     return WindowLoss(gather_over_ranks(fabric, torch.stack(losses)), num_supervised)
-
-
-def clip(fabric: Fabric, model: Any, optimizer: Any, largest: float) -> torch.Tensor:
-    """Scale the gradient to a global norm of at most ``largest`` (0: leave it) and return the norm before, a 0-dim
-    tensor.
-    """
-    norm = fabric.clip_gradients(model, optimizer, max_norm=largest or torch.inf, error_if_nonfinite=False)
-    assert norm is not None
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _timed(run: Run, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:

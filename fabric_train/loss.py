@@ -99,11 +99,18 @@ def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents 
 
 def sum_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over all ranks, on this rank's device."""
-    return fabric.all_reduce(tensor.to(fabric.device), reduce_op="sum")  # type: ignore[return-value]
+    return fabric.all_reduce(onto(tensor, fabric.device), reduce_op="sum")  # type: ignore[return-value]
 
 
 def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
     """Return every rank's tensor, of the same shape on all, stacked in the ranks' order: [ranks, ...]."""
     stacked = torch.zeros(fabric.world_size, *tensor.shape, dtype=tensor.dtype, device=fabric.device)
-    stacked[fabric.global_rank] = tensor
+    stacked[fabric.global_rank] = onto(tensor, fabric.device)
     return sum_over_ranks(fabric, stacked)  # the others add zeros; Fabric's all_gather is a deprecated one of torch's
+
+
+def onto(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor on a device, without the host's waiting for what the device still has to do."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # out of other memory the copy would be waited for
+    return tensor.to(device, non_blocking=True)

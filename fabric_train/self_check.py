@@ -15,7 +15,8 @@ from lightning import Fabric
 
 from fabric_train.batches import Batch, Rows, Window, pad_rows, positions
 from fabric_train.errors import InputError
-from fabric_train.loop import accumulate, clip
+from fabric_train.gradient_norm import clip
+from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, gather_over_ranks
 from fabric_train.optimizer import original_name
 

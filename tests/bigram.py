@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from arguments import TrainArguments, parse
 from fabric_train import parallel
 from fabric_train.batches import Batch, Window
-from fabric_train.loop import accumulate, clip
+from fabric_train.gradient_norm import clip
+from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL
 
 VOCABULARY = 5

@@ -11,7 +11,8 @@ from forked_runs import ForkedRuns
 from lightning import Fabric
 
 from fabric_train.batches import Batch, Window
-from fabric_train.loop import accumulate, clip
+from fabric_train.gradient_norm import clip
+from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, count_supervised, summed_loss
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 STOPPED = 75
 LAST_STEP = 8
+HEARD = "time.sleep(0.5)"  # by the thread that hears signals, before the ranks tell each other
 Arguments = Callable[..., list[str]]
 
 
@@ -79,7 +80,7 @@ def test_a_signal_in(
 ) -> None:
     """... leads to a checkpoint of that step, from which the run goes on to the very metrics of one nobody stopped."""
     run = tmp_path / "run"
-    stops = at_point(f"os.kill(os.getpid(), {int(number)})", step, phase, index, ranks)
+    stops = at_point(f"os.kill(os.getpid(), {int(number)}); {HEARD}", step, phase, index, ranks)
     stopped = forked_runs.start(arguments(run), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     name = signal.Signals(number).name
@@ -152,7 +153,7 @@ def test_data_workers_leave_a_signal_to_their_rank_and_end_with_it(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """torchrun signals a rank's process group, Slurm and a terminal every process there is."""
-    stops = at_point("os.killpg(os.getpid(), signal.SIGTERM)", 4, "OPTIMIZER")
+    stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 4, "OPTIMIZER")
     stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=2), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     assert len(said(stopped)) == 1
@@ -178,7 +179,7 @@ def test_a_stream_stops_and_goes_on(
         "max_step": 6,
         "num_workers": 1,
     }
-    stops = at_point("os.kill(os.getpid(), signal.SIGUSR1)", 4, "COMPUTING", 0, (1,))
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGUSR1); {HEARD}", 4, "COMPUTING", 0, (1,))
     stopped = forked_runs.start(arguments(tmp_path / "run", **options), before=stops)
     at_once = forked_runs.start(arguments(tmp_path / "whole", **options))
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()

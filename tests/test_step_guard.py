@@ -20,7 +20,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
 from fabric_train.batches import Batch, Window, WindowOrder
-from fabric_train.loop import accumulate, clip
+from fabric_train.gradient_norm import clip
+from fabric_train.loop import accumulate
 from fabric_train.step_guard import SpikeRule, StepGuard
 
 pytestmark = pytest.mark.slow
