@@ -51,8 +51,8 @@ from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches  # noqa: E402
-from fabric_train.telemetry import Metrics, ProgressLine  # noqa: E402
-from fabric_train.trackers import WandbLogger, open_loggers, tell_wandb_the_rest  # noqa: E402
+from fabric_train.telemetry import ProgressLine  # noqa: E402
+from fabric_train.trackers import Outputs, open_loggers, tell_wandb_the_rest  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
 from fabric_train.weights import load_weights  # noqa: E402
@@ -229,31 +229,15 @@ def _train(
     console: Console,
 ) -> bool:
     """Train and say how it ended; return whether a signal has stopped it."""
-    arguments, plan, state = prepared.arguments, prepared.plan, prepared.state
-    outputs: list[Any] = []
-    if fabric.is_global_zero:
-        logging_, logged = arguments.logging, state.step - bool(state.unlogged)
-        loggers = open_loggers(
-            logging_.loggers, prepared.folder, logged, logging_.project, logging_.entity, flatten(arguments)
-        )
-        outputs = [*loggers, ProgressLine(state.step, plan.num_steps, console)]
-
-    def log(metrics: Metrics) -> None:
-        for output in outputs:
-            output.log(metrics)
-
-    def flush() -> None:
-        for output in outputs:
-            output.flush()
-
-    def saved_checkpoint(path: Path) -> None:
-        console.print(f"saved {path}", highlight=False, soft_wrap=True)
-        for output in outputs:
-            if isinstance(output, WandbLogger) and arguments.logging.log_model == "all":
-                output.log_model(path)
+    plan, state = prepared.plan, prepared.state
+    outputs = _outputs(fabric, prepared, console)
 
     def warn(line: str) -> None:
         console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
+
+    def saved(path: Path) -> None:
+        console.print(f"saved {path}", highlight=False, soft_wrap=True)
+        outputs.saved(path)
 
     saves = checkpoints.Checkpoints(
         prepared.folder / "checkpoints",
@@ -261,41 +245,35 @@ def _train(
         model,
         optimizer,
         _description(prepared),
-        arguments.save.keep_checkpoints,
-        arguments.save.async_save,
-        saved_checkpoint,
+        prepared.arguments.save.keep_checkpoints,
+        prepared.arguments.save.async_save,
+        saved,
     )
-    batches = _batches(fabric, prepared)
-    start = prepared.checkpoint if state.step else None
     data = prepared.data
-    guard = StepGuard(fabric, f"{data.folder / 'train'}" if isinstance(data, TokenDataset) else "the stream", warn)
+    run = Run(
+        fabric=fabric,
+        model=model,
+        optimizer=optimizer,
+        batches=_batches(fabric, prepared),
+        num_steps=plan.num_steps,
+        start=prepared.checkpoint if state.step else None,
+        checkpoints=saves,
+        guard=StepGuard(fabric, f"{data.folder / 'train'}" if isinstance(data, TokenDataset) else "the stream", warn),
+        evaluate=validate,
+        log=outputs.log,
+        flush=outputs.flush,
+        warn=warn,
+        progress=progress,
+    )
     started = time.monotonic()
     try:
-        run = Run(
-            fabric=fabric,
-            model=model,
-            optimizer=optimizer,
-            batches=batches,
-            num_steps=plan.num_steps,
-            start=start,
-            checkpoints=saves,
-            guard=guard,
-            evaluate=validate,
-            log=log,
-            flush=flush,
-            warn=warn,
-            progress=progress,
-        )
         stop_signals.save_first()
-        end = train(run, arguments, state)
+        end = train(run, prepared.arguments, state)
         newest = saves.path(end.state)
-        for output in outputs:
-            if isinstance(output, WandbLogger) and arguments.logging.log_model == "last":
-                output.log_model(newest)
+        outputs.ended(newest)
     finally:
         saves.close()
-        for output in outputs:
-            output.close()
+        outputs.close()
     if end.stopped_by:
         line = (
             f"stopped by {describe(end.stopped_by)} after step {end.state.step} of {plan.num_steps}, saved in {newest}"
@@ -306,6 +284,17 @@ def _train(
     trained = end.state.num_tokens - state.num_tokens
     console.print(summary.after(end.state, seconds, trained, prepared.folder, newest))
     return False
+
+
+def _outputs(fabric: Fabric, prepared: Prepared, console: Console) -> Outputs:
+    """Return where the metrics go: on rank 0 the progress line and the loggers, elsewhere nowhere."""
+    given, state = prepared.arguments.logging, prepared.state
+    if not fabric.is_global_zero:
+        return Outputs([], given.log_model)
+    logged = state.step - bool(state.unlogged)
+    config = flatten(prepared.arguments)
+    loggers = open_loggers(given.loggers, prepared.folder, logged, given.project, given.entity, config)
+    return Outputs([*loggers, ProgressLine(state.step, prepared.plan.num_steps, console)], given.log_model)
 
 
 def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:

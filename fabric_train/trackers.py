@@ -124,6 +124,43 @@ class WandbLogger:
         self._told.write_text(f"{self._last_step}\n", encoding="utf-8")
 
 
+class Outputs:
+    """All that a run's metrics go to; ``log_model`` says of which checkpoints W&B is given a copy."""
+
+    def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
+        self._loggers, self._log_model = loggers, log_model
+
+    def log(self, metrics: Metrics) -> None:
+        """Tell all of one step."""
+        for logger in self._loggers:
+            logger.log(metrics)
+
+    def flush(self) -> None:
+        """Have all write down what they were told."""
+        for logger in self._loggers:
+            logger.flush()
+
+    def saved(self, checkpoint: Path) -> None:
+        """Take note of a complete checkpoint."""
+        if self._log_model == "all":
+            self._upload(checkpoint)
+
+    def ended(self, checkpoint: Path) -> None:
+        """Take note of the run's last checkpoint."""
+        if self._log_model == "last":
+            self._upload(checkpoint)
+
+    def close(self) -> None:
+        """Have all write what is left."""
+        for logger in self._loggers:
+            logger.close()
+
+    def _upload(self, checkpoint: Path) -> None:
+        for logger in self._loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_model(checkpoint)
+
+
 def tell_wandb_the_rest(folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]) -> None:
     """Tell W&B of a run that has ended at ``last_step`` what a kill kept from it between its last save and its end."""
     told = folder / "wandb" / "told_up_to"
