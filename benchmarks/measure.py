@@ -93,20 +93,34 @@ def run(command: Command) -> Measurement:
         return Measurement(seconds, sampler.rss, sampler.pss or None, sampler.child_peaks(), output.read())
 
 
-def interleave(systems: Mapping[str, Callable[[], T]], repetitions: Mapping[str, int], name: str) -> dict[str, list[T]]:
+def interleave(
+    systems: Mapping[str, Callable[[], T]],
+    repetitions: Mapping[str, int],
+    name: str,
+    left_out: dict[str, str] | None = None,
+) -> dict[str, list[T]]:
     """Run the systems in turn, every second round in reverse order, each as often as it is to be; return their results.
 
-    A machine that slows down meanwhile so slows all of them.
+    A machine that slows down meanwhile so slows all of them. Where ``left_out`` is given, a system that fails is put
+    into it, with the reason, instead of ending it all.
     """
     results: dict[str, list[T]] = {system: [] for system in systems}
     for repetition in range(max(repetitions.values())):
         order = list(systems) if repetition % 2 == 0 else list(systems)[::-1]
         for system in order:
-            if repetition >= repetitions[system]:
+            if repetition >= repetitions[system] or system in (left_out or {}):
                 continue
             print(f"{name} {repetition + 1}/{repetitions[system]}: {system}", flush=True)
             started = time.perf_counter()
-            results[system].append(systems[system]())
+            try:
+                results[system].append(systems[system]())
+            except ChildProcessError as error:
+                if left_out is None:
+                    raise
+                left_out[system] = str(error)
+                del results[system]
+                print(f"  {error}: measured without it", flush=True)
+                continue
             print(f"  {time.perf_counter() - started:.1f} s", flush=True)
     return results
 

@@ -1,9 +1,11 @@
-"""SmolLM2-135M on this machine's CPU: ``fabric_train`` beside a bare PyTorch loop, and sharded over two ranks."""
+"""SmolLM2-135M on this machine's CPU: ``fabric_train`` beside other trainers on the same rows, each as it comes and in
+its fastest setting that keeps the loss.
+"""
 
 import csv
 import json
 import shutil
-import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,20 +14,29 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, Measurement, Spread, interleave, run, spread
+from benchmarks.packages import install_packages
 from benchmarks.report import Report
 from demo import real_data
 from fabric_train.batches import WindowOrder, open_dataset
 
-REPETITIONS = 3
-STEPS = 5
-WARM_UP_STEPS = 1  # measured by nobody: memory is allocated and the data workers start
+REPETITIONS = 2
+STEPS = 4
+WARM_UP_STEPS = 1  # measured by nobody: memory is allocated, the data workers start, and layers are compiled
 ACCUMULATION = 4
-MAX_LENGTH = 256
+MAX_LENGTH = 512
 NUM_TOKENS = 100_000  # of Shakespeare, more than the steps need
 LR = 2e-5
 THREADS = 2
-NUM_RANKS = 2
-OURS, PEER, SHARDED = "fabric_train", "bare_pytorch", "fsdp_2_ranks"
+OURS, BARE = "fabric_train", "bare_pytorch"
+PEERS: Mapping[str, tuple[str, ...]] = {  # module in peers/, and its own options
+    BARE: ("bare_pytorch",),
+    "lightning": ("lightning_trainer",),
+    "transformers": ("huggingface_trainers",),
+    "trl": ("huggingface_trainers", "--trl"),
+    "litgpt": ("litgpt_pretrain",),
+}
+_WITH_PACKAGES = ("trl", "litgpt")
+_COMPILED = ", compiled"
 _LARGEST_DIFFERENCE = 1e-3  # of two losses in fp32 that are meant to be the same
 
 
@@ -33,14 +44,13 @@ _LARGEST_DIFFERENCE = 1e-3  # of two losses in fp32 that are meant to be the sam
 class TrainingRun:
     """One run of one system; speeds and losses of every step, the first ones included.
 
-    ``peak_rss_bytes`` is of each rank: as the process itself tells after its last step and before it saves, or for the
-    sharded run as sampled over the whole command. ``command_*`` are the whole command's, with its data workers, and for
-    ours also with the checkpoint that ends a run.
+    ``peak_rss_bytes`` is as the process itself tells after its last step and before it saves. ``command_*`` are the
+    whole command's, with its data workers, and for ours also with the checkpoint that ends a run.
     """
 
     tokens_per_second: list[float]
     losses: list[float]
-    peak_rss_bytes: list[int]
+    peak_rss_bytes: int
     command_seconds: float
     command_peak_rss_bytes: int
     command_peak_pss_bytes: int | None
@@ -48,9 +58,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class SystemSummary:
-    """``tokens_per_second`` is the spread of the repetitions' medians over the steps; ``peak_rss_bytes`` the median
-    over the repetitions of the largest rank's.
-    """
+    """``tokens_per_second`` is the spread of the repetitions' medians over the steps."""
 
     tokens_per_second: Spread
     peak_rss_bytes: Spread
@@ -59,32 +67,41 @@ class SystemSummary:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """``speed_ratio`` and ``rss_ratio`` are ours over the peer's, of the medians; loss differences are to the peer."""
+    """Ratios are of medians: ours over the bare loop's, as both come; and ours in its fastest setting over the fastest
+    peer's, ``fastest_peer``, in its own. Loss differences are to the bare loop. ``left_out`` gives the reasons.
+    """
 
     systems: dict[str, SystemSummary]
     speed_ratio: float
     rss_ratio: float
+    fastest_ratio: float
+    fastest_peer: str
+    left_out: dict[str, str]
 
 
 def measure(work: Path) -> Report:
     """Measure the systems on the same rows, with their files in ``work``, relative to the project's root.
 
     Raises:
-        ChildProcessError: a system failed, or the losses are not the same.
+        ChildProcessError: ours or the bare loop failed, or the losses are not the same.
     """
     tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
     print("training: making the token dataset", flush=True)
     run(_tokenize_command(model, tokens))
-    commands = {
-        OURS: _our_command(model, tokens, work / OURS),
-        PEER: _peer_command(model, tokens),
-        SHARDED: _sharded_command(model, tokens, work / SHARDED),
+    commands: dict[str, Command] = {}
+    left_out: dict[str, str] = {}
+    for suffix in ("", _COMPILED):
+        commands[OURS + suffix] = _our_command(model, tokens, work / OURS, compiled=bool(suffix))
+        for name in PEERS:
+            try:
+                commands[name + suffix] = _peer_command(name, model, tokens, compiled=bool(suffix))
+            except ChildProcessError as error:
+                left_out[name + suffix] = str(error)
+    systems = {
+        name: partial(_run_ours, command, work / OURS) if name.startswith(OURS) else partial(_run_peer, command)
+        for name, command in commands.items()
     }
-    systems = {OURS: partial(_run_ours, commands[OURS], work / OURS), PEER: partial(_run_peer, commands[PEER])}
-    runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "training")
-    runs |= interleave(
-        {SHARDED: partial(_run_ours, commands[SHARDED], work / SHARDED, NUM_RANKS)}, {SHARDED: 1}, "training"
-    )
+    runs: dict[str, list[TrainingRun]] = interleave(systems, dict.fromkeys(systems, REPETITIONS), "training", left_out)
     settings = {
         "model": "SmolLM2-135M",
         "precision": "fp32",
@@ -94,10 +111,9 @@ def measure(work: Path) -> Report:
         "steps": STEPS,
         "warm_up_steps": WARM_UP_STEPS,
         "threads": THREADS,
-        "ranks of the sharded run, a thread each": NUM_RANKS,
         "repetitions": REPETITIONS,
     }
-    return Report("training", settings, commands, runs, _summarize(runs))
+    return Report("training", settings, commands, runs, _summarize(runs, left_out))
 
 
 def table(report: Report) -> Table:
@@ -105,16 +121,17 @@ def table(report: Report) -> Table:
     summary: TrainingSummary = report.summary
     title = (
         f"Training: SmolLM2-135M, fp32, rows of {MAX_LENGTH}, micro-batch 1, accumulation {ACCUMULATION}, "
-        f"{THREADS} threads in all, median of {REPETITIONS} runs, of 1 where sharded"
+        f"{THREADS} threads, median of {REPETITIONS} runs"
     )
     columns = ("system", "tokens/s", "lowest–highest", "RSS, GB", "losses differ by")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     for name, system in summary.systems.items():
         speeds = system.tokens_per_second
         between = f"{speeds.lowest:.1f}–{speeds.highest:.1f}"
-        difference = "" if name == PEER else f"{system.largest_loss_difference:.1e}"
+        difference = "" if name == BARE else f"{system.largest_loss_difference:.1e}"
         shown.add_row(name, f"{speeds.median:.1f}", between, f"{system.peak_rss_bytes.median / 1e9:.2f}", difference)
-    shown.add_row("ours / peer", f"{summary.speed_ratio:.3f}×", "", f"{summary.rss_ratio:.2f}×", "")
+    shown.add_row("ours / bare loop", f"{summary.speed_ratio:.3f}×", "", f"{summary.rss_ratio:.2f}×", "")
+    shown.add_row(f"our fastest / {summary.fastest_peer}", f"{summary.fastest_ratio:.3f}×", "", "", "")
     return shown
 
 
@@ -124,80 +141,81 @@ def _tokenize_command(model: Path, tokens: Path) -> Command:
     return Command(tuple(words.split()))
 
 
-def _our_command(model: Path, tokens: Path, target: Path) -> Command:
-    words = ("python", "-m", "fabric_train", "--parallelism", "single", *_our_options(model, tokens, target))
-    return Command(words, {"OMP_NUM_THREADS": str(THREADS)})
-
-
-def _sharded_command(model: Path, tokens: Path, target: Path) -> Command:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = f"fabric run --main-port {port} --devices {NUM_RANKS} fabric_train --parallelism fsdp".split()
-    words = (*launcher, *_our_options(model, tokens, target))
-    return Command(words, {"OMP_NUM_THREADS": str(THREADS // NUM_RANKS)})
-
-
-def _our_options(model: Path, tokens: Path, target: Path) -> list[str]:
-    options = f"--accelerator cpu --precision 32-true --model_name {model} --train_data_dir {tokens}"
-    options += f" --output_dir {target} --max_step {STEPS} --micro_batch_size 1 --total_batch_size {ACCUMULATION}"
-    options += f" --lr {LR} --lr_schedule constant --loggers csv --isolate_documents false"  # nor does the peer
-    return options.split()
-
-
-def _peer_command(model: Path, tokens: Path) -> Command:
-    """Give the peer the rows in the order that ours takes them in."""
-    dataset = open_dataset(str(ROOT / tokens))
-    order = WindowOrder(len(dataset.train), ACCUMULATION, 1, world_size=1, rank=0, seed=0)
-    rows = ",".join(str(row) for row in order.epoch_order(0)[: STEPS * ACCUMULATION])
-    words = f"python benchmarks/peers/bare_pytorch.py --model_name {model} --train_data_dir {tokens}"
-    words += f" --rows {rows} --accumulation {ACCUMULATION} --lr {LR}"
+def _our_command(model: Path, tokens: Path, target: Path, *, compiled: bool) -> Command:
+    words = "python -m fabric_train --parallelism single --accelerator cpu --precision 32-true"
+    words += f" --model_name {model} --train_data_dir {tokens} --output_dir {target} --max_step {STEPS}"
+    words += f" --micro_batch_size 1 --total_batch_size {ACCUMULATION} --lr {LR} --lr_schedule constant"
+    words += " --loggers csv --isolate_documents false"  # nor do the peers
+    if compiled:
+        words += " --compile true"
     return Command(tuple(words.split()), {"OMP_NUM_THREADS": str(THREADS)})
 
 
-def _run_ours(command: Command, target: Path, num_ranks: int = 1) -> TrainingRun:
+def _peer_command(name: str, model: Path, tokens: Path, *, compiled: bool) -> Command:
+    """Give the peer the rows in the order that ours takes them in."""
+    script, *options = PEERS[name]
+    dataset = open_dataset(str(ROOT / tokens))
+    order = WindowOrder(len(dataset.train), ACCUMULATION, 1, world_size=1, rank=0, seed=0)
+    rows = ",".join(str(row) for row in order.epoch_order(0)[: STEPS * ACCUMULATION])
+    words = f"python -m benchmarks.peers.{script} --model_name {model} --train_data_dir {tokens}"
+    words += f" --rows {rows} --accumulation {ACCUMULATION} --lr {LR}"
+    environment = {"OMP_NUM_THREADS": str(THREADS)}
+    if name in _WITH_PACKAGES:
+        environment["PYTHONPATH"] = str(install_packages(name).relative_to(ROOT))
+    return Command((*words.split(), *options, *(["--compile"] if compiled else [])), environment)
+
+
+def _run_ours(command: Command, target: Path) -> TrainingRun:
     shutil.rmtree(ROOT / target, ignore_errors=True)
     measured = run(command)
     with (ROOT / target / "metrics.csv").open(newline="", encoding="utf-8") as file:
         steps = list(csv.DictReader(file))
-    of_process = [round(float(steps[-1]["peak_memory_gb"]) * 1e9)]
     return _training_run(
         measured,
         speeds=[float(step["tokens_per_second"]) for step in steps],
         losses=[float(step["train_loss"]) for step in steps],
-        peaks=of_process if num_ranks == 1 else list(measured.child_peak_rss_bytes[:num_ranks]),
+        peak=round(float(steps[-1]["peak_memory_gb"]) * 1e9),
     )
 
 
 def _run_peer(command: Command) -> TrainingRun:
     measured = run(command)
     told = json.loads(measured.output.splitlines()[-1])
-    return _training_run(measured, told["tokens_per_second"], told["losses"], [told["peak_rss_bytes"]])
+    return _training_run(measured, told["tokens_per_second"], told["losses"], told["peak_rss_bytes"])
 
 
-def _training_run(measured: Measurement, speeds: list[float], losses: list[float], peaks: list[int]) -> TrainingRun:
+def _training_run(measured: Measurement, speeds: list[float], losses: list[float], peak: int) -> TrainingRun:
     return TrainingRun(
         tokens_per_second=speeds,
         losses=losses,
-        peak_rss_bytes=peaks,
+        peak_rss_bytes=peak,
         command_seconds=measured.seconds,
         command_peak_rss_bytes=measured.peak_rss_bytes,
         command_peak_pss_bytes=measured.peak_pss_bytes,
     )
 
 
-def _summarize(runs: dict[str, list[TrainingRun]]) -> TrainingSummary:
-    expected = runs[PEER][0].losses
+def _summarize(runs: dict[str, list[TrainingRun]], left_out: dict[str, str]) -> TrainingSummary:
+    for name in (OURS, BARE):
+        if name not in runs:
+            raise ChildProcessError(left_out[name])
+    expected = runs[BARE][0].losses
     systems = {name: _summarize_system(of_system, expected) for name, of_system in runs.items()}
     for name, system in systems.items():
         if not system.largest_loss_difference <= _LARGEST_DIFFERENCE:
-            difference = f"the losses of {name} and {PEER} differ by up to {system.largest_loss_difference:.1e}"
+            difference = f"the losses of {name} and {BARE} differ by up to {system.largest_loss_difference:.1e}"
             raise ChildProcessError(f"{difference}: they do not compute the same, so nothing can be compared")
-    ours, peer = systems[OURS], systems[PEER]
+    ours, bare = systems[OURS], systems[BARE]
+    peers = {name: system for name, system in systems.items() if not name.startswith(OURS)}
+    fastest_peer = max(peers, key=lambda name: peers[name].tokens_per_second.median)
+    our_fastest = max(system.tokens_per_second.median for name, system in systems.items() if name.startswith(OURS))
     return TrainingSummary(
         systems=systems,
-        speed_ratio=ours.tokens_per_second.median / peer.tokens_per_second.median,
-        rss_ratio=ours.peak_rss_bytes.median / peer.peak_rss_bytes.median,
+        speed_ratio=ours.tokens_per_second.median / bare.tokens_per_second.median,
+        rss_ratio=ours.peak_rss_bytes.median / bare.peak_rss_bytes.median,
+        fastest_ratio=our_fastest / peers[fastest_peer].tokens_per_second.median,
+        fastest_peer=fastest_peer,
+        left_out=left_out,
     )
 
 
@@ -205,6 +223,6 @@ def _summarize_system(runs: list[TrainingRun], expected: list[float]) -> SystemS
     differences = [abs(loss - other) for run in runs for loss, other in zip(run.losses, expected, strict=True)]
     return SystemSummary(
         tokens_per_second=spread([spread(run.tokens_per_second[WARM_UP_STEPS:]).median for run in runs]),
-        peak_rss_bytes=spread([max(run.peak_rss_bytes) for run in runs]),
+        peak_rss_bytes=spread([run.peak_rss_bytes for run in runs]),
         largest_loss_difference=max(differences),
     )
