@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from benchmarks import checkpoint, faults, identity, invariance, memory, tokenization, training
+from benchmarks import chats, checkpoint, faults, identity, invariance, memory, tokenization, training
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
 from demo import real_data
@@ -31,6 +31,7 @@ BENCHMARKS = {
     "tokenization": Benchmark(tokenization.measure, tokenization.table),
     "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
+    "chats": Benchmark(chats.measure, chats.table),
     "checkpoint": Benchmark(checkpoint.measure, checkpoint.table),
     "invariance": Benchmark(invariance.measure, invariance.table),
     "faults": Benchmark(faults.measure, faults.table, only_by_name=True),
