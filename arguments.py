@@ -8,7 +8,7 @@ continues.
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from fabric_train.command_line import POSITIONAL, parse_arguments
 from fabric_train.errors import InputError
@@ -112,6 +112,47 @@ class ModelArguments:
     """Implementation of attention; flash_attention_2 needs a GPU and the package flash-attn."""
     precision: Precision = "bf16-true"
     """bf16-true holds weights and optimizer in bfloat16; the mixed ones keep fp32 weights and compute in 16 bits."""
+    from_scratch: str | None = None
+    """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) of the sizes that
+    follow, with random weights from --seed; --model_name is then only the tokenizer of --streaming_dataset.
+    """
+    hidden_width: PositiveInt | None = None
+    """Of a new model: width of its layers' input and output."""
+    num_layers: PositiveInt | None = None
+    """Of a new model: decoder layers."""
+    num_heads: PositiveInt | None = None
+    """Of a new model: attention heads."""
+    num_key_value_heads: PositiveInt | None = None
+    """Of a new model: heads of keys and values, each shared by several heads; left out, as many as --num_heads."""
+    intermediate_size: PositiveInt | None = None
+    """Of a new model: width inside the feed-forward part."""
+    max_context_width: PositiveInt | None = None
+    """Of a new model: positions, the longest row that it takes."""
+    vocab_size: PositiveInt | None = None
+    """Of a new model: rows of its embedding, at least the tokenizer's ids."""
+    model_config: dict[str, Any] | None = None
+    """Of a new model: further values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
+
+    def faults(self) -> list[str]:
+        """Name the sizes that are missing, that make no model, and that no new model asks for."""
+        sizes = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
+        if self.from_scratch is None:
+            given = [
+                name for name in (*sizes, "num_key_value_heads", "model_config") if getattr(self, name) is not None
+            ]
+            return [f"--{name} is of a new model: give --from_scratch FAMILY too, or leave it out" for name in given]
+        missing = [f"--{name}" for name in sizes if getattr(self, name) is None]
+        if missing:
+            return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
+        assert self.hidden_width is not None
+        assert self.num_heads is not None
+        heads = self.num_key_value_heads or self.num_heads
+        faults = []
+        if self.hidden_width % self.num_heads:
+            faults.append(f"--hidden_width {self.hidden_width} is no multiple of --num_heads {self.num_heads}")
+        if self.num_heads % heads:
+            faults.append(f"--num_heads {self.num_heads} is no multiple of --num_key_value_heads {heads}")
+        return faults
 
 
 @dataclass(frozen=True)

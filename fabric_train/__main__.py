@@ -39,10 +39,11 @@ from fabric_train.batches import (  # noqa: E402
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.complete_folder import write_at_once  # noqa: E402
 from fabric_train.errors import FAILURE, run_program  # noqa: E402
+from fabric_train.from_scratch import open_new  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
+from fabric_train.loading import Unread, open_checkpoint, open_pretrained  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
-from fabric_train.model import build_model, load_model  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.preparation import PACKAGES, Prepared, prepare, window_order  # noqa: E402
 from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
@@ -55,7 +56,6 @@ from fabric_train.telemetry import ProgressLine  # noqa: E402
 from fabric_train.trackers import Outputs, open_loggers, tell_wandb_the_rest  # noqa: E402
 from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
 from fabric_train.validation import Evaluation, evaluate  # noqa: E402
-from fabric_train.weights import load_weights  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     start = (
         f"{prepared.checkpoint}, step {prepared.state.step}"
         if prepared.checkpoint
-        else "the pretrained weights, step 0"
+        else f"{'random' if prepared.shape.is_new else 'the pretrained'} weights, step 0"
     )
     console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
     idle = parallel.unused_gpus(arguments.device.devices, parallel.resolve_accelerator(arguments.device.accelerator))
@@ -128,12 +128,13 @@ def _checked(fabric: Fabric, prepared: Prepared, console: Console) -> Prepared:
 def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> int:
     """Build what the loop drives and train, or evaluate or check alone; return the exit code."""
     arguments = prepared.arguments
-    model = _load(prepared)
-    note = note_on_end_of_turn(model, prepared.data) if isinstance(prepared.data, TokenDataset) else None
-    if fabric.is_global_zero and note:
-        _note(console, note)
-    decayed = decayed_names(model)
-    model = parallel.setup_model(fabric, model, prepared.shape.layer_classes, arguments)
+    unread = _open(prepared)
+    if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
+        note = note_on_end_of_turn(unread, prepared.data)
+        if note:
+            _note(console, note)
+    decayed = decayed_names(unread.model)
+    model = parallel.setup_model(fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights)
     if prepared.data.isolates:
         refuse_leaking(fabric, model, prepared.shape.source)
     if fabric.is_global_zero:
@@ -177,11 +178,13 @@ def _note(console: Console, note: str) -> None:
     console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def _load(prepared: Prepared) -> Any:
+def _open(prepared: Prepared) -> Unread:
     dtype = parallel.weights_dtype(prepared.arguments.model.precision)
     if prepared.checkpoint:
-        return build_model(prepared.shape, load_weights(prepared.checkpoint), dtype)
-    return load_model(prepared.shape, dtype)
+        return open_checkpoint(prepared.shape, prepared.checkpoint, dtype)
+    if prepared.shape.is_new:
+        return open_new(prepared.shape, dtype, prepared.arguments.data.seed)
+    return open_pretrained(prepared.shape, dtype)
 
 
 def _validation(

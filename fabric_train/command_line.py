@@ -109,6 +109,8 @@ def describe(kind: Any) -> str:
         return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")
     if get_origin(kind) is list:
         return f"a list, each {describe(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "names with values, such as {name: 1}"
     return _WORDS[kind.__name__]
 
 

@@ -35,7 +35,7 @@ class ModelShape:
     """What is known of a model from its configuration alone.
 
     ``num_parameters`` counts tied weights once; ``layer_classes`` are the classes of the repeated layer, FSDP's unit;
-    ``max_positions`` is None where the model names no limit.
+    ``max_positions`` is None where the model names no limit; ``is_new`` is a model that has no weights yet.
     """
 
     source: str
@@ -44,6 +44,7 @@ class ModelShape:
     layer_classes: frozenset[type[nn.Module]]
     vocab_size: int
     max_positions: int | None
+    is_new: bool = False
 
 
 def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None) -> ModelShape:
@@ -59,22 +60,29 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: s
         ``layer_class``, or cannot compute attention so.
     """
     quiet_transformers()
-    config = _read_config(source)
+    return shape_of(_read_config(source), source, layer_class, attention)
+
+
+def shape_of(
+    config: PretrainedConfig, source: str, layer_class: str, attention: str | None, is_new: bool = False
+) -> ModelShape:
+    """Build the model of a configuration without memory and return its shape; see :func:`read_shape`."""
+    said = source if is_new else f"--model_name {source}"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = getattr(config, "model_type", type(config).__name__)
-        raise InputError(f"--model_name {source}: a {kind} is not a causal language model: give one that is")
+        raise InputError(f"{said}: a {kind} is not a causal language model: give one that is")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
-        raise InputError(
-            f"--model_name {source}: no model can be built as its config.json says ({reason}); fetch it again"
-        ) from error
+        mend = "give other sizes" if is_new else "fetch it again"
+        asked = "these sizes say" if is_new else "its config.json says"
+        raise InputError(f"{said}: no model can be built as {asked} ({reason}); {mend}") from error
     except (ImportError, ValueError) as error:
         wanted = f" with --attention {attention}" if attention else ""
         mend = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
-        raise InputError(f"--model_name {source}{wanted}: {first_line(error).rstrip('.')}; {mend}") from error
+        raise InputError(f"{said}{wanted}: {first_line(error).rstrip('.')}; {mend}") from error
     return ModelShape(
         source=source,
         config=config,
@@ -82,6 +90,7 @@ def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: s
         layer_classes=_layer_classes(model, layer_class, source),
         vocab_size=model.get_input_embeddings().num_embeddings,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
+        is_new=is_new,
     )
 
 
@@ -129,13 +138,8 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
             "fetch the model again, or give another"
         ) from error
     model, report = loaded
-    if report["missing_keys"] or report.get("mismatched_keys"):
-        mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
-        wrong = sorted([*report["missing_keys"], *mismatched])
-        raise InputError(
-            f"--model_name {shape.source}: {len(wrong)} weights are missing or of another shape than config.json "
-            f"says, {wrong[0]} first; fetch the model again, or give another"
-        )
+    mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
+    refuse_wrong_weights(shape.source, [*report["missing_keys"], *mismatched])
     return model
 
 
@@ -147,12 +151,34 @@ def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torc
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    wrong = [name for name, tensor in weights.items() if expected.get(name) != tensor.shape]
-    wrong += [name for name in expected if name not in weights and name not in tied_weight_names(model)]
-    if wrong:
-        raise InputError(f"{shape.source}: {len(wrong)} weights do not fit its config.json, {wrong[0]} first")
+    refuse_misfit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
     return type(model).from_pretrained(None, config=shape.config, state_dict=weights, dtype=dtype)
+
+
+def refuse_wrong_weights(source: str, wrong: list[str]) -> None:
+    """Refuse a pretrained model of whose weights some are wrong.
+
+    Raises:
+        InputError: with their number and the first name.
+    """
+    if wrong:
+        raise InputError(
+            f"--model_name {source}: {len(wrong)} weights are missing or of another shape than config.json "
+            f"says, {min(wrong)} first; fetch the model again, or give another"
+        )
+
+
+def refuse_misfit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
+    """Refuse weights, of which the names and shapes are known, that are not the model's (tied ones may be absent).
+
+    Raises:
+        InputError: where a weight is missing, unknown or of another shape.
+    """
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
+    wrong += [name for name in expected if name not in shapes and name not in tied_weight_names(model)]
+    if wrong:
+        raise InputError(f"{source}: {len(wrong)} weights do not fit its config.json, {wrong[0]} first")
 
 
 def tied_weight_names(model: PreTrainedModel) -> set[str]:

@@ -45,8 +45,10 @@ from fabric_train.launch import (
     num_restarts,
     under_fabric_run,
 )
+from fabric_train.loading import Materialization, read_weights
 from fabric_train.ranks.signals import STOPPED, outside_of_training
 from fabric_train.ranks.watchdog import PATIENCE
+from fabric_train.weights import Weights
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -82,6 +84,7 @@ class ShardedStrategy(FSDPStrategy):
         else:
             mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
         self._fsdp_kwargs["device_mesh"] = mesh
+        self._fsdp_kwargs["param_init_fn"] = Materialization(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if self.root_device.type == "cpu":
@@ -270,15 +273,32 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
     return name
 
 
-def setup_model(fabric: Fabric, model: nn.Module, layer_classes: LayerClasses, arguments: "TrainArguments") -> Any:
+def setup_model(
+    fabric: Fabric,
+    model: nn.Module,
+    layer_classes: LayerClasses,
+    arguments: "TrainArguments",
+    weights: Weights | None = None,
+) -> Any:
     """Hand the model to Fabric: sharded or replicated, on its device, with activation checkpointing where it is asked
     for.
+
+    Args:
+        fabric: from :func:`build_fabric`.
+        model: on the CPU, or with its parameters on the meta device where ``weights`` are given.
+        layer_classes: the units that are sharded and checkpointed.
+        arguments: of the run.
+        weights: what each rank then reads its part of the model from.
     """
     if arguments.fsdp.activation_checkpointing == "full" and not isinstance(fabric.strategy, FSDPStrategy):
         # FSDPStrategy has a policy of its own for it; both together would recompute twice
         apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layer_classes)
     model.train()
+    if weights and not isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy):
+        model.apply(Materialization(fabric.device))
     wrapped: Any = fabric.setup_module(model)
+    if weights:
+        read_weights(wrapped, weights)
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":
         wrapped._forward_module.register_comm_hook(None, _mean_in_fp32)
     return wrapped
@@ -365,6 +385,8 @@ def _fully_shard(
     for unit in checkpointed or layers:
         fully_shard(unit, **options)
     fully_shard(model, **options)
+    model.apply(Materialization(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
+    model._apply(lambda tensor: tensor)  # lets FSDP2 take note of what is new
     return model
 
 

@@ -12,6 +12,7 @@ from fabric_train.attention import refuse_unusable
 from fabric_train.batches import TokenDataset, WindowOrder, open_dataset
 from fabric_train.complete_folder import refuse_dead_link, refuse_inside
 from fabric_train.errors import InputError
+from fabric_train.from_scratch import new_shape
 from fabric_train.launch import num_restarts
 from fabric_train.model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.plan import Plan, make_plan
@@ -69,11 +70,10 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
     data = _open_data(arguments, folder, checkpoint)
-    source = str(checkpoint or arguments.model.model_name)
-    shape = read_shape(source, arguments.fsdp.auto_wrap_policy, arguments.model.attention)
+    shape = _shape(arguments, checkpoint)
     plan = make_plan(arguments, shape, data, world_size)
-    if not checkpoint:
-        refuse_unreadable(source)
+    if not checkpoint and not shape.is_new:
+        refuse_unreadable(shape.source)
     order = _order(data, plan, arguments.data.seed)
     state, notes = checkpoints.TrainerState(), plan.notes
     if checkpoint:
@@ -84,6 +84,14 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         versions = {name: version(name) for name in PACKAGES}
         notes += tuple(check_resumption(checkpoint, state, order, rows_hash, arguments, plan, versions))
     return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state, notes)
+
+
+def _shape(arguments: "TrainArguments", checkpoint: Path | None) -> ModelShape:
+    """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
+    given = arguments.model
+    if given.from_scratch and not checkpoint:
+        return new_shape(given, arguments.fsdp.auto_wrap_policy)
+    return read_shape(str(checkpoint or given.model_name), arguments.fsdp.auto_wrap_policy, given.attention)
 
 
 def _refuse_place(folder: Path, *inputs: str | None) -> None:

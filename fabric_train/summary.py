@@ -23,7 +23,8 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
     layers = ", ".join(sorted(kind.__name__ for kind in shape.layer_classes))
     schedule = training.lr_schedule if training.lr_decay else "constant"
     table = _table("Fabric Train")
-    table.add_row("model", f"{arguments.model.model_name}: {shape.num_parameters:,} parameters, layers {layers}")
+    name = f"a new {arguments.model.from_scratch}" if arguments.model.from_scratch else arguments.model.model_name
+    table.add_row("model", f"{name}: {shape.num_parameters:,} parameters, layers {layers}")
     table.add_row("start", start)
     table.add_row("data", _data(arguments, plan))
     table.add_row("devices", f"{plan.world_size} × {parallelism}, {arguments.model.precision}")

@@ -2,9 +2,9 @@
 
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel
 
 from fabric_train.batches import TokenDataset
+from fabric_train.loading import Unread
 
 # A row that got no gradient has decayed to almost nothing, or lies where all such rows lie. In SmolLM2, eleven reserved
 # tokens and four others are within 0.003 of the median norm of each other; of the rest none is shorter than half of the
@@ -14,11 +14,11 @@ _SAME = 0.01
 _ROWS_AT_ONCE = 8192
 
 
-def note_on_end_of_turn(model: PreTrainedModel, dataset: TokenDataset) -> str | None:
+def note_on_end_of_turn(unread: Unread, dataset: TokenDataset) -> str | None:
     """Return what to tell the user of a model that never learnt the token that ends every turn of the dataset."""
     manifest = dataset.manifest
     token_id = manifest.tokenizer.end_of_turn_token_id if manifest else None
-    if token_id is None or not untrained(model, [token_id]):
+    if token_id is None or not untrained(unread, [token_id]):
         return None
     token = Tokenizer.from_file(str(dataset.folder / "tokenizer" / "tokenizer.json")).id_to_token(token_id)
     return (
@@ -28,21 +28,28 @@ def note_on_end_of_turn(model: PreTrainedModel, dataset: TokenDataset) -> str | 
     )
 
 
-def untrained(model: PreTrainedModel, token_ids: list[int]) -> list[int]:
+def untrained(unread: Unread, token_ids: list[int]) -> list[int]:
     """Return those of ``token_ids`` whose row of the input embedding or the output layer was never trained.
 
     Such a row has less than a tenth of the rows' median norm, or two other rows lie within a hundredth of it: what
-    training moves, it moves apart. The weights must be whole, as they are before the model is sharded.
+    training moves, it moves apart. A few rows are read at a time.
     """
+    model = unread.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
-    weights = {id(layer.weight): layer.weight.detach() for layer in layers}  # one where they are tied
-    return [token_id for token_id in token_ids if any(_is_untrained(rows, token_id) for rows in weights.values())]
+    matrices = {names[id(layer.weight)] for layer in layers}  # one where they are tied
+    return [token_id for token_id in token_ids if any(_is_untrained(unread, name, token_id) for name in matrices)]
 
 
-def _is_untrained(rows: torch.Tensor, token_id: int) -> bool:
-    """Return whether row ``token_id`` of [V, hidden size] was never trained."""
-    row = rows[token_id].float()
-    norms = torch.cat([chunk.float().norm(dim=1) for chunk in rows.split(_ROWS_AT_ONCE)])
-    distances = torch.cat([(chunk.float() - row).norm(dim=1) for chunk in rows.split(_ROWS_AT_ONCE)])
-    median = norms.median()
-    return bool(norms[token_id] < _SMALL * median) or int((distances < _SAME * median).sum()) > 2  # itself is one
+def _is_untrained(unread: Unread, name: str, token_id: int) -> bool:
+    """Return whether row ``token_id`` of the matrix [V, hidden size] of that name was never trained."""
+    row = unread.read_rows(name, token_id, token_id + 1).float()
+    norms, distances = [], []
+    num_rows = unread.model.get_parameter(name).shape[0]
+    for begin in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = unread.read_rows(name, begin, min(begin + _ROWS_AT_ONCE, num_rows)).float()
+        norms.append(rows.norm(dim=1))
+        distances.append((rows - row).norm(dim=1))
+    median = torch.cat(norms).median()
+    near = int((torch.cat(distances) < _SAME * median).sum())
+    return bool(row.norm() < _SMALL * median) or near > 2  # itself is one

@@ -5,12 +5,13 @@ says under ``DCP_SHARDING_INFO`` where in the full tensor each piece begins. Rea
 ``torch.distributed.checkpoint`` lets a 70B model be exported with one tensor in memory.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,7 @@ from fabric_train.names_in_data import plain_name
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Where a header says in which place of the full tensor each piece begins."""
+_OPEN_FILES = 2
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,23 +37,41 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a tensor: the open file that holds it, where the block begins in the full tensor, and its shape."""
+    """A block of a tensor: the file that holds it, where the block begins in the full tensor, and its shape."""
 
-    file: Any
+    file: Path
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
+class Weights(Protocol):
+    """Where a rank reads its part of a model's weights; ``name`` is the parameter's in the model."""
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU, not to be written
+        into.
+        """
+        ...
+
+
 class CheckpointTensors:
     """Tensors by name over safetensors files, whole or in pieces; a tensor is read when it is asked for.
+
+    What was read of a file stays in memory while the file is open, so only the last few are.
+
+    Args:
+        files: in any order.
+        mend: what the user can do about a file that cannot be read.
 
     Raises:
         InputError: a file cannot be read, or pieces of a tensor are missing.
     """
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, files: list[Path], mend: str = "take another checkpoint") -> None:
         self._pieces: dict[str, list[_Piece]] = {}
+        self._mend = mend
+        self._opened = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_opened, mend=mend))
         for path in files:
             self._open(path)
         self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
@@ -79,9 +99,16 @@ class CheckpointTensors:
         return self.read_block(name, (0,) * len(shape), shape)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, reading no more than it."""
+        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, reading no more than it.
+
+        Where one file has it all, it is a view of the file, which writing into it does not change.
+        """
+        pieces = self._pieces[name]
+        if len(pieces) == 1 and shape and 0 not in shape:
+            slices = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
+            return self._opened(pieces[0].file).get_slice(name)[slices]
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
-        for piece in self._pieces[name]:
+        for piece in pieces:
             common = [
                 (max(begin, piece_begin), min(begin + size, piece_begin + piece_size))
                 for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True)
@@ -91,17 +118,19 @@ class CheckpointTensors:
                 there = tuple(
                     slice(b - origin, e - origin) for (b, e), origin in zip(common, piece.offsets, strict=True)
                 )
-                block[here] = piece.file.get_slice(name)[there]
+                block[here] = self._opened(piece.file).get_slice(name)[there]
         return block
 
     def _open(self, path: Path) -> None:
-        file = _opened(path, "take another checkpoint")
+        file = self._opened(path)
         begins = json.loads((file.metadata() or {}).get(SHARDING_INFO, "{}"))
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             header = file.get_slice(name)
             shape = tuple(header.get_shape())
             offsets = tuple(begins[name]["saved_offsets"]) if name in begins else (0,) * len(shape)
-            self._pieces.setdefault(name, []).append(_Piece(file, offsets, shape, DTYPES[header.get_dtype()]))
+            if header.get_dtype() not in DTYPES:
+                raise InputError(f"{path}: {name} is of type {header.get_dtype()}, which is not read; {self._mend}")
+            self._pieces.setdefault(name, []).append(_Piece(path, offsets, shape, DTYPES[header.get_dtype()]))
 
 
 def open_weights(checkpoint: Path) -> CheckpointTensors:
@@ -111,7 +140,7 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
         InputError: the folder holds no weights, or not all of them.
     """
     sharded = (checkpoint / "model").is_dir()
-    files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else _files(checkpoint)
+    files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else safetensors_files(checkpoint)
     if not files:
         raise InputError(f"{checkpoint}: no weights in it (model.safetensors, model-00001-of-….safetensors or model/)")
     return CheckpointTensors(files)
@@ -125,7 +154,7 @@ def refuse_unreadable_weights(folder: Path) -> None:
         InputError: naming the file.
     """
     pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # which torch reads safely
-    files = _files(folder)
+    files = safetensors_files(folder)
     if not files and not any(file.is_file() for file in pickled):
         raise InputError(f"{folder}: no weights in it (model.safetensors); fetch the model again")
     for file in files:
@@ -148,6 +177,18 @@ def shard_names(index: Path) -> list[str]:
     return sorted(plain_name(name, index) for name in names)
 
 
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights of a Hugging Face folder; none where it has other weights, or none at all.
+
+    Raises:
+        InputError: the index of the files is damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in shard_names(index)]
+    return sorted(folder.glob("model.safetensors"))
+
+
 def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return every weight of a full or sharded checkpoint as a full CPU tensor in its stored dtype.
 
@@ -158,14 +199,6 @@ def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """
     weights = open_weights(checkpoint)
     return {name: weights.read(name) for name in weights}
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in shard_names(index)]
-    return sorted(folder.glob("model.safetensors"))
 
 
 def _opened(path: Path, mend: str) -> Any:

@@ -1,26 +1,19 @@
 """The same window gives the same loss and gradient norm however it is cut: every cut against plain PyTorch."""
 
-import functools
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from forked_runs import ForkedRuns
-from transformers import AutoModelForCausalLM
+from plain_training import GRAD_CLIP, LR, plain_pytorch
 from unequal_rows import argv, metrics, write_model, write_rows
 
-from arguments import TrainingArguments
 from fabric_train.batches import open_dataset
 from fabric_train.loss import IGNORED_LABEL
-from fabric_train.optimizer import learning_rate
 
 pytestmark = pytest.mark.slow
 
-STEPS, LR, GRAD_CLIP = 20, 1e-3, 0.4
+STEPS = 20
 TOLERANCE = 1e-5  # relative, in fp32
 
 
@@ -77,45 +70,6 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("invariance") / "tokens")
 
 
-@functools.cache
-def plain_pytorch(model_dir: Path, tokens: Path, rows_per_window: int) -> tuple[list[float], list[float]]:
-    """The same training written out on one device, a document at a time: losses and gradient norms before clipping."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
-    rows = open_dataset(str(tokens)).train.split
-    windows = (
-        order[first : first + rows_per_window].tolist()
-        for order in (np.random.default_rng([0, epoch]).permutation(len(rows)) for epoch in count())  # seed, epoch
-        for first in range(0, len(rows), rows_per_window)
-    )
-    losses, norms = [], []
-    for step, window in zip(range(1, STEPS + 1), windows, strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, STEPS, TrainingArguments(lr=LR))
-        loss = torch.cat([document_losses(model, rows[row]) for row in window]).mean()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
-
-
-def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
-    """The losses of a row's supervised tokens, each document by itself."""
-    borders = row["document_starts"][1:]
-    documents = torch.tensor(row["input_ids"]).tensor_split(borders)
-    labels = torch.tensor(row["labels"]).tensor_split(borders)
-    losses = [
-        F.cross_entropy(model(ids[None]).logits[0, :-1], wanted[1:], ignore_index=IGNORED_LABEL, reduction="none")
-        for ids, wanted in zip(documents, labels, strict=True)
-    ]
-    return torch.cat(losses)[torch.cat([wanted[1:] != IGNORED_LABEL for wanted in labels])]
-
-
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_however_a_window_is_cut_its_loss_and_gradient_norm_are_those_of_plain_pytorch(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, cut: Cut
@@ -130,7 +84,7 @@ def test_however_a_window_is_cut_its_loss_and_gradient_norm_are_those_of_plain_p
         "grad_clip": GRAD_CLIP,
     }
     forked_runs.start(argv(model, tokens, tmp_path / "run", **given), cut.num_ranks).finish()
-    losses, norms = plain_pytorch(model, tokens, cut.rows)
+    losses, norms = plain_pytorch(model, tokens, cut.rows, STEPS)
     logged = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=TOLERANCE)
     assert [float(row["grad_norm"]) for row in logged] == pytest.approx(norms, rel=TOLERANCE)

@@ -7,12 +7,12 @@ import torch
 from lightning import Fabric
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.checkpoint.held import MOMENTS, FlatCut, flat_cuts
+from fabric_train.checkpoint.held import MOMENTS
 from fabric_train.checkpoint.state import read_trainer_json
 from fabric_train.errors import InputError
 from fabric_train.optimizer import original_name
+from fabric_train.own_part import FlatCut, flat_cuts, read_own_part
 from fabric_train.parallel import named_parameters
 from fabric_train.weights import CheckpointTensors
 
@@ -44,21 +44,19 @@ def _local_part(
     tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]
 ) -> torch.Tensor:
     """Read of a stored tensor what ``parameter`` holds on this rank."""
+    whole = cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape
+    _expect_same(tensors.shape(name), whole, name)
+    part = read_own_part(tensors, name, parameter, cuts)
     if isinstance(parameter, DTensor):
-        _expect_same(tensors.shape(name), parameter.shape, name)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        local = tensors.read_block(name, offsets, shape).to(parameter.to_local().device)
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            part.to(parameter.to_local().device, copy=True),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
-    whole = tensors.read(name)
-    if id(parameter) in cuts:
-        cut = cuts[id(parameter)]
-        begin, end = cut.range(cut.rank)
-        whole = whole.flatten()[begin:end].reshape(parameter.shape)
-    _expect_same(whole.shape, parameter.shape, name)
-    return whole.to(parameter.device, copy=True)
+    return part.to(parameter.device, copy=True)
 
 
 def _expect_same(stored: torch.Size, wanted: torch.Size, name: str) -> None:

@@ -1,0 +1,216 @@
+"""A model of given sizes whose random weights are a function of the seed and the parameter's name alone.
+
+What transformers would draw a parameter from is noted while its own initialization runs over a model without memory.
+The numbers are then drawn in chunks that have a random stream each, so that every rank draws no more than its part of a
+parameter, the same as one process that draws all of it.
+"""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from fabric_train.errors import InputError, first_line
+from fabric_train.loading import Unread, without_memory
+from fabric_train.model import ModelShape, shape_of
+
+if TYPE_CHECKING:
+    from arguments import ModelArguments
+
+_CHUNK = 1 << 18  # elements; another number gives other weights
+_SIZES = {  # what a size may be called in a family's configuration
+    "hidden_width": ("hidden_size",),
+    "num_layers": ("num_hidden_layers",),
+    "num_heads": ("num_attention_heads",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+    "max_context_width": ("max_position_embeddings",),
+    "vocab_size": ("vocab_size",),
+}
+
+
+def new_shape(arguments: "ModelArguments", layer_class: str) -> ModelShape:
+    """Return the shape of a model of the sizes in ``arguments``.
+
+    Args:
+        arguments: with a family and its sizes.
+        layer_class: of the repeated layer.
+
+    Raises:
+        InputError: where there is no such family, or it cannot have these sizes.
+    """
+    family = str(arguments.from_scratch)
+    try:
+        default = AutoConfig.for_model(family)
+    except ValueError:
+        raise InputError(
+            f"--from_scratch {family}: transformers has no such family; give one such as llama, gpt2, gpt_neox, "
+            "mistral, mixtral, qwen3 or gemma"
+        ) from None
+    values: dict[str, Any] = {}
+    for size, names in _SIZES.items():
+        given = getattr(arguments, size)
+        if given is None and size == "num_key_value_heads":
+            given = arguments.num_heads if hasattr(default, names[0]) else None
+        if given is None:
+            continue
+        name = next((name for name in names if hasattr(default, name)), None)
+        if name is None:
+            raise InputError(f"--{size} {given}: a {family} has no such size; leave it out")
+        values[name] = given
+    if hasattr(default, "head_dim"):
+        assert arguments.hidden_width is not None  # or the arguments would have been refused
+        assert arguments.num_heads is not None
+        values["head_dim"] = arguments.hidden_width // arguments.num_heads
+    values |= _known(arguments.model_config or {}, default, family)
+    try:
+        config = AutoConfig.for_model(family, **values)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(f"--from_scratch {family}: no model can have these sizes: {first_line(error)}") from error
+    return shape_of(config, f"--from_scratch {family}", layer_class, arguments.attention, is_new=True)
+
+
+def open_new(shape: ModelShape, dtype: torch.dtype, seed: int) -> Unread:
+    """Build the model of ``shape`` in ``dtype``, and random weights for it.
+
+    Raises:
+        InputError: where transformers initializes its weights in another way than is known here.
+    """
+    model = without_memory(shape, dtype)
+    return Unread(model, RandomWeights(model, shape.source, seed))
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What the elements from ``begin`` to ``end`` of a flattened parameter are: constant, or drawn."""
+
+    kind: str  # "constant", "normal" or "uniform"
+    numbers: tuple[float, ...]  # the constant; mean and standard deviation; bounds
+    begin: int
+    end: int
+
+
+class RandomWeights:
+    """Random weights for a model whose parameters are on the meta device; see ``weights.Weights``."""
+
+    def __init__(self, model: PreTrainedModel, source: str, seed: int) -> None:
+        self._seed = seed
+        self._values = _note_initialization(model, source)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return the block of ``shape`` that begins at ``offsets`` of the full parameter, in fp32."""
+        slices = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
+        if name in self._buffers:
+            return self._buffers[name][slices]
+        full = self._shapes[name]
+        row = math.prod(full[1:])
+        begin, end = (offsets[0] * row, (offsets[0] + shape[0]) * row) if full else (0, 1)
+        rows = torch.from_numpy(self._draw(name, begin, end)).reshape((*shape[:1], *full[1:]))
+        return rows[(slice(None), *slices[1:])] if full else rows
+
+    def _draw(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Return the elements from ``begin`` to ``end`` of the flattened parameter."""
+        drawn = np.empty(end - begin, np.float32)
+        for values in self._values[name]:
+            first, last = max(begin, values.begin), min(end, values.end)
+            if first >= last:
+                continue
+            if values.kind == "constant":
+                drawn[first - begin : last - begin] = values.numbers[0]
+                continue
+            for chunk in range(first // _CHUNK, -(-last // _CHUNK)):
+                stream = self._stream(name, chunk)
+                start = chunk * _CHUNK
+                count = min(last - start, _CHUNK)
+                numbers = stream.standard_normal(count, np.float32) if values.kind == "normal" else stream.random(count)
+                scale, shift = values.numbers[1], values.numbers[0]
+                if values.kind == "uniform":
+                    scale -= shift
+                part = numbers[max(first - start, 0) :].astype(np.float32) * np.float32(scale) + np.float32(shift)
+                at = max(start, first) - begin
+                drawn[at : at + len(part)] = part
+        return drawn
+
+    def _stream(self, name: str, chunk: int) -> np.random.Generator:
+        digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, digest, chunk])))
+
+
+def _known(given: Mapping[str, Any], default: PreTrainedConfig, family: str) -> Mapping[str, Any]:
+    known = default.to_dict()
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise InputError(f"--model_config {name}: the configuration of a {family} has no such value{hint}")
+    return given
+
+
+class _Notes(TorchDispatchMode):
+    """Notes what is written into parameters without memory."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.values: dict[str, list[_Values]] = {name: [] for name in self._names.values()}
+        self.unknown: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args else None
+        operation = func.overloadpacket.__name__
+        if isinstance(target, torch.Tensor) and target.is_meta and operation.endswith("_"):
+            self._note(target, operation, args[1:], kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, target: torch.Tensor, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        whole = target if target._base is None else target._base
+        name = self._names.get(id(whole))
+        if name is None:
+            return
+        place = (int(target.storage_offset()), int(target.storage_offset()) + target.numel())
+        if operation == "normal_":
+            mean, std = _two(args, kwargs, {"mean": 0.0, "std": 1.0})
+            values = _Values("normal", (mean, std), *place)
+        elif operation == "uniform_":
+            low, high = _two(args, kwargs, {"from": 0.0, "to": 1.0})
+            values = _Values("uniform", (low, high), *place)
+        elif operation in ("fill_", "zero_") and target.is_contiguous():
+            values = _Values("constant", (float(args[0]) if args else 0.0,), *place)
+        else:
+            self.unknown.append(f"{name} ({operation})")
+            return
+        covers = place == (0, whole.numel())
+        self.values[name] = [values] if covers else [*self.values[name], values]
+
+
+def _two(args: Sequence[Any], kwargs: Mapping[str, Any], defaults: dict[str, float]) -> list[float]:
+    """Return two arguments of an operation, each given by its place, by its name, or not at all."""
+    by_place = dict(zip(defaults, args, strict=False))
+    return [float((defaults | dict(kwargs) | by_place)[name]) for name in defaults]
+
+
+def _note_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
+    """Let transformers initialize the model and return what it gives each parameter."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = False
+    notes = _Notes(model)
+    with notes:
+        model.initialize_weights()
+    unknown = notes.unknown + [name for name, values in notes.values.items() if not values]
+    if unknown:
+        raise InputError(
+            f"{source}: it is not known how {len(unknown)} of its weights begin, {unknown[0]} first; "
+            "train another family, or start from a pretrained model"
+        )
+    return notes.values

@@ -1,0 +1,58 @@
+"""A training run written out in plain PyTorch, which ours is compared with."""
+
+import functools
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from arguments import TrainingArguments
+from fabric_train.batches import open_dataset
+from fabric_train.loss import IGNORED_LABEL
+from fabric_train.optimizer import learning_rate
+
+LR, GRAD_CLIP = 1e-3, 0.4
+
+
+@functools.cache
+def plain_pytorch(
+    model_dir: Path, tokens: Path, rows_per_window: int, num_steps: int
+) -> tuple[list[float], list[float]]:
+    """The same training written out on one device, a document at a time: losses and gradient norms before clipping."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    rows = open_dataset(str(tokens)).train.split
+    windows = (
+        order[first : first + rows_per_window].tolist()
+        for order in (np.random.default_rng([0, epoch]).permutation(len(rows)) for epoch in count())  # seed, epoch
+        for first in range(0, len(rows), rows_per_window)
+    )
+    losses, norms = [], []
+    for step, window in zip(range(1, num_steps + 1), windows, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, num_steps, TrainingArguments(lr=LR))
+        loss = torch.cat([document_losses(model, rows[row]) for row in window]).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
+    """The losses of a row's supervised tokens, each document by itself."""
+    borders = row["document_starts"][1:]
+    documents = torch.tensor(row["input_ids"]).tensor_split(borders)
+    labels = torch.tensor(row["labels"]).tensor_split(borders)
+    losses = [
+        F.cross_entropy(model(ids[None]).logits[0, :-1], wanted[1:], ignore_index=IGNORED_LABEL, reduction="none")
+        for ids, wanted in zip(documents, labels, strict=True)
+    ]
+    return torch.cat(losses)[torch.cat([wanted[1:] != IGNORED_LABEL for wanted in labels])]
