@@ -8,7 +8,17 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from benchmarks import chats, checkpoint, faults, identity, invariance, memory, tokenization, training
+from benchmarks import (
+    chats,
+    checkpoint,
+    faults,
+    identity,
+    invariance,
+    loss,
+    memory,
+    tokenization,
+    training,
+)
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, this_machine, write_report
 from demo import real_data
@@ -32,6 +42,7 @@ BENCHMARKS = {
     "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
     "chats": Benchmark(chats.measure, chats.table),
+    "loss": Benchmark(loss.measure, loss.table),
     "checkpoint": Benchmark(checkpoint.measure, checkpoint.table),
     "invariance": Benchmark(invariance.measure, invariance.table),
     "faults": Benchmark(faults.measure, faults.table, only_by_name=True),

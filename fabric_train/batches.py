@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from fabric_train.corpus.manifest import Manifest, read_manifest
 from fabric_train.corpus.packing.token_folder import refuse_foreign_files
 from fabric_train.errors import InputError, absent_folder, first_line
-from fabric_train.loss import IGNORED_LABEL, Documents
+from fabric_train.loss import IGNORED_LABEL, Documents, Targets, find_targets
 from fabric_train.names_in_data import refuse_foreign_links
 from fabric_train.ranks.signals import leave_signals_to_rank
 from fabric_train.rows_hash import hash_of
@@ -41,22 +41,25 @@ class Batch:
 
     ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no
     row holds more than one, or all shall see each other. A rank that has no row left in a window gets a row without
-    supervised tokens.
+    supervised tokens. ``targets``, those of the labels, are found before the batch goes to a device.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     documents: Documents | None = None
+    targets: Targets | None = None
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory (the DataLoader calls this)."""
         documents = self.documents and self.documents.pin_memory()
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents)
+        targets = (self.targets or find_targets(self.labels)).pin_memory()
+        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
         input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
-        return Batch(input_ids, labels, self.documents and self.documents.to(device))
+        targets = (self.targets or find_targets(self.labels)).to(device)
+        return Batch(input_ids, labels, self.documents and self.documents.to(device), targets)
 
 
 @dataclass(frozen=True)

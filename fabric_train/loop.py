@@ -215,7 +215,7 @@ def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | 
         # it
         with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
             batch = batch.to(fabric.device)
-            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents)
+            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
             fabric.backward(loss * fabric.world_size / divisor)
         losses.append(loss.detach())
     return WindowLoss(gather_over_ranks(fabric, torch.stack(losses)), num_supervised)

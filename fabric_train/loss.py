@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from lightning import Fabric
 
+from fabric_train.head_loss import returns_loss
+
 IGNORED_LABEL = -100
 
 
@@ -38,6 +40,24 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class Targets:
+    """What is predicted in a batch [B, T]: ``ids`` int64 [N], the supervised tokens, and ``positions`` int64 [N], where
+    in the flattened batch each is predicted.
+    """
+
+    positions: torch.Tensor
+    ids: torch.Tensor
+
+    def pin_memory(self) -> "Targets":
+        """Return the same in page-locked memory."""
+        return Targets(self.positions.pin_memory(), self.ids.pin_memory())
+
+    def to(self, device: torch.device) -> "Targets":
+        """Return the same on a device."""
+        return Targets(self.positions.to(device, non_blocking=True), self.ids.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
 class WindowLoss:
     """What the micro-batches of a window cost: ``summed`` over their tokens, fp64, and ``num_supervised``, int64, both
     [ranks, micro-batches of a rank] and the same on all ranks.
@@ -57,13 +77,26 @@ def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
+def find_targets(labels: torch.Tensor) -> Targets:
+    """Return what is predicted in a batch with labels [B, T]. On a GPU it would wait for the device: their number
+    decides the shapes.
+    """
+    ids = next_token_labels(labels).flatten()
+    positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
+    return Targets(positions, ids[positions])
+
+
 def count_supervised(labels: torch.Tensor) -> torch.Tensor:
     """Return how many tokens of labels [B, T] are predicted: a 0-dim int64 tensor, on the labels' device."""
     return (labels[:, 1:] != IGNORED_LABEL).sum()
 
 
 def summed_loss(
-    model: Any, input_ids: torch.Tensor, labels: torch.Tensor, documents: Documents | None = None
+    model: Any,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    documents: Documents | None = None,
+    targets: Targets | None = None,
 ) -> torch.Tensor:
     """Cross entropy of the next token, summed over the supervised tokens.
 
@@ -72,21 +105,26 @@ def summed_loss(
         input_ids: [B, T] int64.
         labels: [B, T] int64, aligned with ``input_ids``; -100 is not supervised.
         documents: what a token sees is its document's earlier tokens; None for all earlier ones of its row.
+        targets: from ``find_targets(labels)``, on the model's device; None where it is done here.
 
     Returns:
         A 0-dim fp64 tensor, 0 where nothing is supervised. Each token's is fp32; their sum is not rounded to it, and so
         does not depend on how rows are cut into batches.
     """
-    logits = next_token_logits(model, input_ids, documents)
-    targets = next_token_labels(labels)
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-    )
-    return losses.sum(dtype=torch.float64)
+    targets = targets or find_targets(labels)
+    inputs = _inputs(model, input_ids, documents)
+    if returns_loss(model):
+        return model(**inputs, positions=targets.positions, targets=targets.ids)
+    logits = model(**inputs).logits.flatten(0, 1).index_select(0, targets.positions)
+    return F.cross_entropy(logits.float(), targets.ids, reduction="none").sum(dtype=torch.float64)
 
 
 def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
     """Return the model's logits [B, T, V]; see :func:`summed_loss`."""
+    return model(**_inputs(model, input_ids, documents)).logits
+
+
+def _inputs(model: Any, input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
     # with a cache, transformers would take restarting positions for one sequence and let documents see each other
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
     if documents is not None:
@@ -94,7 +132,7 @@ def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents 
         if "flash" in model.config._attn_implementation:  # it would look at the positions in batches of one row alone
             arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
             arguments |= {"max_length_q": documents.longest, "max_length_k": documents.longest}
-    return model(**arguments).logits
+    return arguments
 
 
 def sum_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:

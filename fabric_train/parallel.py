@@ -36,6 +36,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.errors import FAILURE, InputError, end_run, leave
+from fabric_train.head_loss import let_head_compute_loss
 from fabric_train.launch import (
     as_launcher,
     clear_launcher_options,
@@ -101,12 +102,22 @@ class ShardedStrategy(FSDPStrategy):
 
 
 class _AsLoaded(FSDPPrecision):
-    """FSDP precision that leaves the module in the types it was loaded in; the strategy's MixedPrecision does the
-    rest.
+    """FSDP precision that leaves the module in the types it was loaded in, and what it returns in its own; the
+    strategy's MixedPrecision does the rest.
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
+
+    def convert_output(self, data: Any) -> Any:
+        return data
+
+
+class _Autocast(MixedPrecision):
+    """Autocast that leaves what the module returns in its type; Fabric's own rounds a summed loss to fp32."""
+
+    def convert_output(self, data: Any) -> Any:
+        return data
 
 
 def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
@@ -290,6 +301,8 @@ def setup_model(
         arguments: of the run.
         weights: what each rank then reads its part of the model from.
     """
+    if arguments.model.precision != "16-mixed":  # whose small gradients of logits are lost unless they are scaled first
+        let_head_compute_loss(model)
     if arguments.fsdp.activation_checkpointing == "full" and not isinstance(fabric.strategy, FSDPStrategy):
         # FSDPStrategy has a policy of its own for it; both together would recompute twice
         apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layer_classes)
@@ -331,9 +344,9 @@ def _mean_in_fp32(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 def _precision(name: str, precision: str, accelerator: str) -> Precision:
     if name == "fsdp":
-        return FSDPPrecision("16-mixed") if precision == "16-mixed" else _AsLoaded("32-true")
+        return _AsLoaded("16-mixed" if precision == "16-mixed" else "32-true")
     if name != "fsdp2" and precision in ("bf16-mixed", "16-mixed"):
-        return MixedPrecision(precision, device=accelerator)  # type: ignore[arg-type]
+        return _Autocast(precision, device=accelerator)  # type: ignore[arg-type]
     return Precision()
 
 

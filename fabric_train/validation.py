@@ -52,7 +52,7 @@ def evaluate(
             model.train()
             return None
         batch = batch.to(fabric.device)
-        totals[0] += summed_loss(model, batch.input_ids, batch.labels, batch.documents)
+        totals[0] += summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
         totals[1] += count_supervised(batch.labels)
     model.train()
     summed, num_tokens = sum_over_ranks(fabric, totals).tolist()

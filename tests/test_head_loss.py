@@ -1,0 +1,177 @@
+"""The loss out of the head is that of the logits, which never exist; where the logits are more than the head's, they
+do.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fabric_train import chunked_loss
+from fabric_train.chunked_loss import summed_cross_entropy
+from fabric_train.head_loss import let_head_compute_loss, returns_loss
+from fabric_train.loss import IGNORED_LABEL, summed_loss
+
+VOCABULARY, WIDTH, LENGTH = 96, 16, 40
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {
+    **SIZES,
+    "intermediate_size": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "num_key_value_heads": 2,
+}
+OF_HEAD: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "gpt2": {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "n_positions": 64},
+    "gpt_neox": {"attention_dropout": 0, "hidden_dropout": 0},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 2},
+    "qwen2": {},
+    "gemma": {"head_dim": 8},
+    "phi": {"attention_dropout": 0, "embd_pdrop": 0, "resid_pdrop": 0},  # its head has a bias
+}
+COMPUTED_FURTHER: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "cohere": {"logit_scale": 0.5},
+    "granite": {"logits_scaling": 8.0},
+}
+
+
+def build(family: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family.split(",")[0], **SMALL | options)).train()
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(2, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, : LENGTH // 2] = IGNORED_LABEL
+    labels[1] = IGNORED_LABEL
+    return ids, labels
+
+
+def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = summed_loss(model, *rows())
+    (loss / 7).backward()
+    return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_seven_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
+
+
+@pytest.mark.parametrize("family", OF_HEAD)
+def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str) -> None:
+    model = build(family, **OF_HEAD[family])
+    names = list(model.state_dict())
+    loss, gradients = loss_and_gradients(model)
+    assert let_head_compute_loss(model)
+    found, found_gradients = loss_and_gradients(model)
+    assert found == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    assert list(model.state_dict()) == names
+    with torch.no_grad():
+        assert summed_loss(model.eval(), *rows()).item() == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", COMPUTED_FURTHER)
+def test_a_family_that_goes_on_computing_with_its_logits_keeps_them(family: str) -> None:
+    model = build(family, **COMPUTED_FURTHER[family])
+    loss, _ = loss_and_gradients(model)
+    assert not let_head_compute_loss(model)
+    assert not returns_loss(model)
+    assert loss_and_gradients(model)[0] == loss
+    ids, labels = rows()
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    assert loss == pytest.approx(F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum").item(), rel=1e-6)
+
+
+def test_logits_can_still_be_had() -> None:
+    model = build("llama")
+    before = model(rows()[0]).logits
+    assert let_head_compute_loss(model)
+    torch.testing.assert_close(model(rows()[0]).logits, before, rtol=0, atol=0)
+
+
+def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
+    model = build("llama", vocab_size=4001)
+    assert let_head_compute_loss(model)
+    ids, _ = rows()
+    with LargestTensor() as largest:
+        summed_loss(model, ids, ids).backward()
+    # of 117 tokens; a chunk has one, and the weight and its gradient are the largest there is
+    assert largest.num_elements == 4001 * WIDTH
+
+
+def test_on_the_meta_device_it_is_found_out_too() -> None:
+    with torch.device("meta"):
+        assert let_head_compute_loss(build("llama"))
+        assert not let_head_compute_loss(build("gemma2", **COMPUTED_FURTHER["gemma2"]))
+
+
+def test_nothing_supervised_costs_nothing_and_gives_every_weight_a_gradient() -> None:
+    model = build("llama")
+    assert let_head_compute_loss(model)
+    ids, _ = rows()
+    loss = summed_loss(model, ids, torch.full_like(ids, IGNORED_LABEL))
+    loss.backward()
+    assert loss == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
+def test_the_sum_is_not_rounded_to_fp32() -> None:
+    hidden, targets = torch.zeros(2**13, WIDTH), torch.zeros(2**13, dtype=torch.int64)
+    summed = summed_cross_entropy(hidden, torch.zeros(3, WIDTH), None, torch.arange(2**13), targets)
+    assert summed.item() == 2**13 * -F.log_softmax(torch.zeros(3), dim=0)[0].double().item()
+
+
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    held = torch.float32 if is_mixed else torch.bfloat16
+    hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to(held).requires_grad_()
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=held)
+    targets = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        loss = summed_cross_entropy(hidden, head.weight, None, torch.arange(LENGTH), targets)
+        expected = F.cross_entropy(head(hidden)[0].float(), targets, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = torch.autograd.grad(loss, [hidden, head.weight])
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, [hidden, head.weight]), strict=True):
+        assert gradient.dtype == held
+        torch.testing.assert_close(gradient, wanted, rtol=2**-6, atol=2**-6)
+
+
+def test_ligers_kernel_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # on the CPU
+    pytest.importorskip("liger_kernel.ops.cross_entropy")
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 299, 3, 3, 150])
+    losses, gradients = chunked_loss._liger_losses(logits.clone(), targets, True)
+    logits.requires_grad_()
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that any operation returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return returned
