@@ -171,14 +171,22 @@ class FSDPArguments:
     """Hold back all-gathers so that fewer layers' parameters are in memory at once."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer in host memory between uses (slow)."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute each decoder layer in the backward pass instead of storing its activations."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute each decoder layer in the backward pass instead of storing its activations: full stores its input
+    alone, selective as much more as --activation_memory_budget allows.
+    """
+    activation_memory_budget: ClosedUnitInterval = 0.5
+    """With selective: what is stored, as a share of all activations; results of the costliest operations first."""
+    activation_offload: bool = False
+    """With full: keep the layers' inputs in pinned host memory until the backward pass."""
 
     def faults(self) -> list[str]:
         """Name the combinations that no strategy offers."""
         faults = []
         if self.cpu_offload and self.parallelism in ("ddp", "single"):
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
+        if self.activation_offload and self.activation_checkpointing != "full":
+            faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
         if self.parallelism == "fsdp2" and self.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
             faults.append(f"--sharding_strategy {self.sharding_strategy} needs --parallelism fsdp, not fsdp2")
         return faults

@@ -20,10 +20,6 @@ from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Pr
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.fabric.strategies.launchers import subprocess_script
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,6 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
+from fabric_train.activations import checkpoint_layers
 from fabric_train.errors import FAILURE, InputError, end_run, leave
 from fabric_train.head_loss import let_head_compute_loss
 from fabric_train.launch import (
@@ -281,6 +278,8 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
             "there is nothing to offload from on CPU" if accelerator == "cpu" else "FSDP does it, with several devices"
         )
         raise InputError(f"--cpu_offload true: {reason}; leave it out")
+    if arguments.fsdp.activation_offload and accelerator == "cpu":
+        raise InputError("--activation_offload true: there is nothing to offload from on CPU; leave it out")
     return name
 
 
@@ -303,9 +302,10 @@ def setup_model(
     """
     if arguments.model.precision != "16-mixed":  # whose small gradients of logits are lost unless they are scaled first
         let_head_compute_loss(model)
-    if arguments.fsdp.activation_checkpointing == "full" and not isinstance(fabric.strategy, FSDPStrategy):
-        # FSDPStrategy has a policy of its own for it; both together would recompute twice
-        apply_activation_checkpointing(model, check_fn=lambda module: type(module) in layer_classes)
+    fsdp, kept = arguments.fsdp, {"none": 1.0, "full": 0.0, "selective": arguments.fsdp.activation_memory_budget}
+    if kept[fsdp.activation_checkpointing] < 1:
+        layers = [module for module in model.modules() if type(module) in layer_classes]
+        checkpoint_layers(layers, kept[fsdp.activation_checkpointing], fsdp.activation_offload)
     model.train()
     if weights and not isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy):
         model.apply(Materialization(fabric.device))
@@ -360,7 +360,6 @@ def _strategy(
         return ShardedStrategy(
             timeout=timeout,
             auto_wrap_policy=set(layer_classes),
-            activation_checkpointing_policy=set(layer_classes) if fsdp.activation_checkpointing == "full" else None,
             sharding_strategy=fsdp.sharding_strategy,
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
@@ -393,9 +392,7 @@ def _fully_shard(
         "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
         "offload_policy": CPUOffloadPolicy() if arguments.fsdp.cpu_offload else OffloadPolicy(),
     }
-    layers = [module for module in model.modules() if type(module) in layer_classes]
-    checkpointed: list[nn.Module] = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
-    for unit in checkpointed or layers:
+    for unit in (module for module in list(model.modules()) if type(module) in layer_classes):
         fully_shard(unit, **options)
     fully_shard(model, **options)
     model.apply(Materialization(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
