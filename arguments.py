@@ -30,6 +30,7 @@ Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
+OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -247,6 +248,14 @@ class TrainingArguments:
     """AdamW's first-moment decay."""
     beta2: ClosedUnitInterval = 0.95
     """AdamW's second-moment decay."""
+    optimizer_states: OptimizerStates | None = None
+    """What AdamW's moments are kept in; left out, in the type of the weights. 8bit leaves those of norms and biases in
+    fp32.
+    """
+    stochastic_rounding: bool = True
+    """Round weights and moments that are kept in bfloat16 up or down by chance, so that small changes add up; false
+    rounds to the nearest.
+    """
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """At a loss or gradient that is NaN or infinite: save the state before that step and stop, or leave the step out.
     """

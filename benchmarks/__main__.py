@@ -16,6 +16,7 @@ from benchmarks import (
     invariance,
     loss,
     memory,
+    precision,
     tokenization,
     training,
 )
@@ -47,6 +48,7 @@ BENCHMARKS = {
     "invariance": Benchmark(invariance.measure, invariance.table),
     "faults": Benchmark(faults.measure, faults.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
+    "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
 }
 _IDLE = 0.25  # load average a core
 
@@ -60,7 +62,9 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project beside its peers.")
     parser.add_argument(
-        "names", nargs="*", help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but faults and memory"
+        "names",
+        nargs="*",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but faults, memory and precision",
     )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]

@@ -45,6 +45,7 @@ from fabric_train.loading import Unread, open_checkpoint, open_pretrained  # noq
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
+from fabric_train.own_part import flat_cuts  # noqa: E402
 from fabric_train.preparation import PACKAGES, Prepared, prepare, window_order  # noqa: E402
 from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
 from fabric_train.ranks.step_border import Border, agree  # noqa: E402
@@ -151,7 +152,10 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
         return 0
     fused = arguments.model.precision != "16-mixed"
     named = parallel.named_parameters(model)
-    optimizer = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, fused))
+    cuts = flat_cuts(model)
+    optimizer = fabric.setup_optimizers(
+        build_optimizer(named, decayed, arguments.training, fused, arguments.data.seed, cuts)
+    )
     if arguments.evaluation.self_check:
         return _self_check(fabric, model, optimizer, prepared, console)
     if prepared.checkpoint and prepared.state.step:

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fabric_train.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.own_part import FlatCut
+from fabric_train.stochastic_rounding import place_of
+
 if TYPE_CHECKING:
     from arguments import TrainingArguments
 
@@ -27,27 +31,46 @@ def build_optimizer(
     decayed: set[str],
     arguments: "TrainingArguments",
     fused: bool = True,
+    seed: int = 0,
+    cuts: dict[int, FlatCut] | None = None,
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model.
 
     Args:
         named_parameters: of the sharded or replicated model.
         decayed: from :func:`decayed_names`.
-        arguments: lr, betas and weight decay.
+        arguments: lr, betas, weight decay, and what the moments are kept in and how.
         fused: one kernel for the whole update; Fabric does not clip for it what an fp16 gradient scaler has scaled.
+        seed: of stochastic rounding.
+        cuts: FSDP1's, from ``own_part.flat_cuts``; None under the other strategies.
     """
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in named_parameters:
-        groups[original_name(name) in decayed].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": arguments.weight_decay if has_decay else 0.0}
-            for has_decay, parameters in groups.items()
-            if parameters
-        ],
+    names = {parameter: original_name(name) for name, parameter in named_parameters}
+    shares = ((arguments.weight_decay, True), (0.0, False))
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [parameter for parameter, name in names.items() if (name in decayed) == has_decay],
+            "weight_decay": of,
+        }
+        for of, has_decay in shares
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (arguments.beta1, arguments.beta2)
+    weights_dtype, states = next(iter(names)).dtype, arguments.optimizer_states
+    in_eight_bits = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
+    moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
+    rounds_by_chance = arguments.stochastic_rounding and torch.bfloat16 in (weights_dtype, moments_dtype)
+    if moments_dtype == weights_dtype and not rounds_by_chance and not in_eight_bits:
+        return torch.optim.AdamW(groups, lr=arguments.lr, betas=betas, fused=fused)
+    return LowPrecisionAdamW(
+        groups,
         lr=arguments.lr,
-        betas=(arguments.beta1, arguments.beta2),
-        fused=fused,
+        betas=betas,
+        moments_dtype=moments_dtype,
+        in_eight_bits=in_eight_bits,
+        rounds_by_chance=rounds_by_chance,
+        names=names,
+        places={parameter: place_of(parameter, cuts or {}) for parameter in names},
+        seed=seed,
     )
 
 

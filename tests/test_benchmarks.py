@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arguments import TokenizeArguments, parse
-from benchmarks import packages
+from arguments import TokenizeArguments, TrainArguments, parse
+from benchmarks import packages, precision
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT
 from benchmarks.systems import PEERS, our_command, peer_command
@@ -80,3 +80,23 @@ def test_a_peer_that_cannot_be_installed_is_one_line_and_leaves_nothing(
         packages.install_packages("datatrove")
     assert len(str(raised.value).splitlines()) == 1
     assert not (tmp_path / "cache").exists()
+
+
+def test_every_precision_is_trained_by_a_command_that_differs_in_it_alone() -> None:
+    given = [
+        parse(TrainArguments, list(precision.command(options, *map(Path, ("model", "tokens", "run"))).words[3:]))
+        for options in precision.VARIANTS.values()
+    ]
+    told = [(each.model.precision, each.training.stochastic_rounding) for each in given]
+    assert told == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
+    assert {(each.training.lr, each.training.max_step) for each in given} == {(2e-5, precision.STEPS)}
+
+
+@pytest.mark.parametrize(("shipped", "learns"), [(2.009, True), (1.991, True), (2.011, False), (1.98, False)])
+def test_a_precision_learns_whose_last_held_out_loss_is_fp32s(shipped: float, learns: bool) -> None:
+    ends = {"32-true": 2.0, "bf16-mixed": 2.0, "bf16-true, to the nearest": 2.5, "bf16-true": shipped}
+    curves = {name: precision.Curve([3.0, 2.5], [1, 2], [3.0, end]) for name, end in ends.items()}
+    summary = precision.summarize(curves)
+    assert summary.held_out == ends
+    assert summary.above_fp32["bf16-true, to the nearest"] == pytest.approx(0.25)
+    assert summary.shipped_learns is learns

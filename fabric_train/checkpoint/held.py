@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fabric_train.low_precision_adamw import MOMENTS, local_moments, moments_dtype
 from fabric_train.optimizer import original_name
 from fabric_train.own_part import FlatCut, flat_cuts
 from fabric_train.parallel import named_parameters
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,12 @@ def held_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> list[Held]:
     counts = []
     for name, parameter in named_parameters(model):
         state, name = optimizer.state.get(parameter, {}), original_name(name)
-        weight = _held(name, parameter, parameter, cuts)
+        weight, dtype = _held(name, parameter, parameter, cuts), moments_dtype(optimizer, parameter)
+        zeros = torch.zeros(0 if state else weight.numel, dtype=dtype, device=parameter.device)
+        kept = local_moments(optimizer, parameter)
         for key in MOMENTS:
-            if key in state:
-                moment = _held(name, parameter, state[key], cuts)
-            else:
-                moment = replace(weight, parts=tuple(torch.zeros_like(part) for part in weight.parts))
-            moments[key].append(replace(moment, name=f"{name}.{key}"))
+            parts = (kept.get(key, zeros),) if weight.numel else ()
+            moments[key].append(replace(weight, name=f"{name}.{key}", dtype=dtype, parts=parts))
         count = state["step"].reshape(1) if "step" in state else torch.zeros(1)
         has_first = weight.begin == 0 and weight.numel > 0
         counts.append(
@@ -133,14 +131,16 @@ def _exchange(
     outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[tuple[int, int]]], tensors: list[Held]
 ) -> dict[int, torch.Tensor]:
     """Send and receive, between each pair of ranks all elements as one message of bytes; return those received."""
-    group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # one for all units
+    cut = next((tensor.cut for tensor in tensors if tensor.cut), None)
+    if cut is None:
+        return {}
+    group, device = cut.group, cut.shard.device  # one for all units
     operations, received = [], {}
     for rank, parts in sorted(outgoing.items()):
-        message = torch.cat([part.view(torch.uint8) for part in parts])
+        message = torch.cat([part.view(torch.uint8) for part in parts]).to(device)
         operations.append(dist.P2POp(dist.isend, message, group=group, group_peer=rank))
     for rank, places in sorted(incoming.items()):
         num_bytes = sum(count * tensors[index].dtype.itemsize for index, count in places)
-        device = tensors[places[0][0]].parts[0].device
         received[rank] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         operations.append(dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank))
     for work in dist.batch_isend_irecv(operations) if operations else []:

@@ -8,9 +8,9 @@ from lightning import Fabric
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fabric_train.checkpoint.held import MOMENTS
 from fabric_train.checkpoint.state import read_trainer_json
 from fabric_train.errors import InputError
+from fabric_train.low_precision_adamw import MOMENTS, restore_moments
 from fabric_train.optimizer import original_name
 from fabric_train.own_part import FlatCut, flat_cuts, read_own_part
 from fabric_train.parallel import named_parameters
@@ -30,13 +30,13 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
     for name, parameter in named_parameters(model):
         name = original_name(name)
         try:
-            state = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in MOMENTS}
+            moments = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in MOMENTS}
             count = tensors.read(f"{name}.step")
         except KeyError as error:
             raise InputError(
                 f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
             ) from error
-        optimizer.optimizer.state[parameter] = {"step": count.to(parameter.device), **state}
+        restore_moments(optimizer.optimizer, parameter, count, moments)
     fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint)["grad_scaler"])
 
 

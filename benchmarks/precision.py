@@ -1,0 +1,146 @@
+"""SmolLM2-135M fine-tuned at a small learning rate in every precision: where rounding loses what was learned."""
+
+import csv
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.measure import ROOT, Command, run
+from benchmarks.report import Report
+from demo import real_data
+
+STEPS, LR = 100, 2e-5
+MAX_LENGTH = 32  # tokens of a step: a CPU that has no bf16 instructions takes four times as long for its products
+HELD_OUT_BATCHES, EVAL_BATCH_SIZE, EVAL_STEP_INTERVAL = 2, 16, 20
+NUM_TOKENS = 60_000  # of the Spanish Bible, which the model has not learned to write: more than the steps need
+REFERENCE, SHIPPED = "32-true", "bf16-true"
+VARIANTS = {
+    REFERENCE: "--precision 32-true",
+    "bf16-mixed": "--precision bf16-mixed",
+    "bf16-true, to the nearest": "--precision bf16-true --stochastic_rounding false",
+    SHIPPED: "--precision bf16-true",
+}
+LARGEST_SHARE = 0.005  # of fp32's held-out loss, by which that of bf16-true as shipped may differ at the end
+PICTURE = ROOT / "docs" / "precision.png"
+_COLOURS = ("#555555", "#7ea3d4", "#c03a2b", "#d9782d")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses in nats a token: ``train`` of every step, ``held_out`` after each of ``steps``."""
+
+    train: list[float]
+    steps: list[int]
+    held_out: list[float]
+
+
+@dataclass(frozen=True)
+class PrecisionSummary:
+    """Held-out loss after the last step, and by what share it is above that of fp32 (below, where negative)."""
+
+    held_out: dict[str, float]
+    above_fp32: dict[str, float]
+    shipped_learns: bool
+
+
+def measure(work: Path) -> Report:
+    """Train in every precision on the same rows, with the files in ``work``, relative to the project's root; draw the
+    held-out losses into docs/precision.png.
+
+    Raises:
+        ChildProcessError: a run failed.
+    """
+    tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
+    print("precision: making the token dataset", flush=True)
+    run(_tokenize_command(model, tokens))
+    commands = {
+        name: command(options, model, tokens, work / f"run-{number}")
+        for number, (name, options) in enumerate(VARIANTS.items())
+    }
+    with ThreadPoolExecutor(len(commands)) as pool:
+        curves = dict(zip(commands, pool.map(_run, commands.values()), strict=True))
+    settings = {
+        "model": "SmolLM2-135M",
+        "text": "the Spanish Bible",
+        "lr": f"{LR:g}, cosine to 0",
+        "steps": STEPS,
+        "tokens a step": MAX_LENGTH,
+        "held-out tokens": MAX_LENGTH * EVAL_BATCH_SIZE * HELD_OUT_BATCHES,
+        "threads of a run": 1,
+    }
+    draw(curves, PICTURE)
+    return Report("precision", settings, commands, {name: [curve] for name, curve in curves.items()}, summarize(curves))
+
+
+def table(report: Report) -> Table:
+    """Show the held-out losses at the end."""
+    summary: PrecisionSummary = report.summary
+    title = f"Held-out loss after {STEPS} steps at lr {LR:g}: SmolLM2-135M on the Spanish Bible"
+    shown = Table("precision", "nats a token", "above fp32's", title=title, title_justify="left", box=box.SIMPLE)
+    for name, loss in summary.held_out.items():
+        shown.add_row(name, f"{loss:.4f}", f"{summary.above_fp32[name]:+.3%}")
+    return shown
+
+
+def summarize(curves: dict[str, Curve]) -> PrecisionSummary:
+    """Compare the ends of the curves."""
+    held_out = {name: curve.held_out[-1] for name, curve in curves.items()}
+    above = {name: loss / held_out[REFERENCE] - 1 for name, loss in held_out.items()}
+    return PrecisionSummary(held_out, above, shipped_learns=abs(above[SHIPPED]) <= LARGEST_SHARE)
+
+
+def draw(curves: dict[str, Curve], picture: Path) -> None:
+    """Draw the held-out losses over the steps as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), dpi=110, layout="constrained")
+    for (name, curve), colour in zip(curves.items(), _COLOURS, strict=True):
+        style = "--" if name == SHIPPED else "-"
+        label = f"{name}: {curve.held_out[-1]:.3f}"
+        axes.plot(curve.steps, curve.held_out, style, color=colour, linewidth=2, marker="o", markersize=3, label=label)
+    axes.set_title(f"SmolLM2-135M on the Spanish Bible, lr {LR:g}", loc="left", weight="bold")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("held-out loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(picture)
+    plt.close(figure)
+
+
+def _tokenize_command(model: Path, tokens: Path) -> Command:
+    words = f"python tokenize_dataset.py --dataset {real_data.bible_es().relative_to(ROOT)} --tokenizer_name {model}"
+    words += f" --output_dir {tokens} --max_length {MAX_LENGTH} --validation_split 0.05 --max_tokens {NUM_TOKENS}"
+    return Command(tuple(words.split()))
+
+
+def command(options: str, model: Path, tokens: Path, target: Path) -> Command:
+    """Return what trains with these options into ``target``."""
+    words = f"python -m fabric_train {options} --accelerator cpu --parallelism single --model_name {model}"
+    words += f" --train_data_dir {tokens} --output_dir {target} --max_step {STEPS} --lr {LR}"
+    words += " --micro_batch_size 1 --total_batch_size 1 --loggers csv --num_workers 0 --rank_timeout 0"
+    words += f" --eval_batch_size {EVAL_BATCH_SIZE} --eval_iters {HELD_OUT_BATCHES}"
+    words += f" --eval_step_interval {EVAL_STEP_INTERVAL} --save_step_interval {STEPS}"
+    return Command(tuple(words.split()), {"OMP_NUM_THREADS": "1"})
+
+
+def _run(training: Command) -> Curve:
+    print(f"precision: {training}", flush=True)
+    run(training)
+    target = ROOT / training.words[training.words.index("--output_dir") + 1]
+    with (target / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shutil.rmtree(target)  # the checkpoint is up to 1.6 GB
+    evaluated = [row for row in rows if row["val_loss"]]
+    return Curve(
+        train=[float(row["train_loss"]) for row in rows],
+        steps=[int(row["step"]) for row in evaluated],
+        held_out=[float(row["val_loss"]) for row in evaluated],
+    )

@@ -1,0 +1,68 @@
+"""Run by the tests on several ranks: AdamW's steps with gradients that do not depend on how the model is cut.
+
+Goes on from ``--checkpoint`` where one is given, takes ``--max_step`` steps, and saves a checkpoint.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from arguments import TrainArguments, parse
+from fabric_train import checkpoint as checkpoints
+from fabric_train import parallel
+from fabric_train.model import build_model, load_model, read_shape
+from fabric_train.optimizer import build_optimizer, decayed_names, original_name, set_learning_rate
+from fabric_train.weights import load_weights
+
+
+def main() -> None:
+    """Take the steps."""
+    arguments = parse(TrainArguments, sys.argv[1:])
+    checkpoint = Path(arguments.checkpoint.checkpoint) if arguments.checkpoint.checkpoint else None
+    shape = read_shape(arguments.model.model_name)
+    fabric = parallel.build_fabric(arguments, shape.layer_classes)
+    dtype = parallel.weights_dtype(arguments.model.precision)
+    model: Any = build_model(shape, load_weights(checkpoint), dtype) if checkpoint else load_model(shape, dtype)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    decayed = decayed_names(model)
+    model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
+    cuts, named = checkpoints.flat_cuts(model), parallel.named_parameters(model)
+    optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
+    first = 1
+    if checkpoint:
+        checkpoints.restore_optimizer(checkpoint, fabric, model, optimizer)
+        first += checkpoints.read_trainer_state(checkpoint).step
+    set_learning_rate(optimizer, arguments.training.lr)
+    last = first + (arguments.training.max_step or 1) - 1
+    for step in range(first, last + 1):
+        for name, parameter in named:
+            name = original_name(name)
+            parameter.grad = _part(gradient(name, step, shapes[name]).to(parameter.dtype), parameter, cuts)
+        optimizer.step()
+    described = checkpoints.Description(
+        arguments.fsdp.state_dict_type, str(dtype), checkpoints.DataOrder("", 1, 1, 0), {}, {}, ()
+    )
+    folder = Path(arguments.save.output_dir)
+    saves = checkpoints.Checkpoints(folder, fabric, model, optimizer, described, None, False, lambda _: None)
+    saves.save(checkpoints.TrainerState(step=last))
+    parallel.leave_process_group(fabric)
+
+
+def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
+    """Return the full gradient of a step, a function of its name."""
+    seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:4], "little")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _part(full: torch.Tensor, parameter: Any, cuts: Any) -> torch.Tensor:
+    """Return what of the gradient belongs to this rank's part of the parameter."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(full, parameter.device_mesh, parameter.placements)
+    if id(parameter) in cuts:
+        begin, end = cuts[id(parameter)].range(cuts[id(parameter)].rank)
+        return full.flatten()[begin:end].reshape(parameter.shape)
+    return full
