@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fabric_train.errors import InputError, first_line
 from fabric_train.loading import Unread, without_memory
-from fabric_train.model import ModelShape, shape_of
+from fabric_train.model import ModelShape, shape_of, tied_weight_names
 
 if TYPE_CHECKING:
     from arguments import ModelArguments
@@ -36,12 +36,16 @@ _SIZES = {  # what a size may be called in a family's configuration
 }
 
 
-def new_shape(arguments: "ModelArguments", layer_class: str) -> ModelShape:
+def new_shape(
+    arguments: "ModelArguments", layer_class: str, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> ModelShape:
     """Return the shape of a model of the sizes in ``arguments``.
 
     Args:
         arguments: with a family and its sizes.
         layer_class: of the repeated layer.
+        bos_token_id: with which documents begin, where that is known.
+        eos_token_id: with which they end, where that is known.
 
     Raises:
         InputError: where there is no such family, or it cannot have these sizes.
@@ -69,6 +73,8 @@ def new_shape(arguments: "ModelArguments", layer_class: str) -> ModelShape:
         assert arguments.hidden_width is not None  # or the arguments would have been refused
         assert arguments.num_heads is not None
         values["head_dim"] = arguments.hidden_width // arguments.num_heads
+    if eos_token_id is not None:
+        values |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
     values |= _known(arguments.model_config or {}, default, family)
     try:
         config = AutoConfig.for_model(family, **values)
@@ -160,7 +166,9 @@ class _Notes(TorchDispatchMode):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # a view of a parameter, such as the row of padding, is known by its storage
+        self._names = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
+        self._numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.values: dict[str, list[_Values]] = {name: [] for name in self._names.values()}
         self.unknown: list[str] = []
 
@@ -172,8 +180,7 @@ class _Notes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, target: torch.Tensor, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        whole = target if target._base is None else target._base
-        name = self._names.get(id(whole))
+        name = self._names.get(target.untyped_storage()._cdata)
         if name is None:
             return
         place = (int(target.storage_offset()), int(target.storage_offset()) + target.numel())
@@ -188,7 +195,7 @@ class _Notes(TorchDispatchMode):
         else:
             self.unknown.append(f"{name} ({operation})")
             return
-        covers = place == (0, whole.numel())
+        covers = place == (0, self._numbers[name])
         self.values[name] = [values] if covers else [*self.values[name], values]
 
 
@@ -204,6 +211,8 @@ def _note_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
         module._is_hf_initialized = False
     for parameter in model.parameters():
         parameter._is_hf_initialized = False
+    for name in tied_weight_names(model):  # the embedding's weight is not the head's to begin
+        model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
     notes = _Notes(model)
     with notes:
         model.initialize_weights()

@@ -70,7 +70,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
     data = _open_data(arguments, folder, checkpoint)
-    shape = _shape(arguments, checkpoint)
+    shape = _shape(arguments, checkpoint, data)
     plan = make_plan(arguments, shape, data, world_size)
     if not checkpoint and not shape.is_new:
         refuse_unreadable(shape.source)
@@ -86,12 +86,16 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state, notes)
 
 
-def _shape(arguments: "TrainArguments", checkpoint: Path | None) -> ModelShape:
+def _shape(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
     """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
-    given = arguments.model
-    if given.from_scratch and not checkpoint:
-        return new_shape(given, arguments.fsdp.auto_wrap_policy)
-    return read_shape(str(checkpoint or given.model_name), arguments.fsdp.auto_wrap_policy, given.attention)
+    given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
+    if not given.from_scratch or checkpoint:
+        return read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
+    if isinstance(data, Stream):
+        return new_shape(given, layer_class, data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
+    if data.manifest:
+        return new_shape(given, layer_class, data.manifest.tokenizer.bos_token_id, data.manifest.tokenizer.eos_token_id)
+    return new_shape(given, layer_class)
 
 
 def _refuse_place(folder: Path, *inputs: str | None) -> None:
