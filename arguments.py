@@ -113,6 +113,8 @@ class ModelArguments:
     """Implementation of attention; flash_attention_2 needs a GPU and the package flash-attn."""
     precision: Precision = "bf16-true"
     """bf16-true holds weights and optimizer in bfloat16; the mixed ones keep fp32 weights and compute in 16 bits."""
+    float8: bool = False
+    """Compute the layers' matrix products in 8 bits beside bf16; needs torchao, --compile true and a GPU of 2023 on."""
     from_scratch: str | None = None
     """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) of the sizes that
     follow, with random weights from --seed; --model_name is then only the tokenizer of --streaming_dataset.
@@ -166,6 +168,8 @@ class FSDPArguments:
     """Class of the layer that FSDP shards as one unit; for other families it is found from the model."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = "FULL_SHARD"
     """What is sharded: everything, gradients and optimizer, nothing, or everything within a machine."""
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that compute each row together, every matrix of a layer cut among them; needs --parallelism fsdp2."""
     state_dict_type: Literal["full", "sharded"] = "full"
     """Checkpoints as one file gathered on rank 0, or as one shard a rank."""
     limit_all_gathers: bool = True
@@ -180,6 +184,8 @@ class FSDPArguments:
     """With selective: what is stored, as a share of all activations; results of the costliest operations first."""
     activation_offload: bool = False
     """With full: keep the layers' inputs in pinned host memory until the backward pass."""
+    compile: bool = False
+    """Compile the decoder layers with torch.compile: the first step takes a minute or so more, the others less."""
 
     def faults(self) -> list[str]:
         """Name the combinations that no strategy offers."""
@@ -188,8 +194,12 @@ class FSDPArguments:
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.activation_offload and self.activation_checkpointing != "full":
             faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
-        if self.parallelism == "fsdp2" and self.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
-            faults.append(f"--sharding_strategy {self.sharding_strategy} needs --parallelism fsdp, not fsdp2")
+        if self.parallelism == "fsdp2" and self.sharding_strategy == "NO_SHARD":
+            faults.append("--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2")
+        if self.parallelism != "fsdp2" and self.tensor_parallel_size > 1:
+            faults.append(
+                f"--tensor_parallel_size {self.tensor_parallel_size} needs --parallelism fsdp2, not {self.parallelism}"
+            )
         return faults
 
 

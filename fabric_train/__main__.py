@@ -37,9 +37,13 @@ from fabric_train.batches import (  # noqa: E402
     validation_batches,
 )
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
+from fabric_train.compilation import MOST_SHAPES  # noqa: E402
 from fabric_train.complete_folder import write_at_once  # noqa: E402
+from fabric_train.data_ranks import data_ranks  # noqa: E402
 from fabric_train.errors import FAILURE, run_program  # noqa: E402
 from fabric_train.from_scratch import open_new  # noqa: E402
+from fabric_train.garbage import collected_by_hand  # noqa: E402
+from fabric_train.host_memory import keep_freed_memory  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
 from fabric_train.loading import Unread, open_checkpoint, open_pretrained  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
@@ -129,13 +133,18 @@ def _checked(fabric: Fabric, prepared: Prepared, console: Console) -> Prepared:
 def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> int:
     """Build what the loop drives and train, or evaluate or check alone; return the exit code."""
     arguments = prepared.arguments
+    if fabric.device.type == "cpu":
+        keep_freed_memory()
     unread = _open(prepared)
     if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
         note = note_on_end_of_turn(unread, prepared.data)
         if note:
             _note(console, note)
     decayed = decayed_names(unread.model)
-    model = parallel.setup_model(fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights)
+    any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
+    model = parallel.setup_model(
+        fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length
+    )
     if prepared.data.isolates:
         refuse_leaking(fabric, model, prepared.shape.source)
     if fabric.is_global_zero:
@@ -191,6 +200,13 @@ def _open(prepared: Prepared) -> Unread:
     return open_pretrained(prepared.shape, dtype)
 
 
+def _row_lengths(prepared: Prepared) -> set[int]:
+    """The different numbers of tokens in the rows that the model will see."""
+    data = prepared.data
+    trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
+    return trained | (data.validation.lengths() if data.validation else set())
+
+
 def _validation(
     fabric: Fabric, model: Any, prepared: Prepared, progress: Progress
 ) -> Callable[[], Evaluation | None] | None:
@@ -198,11 +214,12 @@ def _validation(
     rows, limits = prepared.data.validation, prepared.arguments.evaluation
     if rows is None:
         return None
+    ranks = data_ranks(fabric)
     batches = validation_batches(
         rows,
         limits.eval_batch_size,
-        fabric.world_size,
-        fabric.global_rank,
+        ranks.size,
+        ranks.rank,
         limits.eval_iters,
         prepared.arguments.data.num_workers,
     )
@@ -275,7 +292,8 @@ def _train(
     started = time.monotonic()
     try:
         stop_signals.save_first()
-        end = train(run, prepared.arguments, state)
+        with collected_by_hand():
+            end = train(run, prepared.arguments, state)
         newest = saves.path(end.state)
         outputs.ended(newest)
     finally:
@@ -307,9 +325,9 @@ def _outputs(fabric: Fabric, prepared: Prepared, console: Console) -> Outputs:
 def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
     """Return where this rank's windows come from."""
     arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
-    num_workers, pins = arguments.data.num_workers, fabric.device.type == "cuda"
+    num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
     if isinstance(data, TokenDataset):
-        order = window_order(data, plan, arguments, fabric.global_rank)
+        order = window_order(data, plan, arguments, ranks.rank)
         return TrainBatches(data.train, order, num_workers, pin_memory=pins)
     fabric.barrier()  # rank 0 has written the tokenizer
     return StreamBatches(
@@ -317,9 +335,7 @@ def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
         encode=data.open_encoder(),
         max_length=data.max_length,
         isolates=data.isolates,
-        order=LaneOrder(
-            plan.rows_per_window, arguments.training.micro_batch_size, fabric.world_size, fabric.global_rank
-        ),
+        order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
         stands=checkpoints.read_stands(prepared.checkpoint) if prepared.checkpoint and prepared.state.step else None,
         num_workers=num_workers,
         pin_memory=pins,

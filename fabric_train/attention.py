@@ -1,8 +1,6 @@
 """Which implementation of attention can run here, and whether it keeps the documents of a row apart."""
 
 import inspect
-import os
-import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +9,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.batches import isolate
+from fabric_train.compilation import refuse_without_compiler
 from fabric_train.errors import InputError
 from fabric_train.loss import next_token_logits
 
@@ -37,12 +36,8 @@ def refuse_unusable(arguments: "TrainArguments", accelerator: str) -> None:
             "--attention flex_attention cannot train on CPU: torch has no backward pass for it there; "
             "use --attention sdpa"
         )
-    compiler = os.environ.get("CXX", "g++")
-    if chosen == "flex_attention" and shutil.which(compiler) is None:
-        raise InputError(
-            f"--attention flex_attention is compiled when it first runs and finds no compiler {compiler}; "
-            "install g++, or use --attention sdpa"
-        )
+    if chosen == "flex_attention":
+        refuse_without_compiler("--attention flex_attention", "use --attention sdpa")
 
 
 @torch.no_grad()

@@ -126,6 +126,10 @@ class Rows(torch.utils.data.Dataset):
         """Tokens in the shortest row."""
         return int(self._lengths.min())
 
+    def lengths(self) -> set[int]:
+        """The different numbers of tokens that rows have."""
+        return set(np.unique(self._lengths).tolist())
+
     def num_tokens(self, indices: np.ndarray) -> int:
         """Tokens in these rows together."""
         return int(self._lengths[indices].sum())

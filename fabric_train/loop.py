@@ -13,9 +13,11 @@ from lightning import Fabric
 
 from fabric_train.batches import Window, WindowSource
 from fabric_train.checkpoint import Checkpoints, TrainerState
+from fabric_train.data_ranks import data_ranks
 from fabric_train.errors import RunError
+from fabric_train.garbage import collect
 from fabric_train.gradient_norm import clip
-from fabric_train.loss import WindowLoss, count_supervised, gather_over_ranks, summed_loss
+from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
 from fabric_train.ranks.progress import Phase, Progress
 from fabric_train.ranks.signals import stop_signals
@@ -73,7 +75,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         if state.unlogged:
             return End(state, _border(run).stops)
     for window in _timed(run, state.step, stopwatch):
-        seed_step(arguments.data.seed, window.step, run.fabric.global_rank)
+        seed_step(arguments.data.seed, window.step, data_ranks(run.fabric).rank)
         rate = learning_rate(window.step, run.num_steps, arguments.training)
         set_learning_rate(run.optimizer, rate)
         loss = accumulate(run.fabric, run.model, window, run.progress)
@@ -90,6 +92,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
                 raise _stopped(run, verdict.fault, state, checkpoint, cursors)
             run.guard.leave_out()
             run.warn(f"{verdict.fault}; the step is left out")
+        collect(window.step)  # while the device is busy with the optimizer's step
         run.progress.at(Phase.COMPLETING)
         border = answer()
         run.checkpoints.at_border(border)
@@ -200,12 +203,12 @@ def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | 
 
     The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass:
     however the window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their
-    gradients, hence the factor ``world_size``.
+    gradients, hence the factor of their number.
     """
     if progress:
         progress.at(Phase.COMPUTING)  # before the first word from the other ranks is waited for
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
-    num_supervised = gather_over_ranks(fabric, counts)
+    num_supervised = gather_over_data_ranks(fabric, counts)
     divisor = num_supervised.sum().clamp(min=1)
     losses = []
     for index, batch in enumerate(window.batches):
@@ -216,9 +219,9 @@ def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | 
         with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
             batch = batch.to(fabric.device)
             loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
-            fabric.backward(loss * fabric.world_size / divisor)
+            fabric.backward(loss * data_ranks(fabric).size / divisor)
         losses.append(loss.detach())
-    return WindowLoss(gather_over_ranks(fabric, torch.stack(losses)), num_supervised)
+    return WindowLoss(gather_over_data_ranks(fabric, torch.stack(losses)), num_supervised)
 
 
 def _timed(run: Run, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:

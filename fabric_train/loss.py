@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning import Fabric
 
+from fabric_train.data_ranks import data_ranks
 from fabric_train.head_loss import returns_loss
 
 IGNORED_LABEL = -100
@@ -60,7 +61,7 @@ class Targets:
 @dataclass(frozen=True)
 class WindowLoss:
     """What the micro-batches of a window cost: ``summed`` over their tokens, fp64, and ``num_supervised``, int64, both
-    [ranks, micro-batches of a rank] and the same on all ranks.
+    [data ranks, micro-batches of one] and the same on all ranks.
     """
 
     summed: torch.Tensor
@@ -136,15 +137,21 @@ def _inputs(model: Any, input_ids: torch.Tensor, documents: Documents | None) ->
 
 
 def sum_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over all ranks, on this rank's device."""
-    return fabric.all_reduce(onto(tensor, fabric.device), reduce_op="sum")  # type: ignore[return-value]
+    """Return the sum of what was found on each part of the rows, on this rank's device."""
+    return gather_over_data_ranks(fabric, tensor).sum(dim=0)
+
+
+def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what was found on each part of the rows, stacked: of every rank, or group of ranks that has its own."""
+    return gather_over_ranks(fabric, tensor)[:: data_ranks(fabric).tensor_parallel_size]
 
 
 def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
     """Return every rank's tensor, of the same shape on all, stacked in the ranks' order: [ranks, ...]."""
     stacked = torch.zeros(fabric.world_size, *tensor.shape, dtype=tensor.dtype, device=fabric.device)
     stacked[fabric.global_rank] = onto(tensor, fabric.device)
-    return sum_over_ranks(fabric, stacked)  # the others add zeros; Fabric's all_gather is a deprecated one of torch's
+    # the others add zeros; Fabric's all_gather is a deprecated one of torch's
+    return fabric.all_reduce(stacked, reduce_op="sum")  # type: ignore[return-value]
 
 
 def onto(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

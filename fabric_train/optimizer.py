@@ -45,24 +45,23 @@ def build_optimizer(
         cuts: FSDP1's, from ``own_part.flat_cuts``; None under the other strategies.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
-    shares = ((arguments.weight_decay, True), (0.0, False))
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [parameter for parameter, name in names.items() if (name in decayed) == has_decay],
-            "weight_decay": of,
-        }
-        for of, has_decay in shares
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter, name in names.items():
+        mesh = getattr(parameter, "device_mesh", None)  # one kernel does not take tensors of several meshes
+        groups.setdefault((name in decayed, mesh), []).append(parameter)
+    options = [
+        {"params": parameters, "weight_decay": arguments.weight_decay if has_decay else 0.0}
+        for (has_decay, _), parameters in groups.items()
     ]
-    groups = [group for group in groups if group["params"]]
     betas = (arguments.beta1, arguments.beta2)
     weights_dtype, states = next(iter(names)).dtype, arguments.optimizer_states
     in_eight_bits = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
     moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
     rounds_by_chance = arguments.stochastic_rounding and torch.bfloat16 in (weights_dtype, moments_dtype)
     if moments_dtype == weights_dtype and not rounds_by_chance and not in_eight_bits:
-        return torch.optim.AdamW(groups, lr=arguments.lr, betas=betas, fused=fused)
+        return torch.optim.AdamW(options, lr=arguments.lr, betas=betas, fused=fused)
     return LowPrecisionAdamW(
-        groups,
+        options,
         lr=arguments.lr,
         betas=betas,
         moments_dtype=moments_dtype,

@@ -17,22 +17,22 @@ import torch.distributed as dist
 from lightning import Fabric
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.fabric.strategies.launchers import subprocess_script
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
 )
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.activations import checkpoint_layers
+from fabric_train.compilation import compile_layers
 from fabric_train.errors import FAILURE, InputError, end_run, leave
+from fabric_train.float8 import convert_layers, refuse_older_gpu
+from fabric_train.fully_sharded import MeshStrategy, shard_model
 from fabric_train.head_loss import let_head_compute_loss
 from fabric_train.launch import (
     as_launcher,
@@ -46,10 +46,11 @@ from fabric_train.launch import (
 from fabric_train.loading import Materialization, read_weights
 from fabric_train.ranks.signals import STOPPED, outside_of_training
 from fabric_train.ranks.watchdog import PATIENCE
+from fabric_train.tensor_parallel import cut_layers
 from fabric_train.weights import Weights
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import FSDPArguments, TrainArguments
 
 LayerClasses = frozenset[type[nn.Module]]
 
@@ -280,6 +281,12 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
         raise InputError(f"--cpu_offload true: {reason}; leave it out")
     if arguments.fsdp.activation_offload and accelerator == "cpu":
         raise InputError("--activation_offload true: there is nothing to offload from on CPU; leave it out")
+    together, on_machine = arguments.fsdp.tensor_parallel_size, num_processes // arguments.device.num_nodes
+    if on_machine % together:
+        raise InputError(
+            f"--tensor_parallel_size {together} does not divide the {on_machine} devices of a machine, within which "
+            "such ranks lie; give a size that does"
+        )
     return name
 
 
@@ -289,25 +296,29 @@ def setup_model(
     layer_classes: LayerClasses,
     arguments: "TrainArguments",
     weights: Weights | None = None,
+    any_length: bool = False,
 ) -> Any:
-    """Hand the model to Fabric: sharded or replicated, on its device, with activation checkpointing where it is asked
-    for.
+    """Hand the model to Fabric: sharded or replicated, on its device, and before it with what is asked for: 8-bit
+    products, cut matrices, compiled layers, activation checkpointing.
 
     Args:
         fabric: from :func:`build_fabric`.
         model: on the CPU, or with its parameters on the meta device where ``weights`` are given.
-        layer_classes: the units that are sharded and checkpointed.
+        layer_classes: the units that are sharded, checkpointed and compiled.
         arguments: of the run.
         weights: what each rank then reads its part of the model from.
+        any_length: see ``compile_layers``.
     """
     if arguments.model.precision != "16-mixed":  # whose small gradients of logits are lost unless they are scaled first
         let_head_compute_loss(model)
-    fsdp, kept = arguments.fsdp, {"none": 1.0, "full": 0.0, "selective": arguments.fsdp.activation_memory_budget}
-    if kept[fsdp.activation_checkpointing] < 1:
-        layers = [module for module in model.modules() if type(module) in layer_classes]
-        checkpoint_layers(layers, kept[fsdp.activation_checkpointing], fsdp.activation_offload)
+    if arguments.model.float8:
+        refuse_older_gpu(fabric.device)
+        convert_layers(_layers(model, layer_classes))
+    if isinstance(fabric.strategy, MeshStrategy) and arguments.fsdp.tensor_parallel_size > 1:
+        cut_layers(model, fabric.strategy.device_mesh["tensor"])
+    _set_up_layers(_layers(model, layer_classes), arguments.fsdp, any_length)
     model.train()
-    if weights and not isinstance(fabric.strategy, FSDPStrategy | ModelParallelStrategy):
+    if weights and not isinstance(fabric.strategy, FSDPStrategy | MeshStrategy):
         model.apply(Materialization(fabric.device))
     wrapped: Any = fabric.setup_module(model)
     if weights:
@@ -369,10 +380,11 @@ def _strategy(
             ),
         )
     if name == "fsdp2":
-        return ModelParallelStrategy(
-            parallelize_fn=lambda model, mesh: _fully_shard(model, mesh["data_parallel"], layer_classes, arguments),
-            data_parallel_size=num_processes,
-            tensor_parallel_size=1,
+        hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
+        return MeshStrategy(
+            lambda model, mesh: _fully_shard(model, mesh, layer_classes, arguments),
+            num_copies=arguments.device.num_nodes if hybrid else 1,
+            tensor_parallel_size=fsdp.tensor_parallel_size,
             timeout=timeout,
         )
     if name == "ddp":
@@ -385,19 +397,34 @@ def _strategy(
 def _fully_shard(
     model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses, arguments: "TrainArguments"
 ) -> nn.Module:
-    """FSDP2: every decoder layer is a unit, and what is left (embeddings, last norm, head) the root's."""
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": arguments.fsdp.sharding_strategy == "FULL_SHARD",
-        "mp_policy": MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
-        "offload_policy": CPUOffloadPolicy() if arguments.fsdp.cpu_offload else OffloadPolicy(),
-    }
-    for unit in (module for module in list(model.modules()) if type(module) in layer_classes):
-        fully_shard(unit, **options)
-    fully_shard(model, **options)
+    shard_model(
+        model,
+        mesh,
+        _layers(model, layer_classes),
+        precision=MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
+        reshards=arguments.fsdp.sharding_strategy != "SHARD_GRAD_OP",
+        offloads=arguments.fsdp.cpu_offload,
+    )
     model.apply(Materialization(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
     model._apply(lambda tensor: tensor)  # lets FSDP2 take note of what is new
     return model
+
+
+def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_length: bool) -> None:
+    """Compile the layers and let them recompute activations, as is asked for.
+
+    The compiler plans itself what it keeps of a selective budget; full recomputation runs what is compiled again.
+    """
+    kept = {"none": 1.0, "full": 0.0, "selective": arguments.activation_memory_budget}
+    budget = kept[arguments.activation_checkpointing]
+    if arguments.compile:
+        compile_layers(layers, any_length, budget if arguments.activation_checkpointing == "selective" else 1.0)
+    if budget < 1 and not (arguments.compile and arguments.activation_checkpointing == "selective"):
+        checkpoint_layers(layers, budget, arguments.activation_offload)
+
+
+def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module) in layer_classes]
 
 
 def _first_index(devices: int | str) -> int:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of a run; a window is what one optimizer step consumes over all ranks.
+    """Counts of a run; a window is what one optimizer step consumes over all ranks. Its rows are shared out among
+    ``num_data_ranks``, see ``data_ranks``, of the ``world_size`` ranks.
 
     ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose end is not known. ``notes`` are lines the user
     should read before it starts.
@@ -24,6 +25,7 @@ class Plan:
 
     num_rows: int | None
     world_size: int
+    num_data_ranks: int
     accumulation: int
     rows_per_window: int
     windows_per_epoch: int | None
@@ -50,7 +52,8 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, data: TokenDataset
         faults.append(
             f"--eval_only true: {data.folder} has no validation split; tokenize with --validation_split above 0"
         )
-    together = training.micro_batch_size * world_size
+    num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
+    together = training.micro_batch_size * num_data_ranks
     accumulation = training.gradient_accumulation_steps
     if training.total_batch_size is not None:
         accumulation = training.total_batch_size // together
@@ -58,7 +61,7 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, data: TokenDataset
             nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
             faults.append(
                 f"--total_batch_size {training.total_batch_size} is no multiple of {together}, "
-                f"--micro_batch_size {training.micro_batch_size} on {world_size} devices; "
+                f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
                 f"nearest: {' or '.join(map(str, nearest))}"
             )
     if faults:
@@ -73,6 +76,7 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, data: TokenDataset
     return Plan(
         num_rows=num_rows,
         world_size=world_size,
+        num_data_ranks=num_data_ranks,
         accumulation=accumulation,
         rows_per_window=rows_per_window,
         windows_per_epoch=windows_per_epoch,

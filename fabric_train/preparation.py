@@ -10,14 +10,17 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train import parallel
 from fabric_train.attention import refuse_unusable
 from fabric_train.batches import TokenDataset, WindowOrder, open_dataset
+from fabric_train.compilation import refuse_without_compiler
 from fabric_train.complete_folder import refuse_dead_link, refuse_inside
 from fabric_train.errors import InputError
+from fabric_train.float8 import refuse_unusable_float8
 from fabric_train.from_scratch import new_shape
 from fabric_train.launch import num_restarts
 from fabric_train.model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.plan import Plan, make_plan
 from fabric_train.resumption import check_resumption
 from fabric_train.stream import Stream, open_stream
+from fabric_train.tensor_parallel import refuse_uncuttable
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -69,8 +72,13 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
+    if arguments.model.float8:
+        refuse_unusable_float8(arguments, accelerator)
+    if arguments.fsdp.compile:
+        refuse_without_compiler("--compile true", "leave it out")
     data = _open_data(arguments, folder, checkpoint)
     shape = _shape(arguments, checkpoint, data)
+    refuse_uncuttable(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     plan = make_plan(arguments, shape, data, world_size)
     if not checkpoint and not shape.is_new:
         refuse_unreadable(shape.source)
@@ -155,5 +163,5 @@ def _order(data: TokenDataset | Stream, plan: Plan, seed: int) -> checkpoints.Da
 
 def window_order(data: TokenDataset, plan: Plan, arguments: "TrainArguments", rank: int = 0) -> WindowOrder:
     """Return which rows of a token dataset a rank takes at every step."""
-    rows, share = len(data.train), (arguments.training.micro_batch_size, plan.world_size, rank)
+    rows, share = len(data.train), (arguments.training.micro_batch_size, plan.num_data_ranks, rank)
     return WindowOrder(rows, plan.rows_per_window, *share, arguments.data.seed)

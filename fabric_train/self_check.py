@@ -14,6 +14,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.batches import Batch, Rows, Window, pad_rows, positions
+from fabric_train.data_ranks import data_ranks
 from fabric_train.errors import InputError
 from fabric_train.gradient_norm import clip
 from fabric_train.loop import accumulate
@@ -118,7 +119,7 @@ def check_cuts(
         InputError: where none of the rows has a label.
     """
     started = time.monotonic()
-    indices = indices[: _ROWS_OF_RANK * fabric.world_size]
+    indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]
     length = _length(rows.longest(), micro_batch_size, fabric.device.type)
     whole = [_read(rows, index, length) for index in indices]
     whole[1::2] = [row.thinned() for row in whole[1::2]]
@@ -183,9 +184,9 @@ def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool) -> list[tuple
 
 def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
     """Return this rank's micro-batches, as many as every rank's."""
-    batches = []
-    for number in range(math.ceil(len(rows) / (size * fabric.world_size))):
-        place = positions(number, size, fabric.world_size, fabric.global_rank)
+    batches, ranks = [], data_ranks(fabric)
+    for number in range(math.ceil(len(rows) / (size * ranks.size))):
+        place = positions(number, size, ranks.size, ranks.rank)
         part = rows[place.start : place.stop]
         starts = [row.starts for row in part]
         batches.append(pad_rows([row.input_ids for row in part], [row.labels for row in part], starts))

@@ -13,7 +13,8 @@ import torch
 from lightning import Fabric
 
 from fabric_train.batches import Window
-from fabric_train.loss import WindowLoss, gather_over_ranks
+from fabric_train.data_ranks import data_ranks
+from fabric_train.loss import WindowLoss, gather_over_data_ranks
 
 _LISTED_ROWS = 64
 
@@ -76,7 +77,7 @@ class StepGuard:
         names = self._names(window)
         by_rank: dict[int, list[str]] = {}
         for rank, batch in micro_batches:
-            rows = window.rows_of(batch, self._fabric.world_size, rank)
+            rows = window.rows_of(batch, data_ranks(self._fabric).size, rank)
             by_rank.setdefault(rank, []).extend(names[row] for row in rows)
         left, parts = _LISTED_ROWS, []
         for rank, named in by_rank.items():
@@ -90,7 +91,7 @@ class StepGuard:
         """Name every row of the window: by its index, or in a stream by its lane and the document after it."""
         if window.cursors is None:
             return {row: str(row) for row in window.rows.tolist()}
-        cursors = gather_over_ranks(self._fabric, torch.from_numpy(window.cursors)).reshape(-1, 4).tolist()
+        cursors = gather_over_data_ranks(self._fabric, torch.from_numpy(window.cursors)).reshape(-1, 4).tolist()
         return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, _ in cursors}
 
 

@@ -28,10 +28,11 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
     table.add_row("start", start)
     table.add_row("data", _data(arguments, plan))
     table.add_row("devices", f"{plan.world_size} × {parallelism}, {arguments.model.precision}")
+    shared_by = "devices" if plan.num_data_ranks == plan.world_size else "groups of devices"
     table.add_row(
         "step",
-        f"{plan.rows_per_window} rows = {training.micro_batch_size} × {plan.accumulation} × {plan.world_size} "
-        f"(micro-batch × accumulation × devices), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
+        f"{plan.rows_per_window} rows = {training.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
+        f"(micro-batch × accumulation × {shared_by}), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
     )
     per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")

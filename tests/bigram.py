@@ -41,6 +41,11 @@ class Bigram(nn.Module):
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> CausalLMOutput:
         return CausalLMOutput(logits=self.table(input_ids))
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    get_output_embeddings = get_input_embeddings
+
 
 def main() -> None:
     """Take one step on this rank's micro-batches."""

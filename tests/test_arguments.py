@@ -470,9 +470,10 @@ def test_the_launcher_is_asked_by_the_training_program_alone(monkeypatch: pytest
             "--cpu_offload true needs --parallelism fsdp or fsdp2, not single",
         ),
         (
-            "--parallelism fsdp2 --sharding_strategy HYBRID_SHARD",
-            "--sharding_strategy HYBRID_SHARD needs --parallelism fsdp, not fsdp2",
+            "--parallelism fsdp2 --sharding_strategy NO_SHARD",
+            "--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2",
         ),
+        ("--tensor_parallel_size 2", "--tensor_parallel_size 2 needs --parallelism fsdp2, not auto"),
         (
             "--weights_only true",
             "--weights_only true needs --checkpoint: the checkpoint whose weights to start from",

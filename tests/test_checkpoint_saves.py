@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from forked_runs import ForkedRun, ForkedRuns
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
+from two_nodes import on_nodes
 
 from fabric_train.checkpoint import newest_checkpoint
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
@@ -36,6 +37,7 @@ SETTINGS = {
 }
 SLOW_DISK = "import os, time; pwrite = os.pwrite; os.pwrite = lambda *write: (time.sleep(0.05), pwrite(*write))[1]"
 """Makes a save last for several steps: it has dozens of writes."""
+IN_TWO_MACHINES = {"sharding_strategy": "HYBRID_SHARD", "num_nodes": 2, "devices": 2, "micro_batch_size": 1}
 Start = Callable[..., ForkedRun]
 
 
@@ -94,15 +96,22 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Pat
         ("fsdp", 2, {"sharding_strategy": "NO_SHARD"}),
         ("fsdp2", 3, {"micro_batch_size": 1}),
         ("fsdp2", 2, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("fsdp2", 4, {**IN_TWO_MACHINES}),
+        ("fsdp2", 2, {"tensor_parallel_size": 2}),
+        ("fsdp2", 4, {"tensor_parallel_size": 2}),
+        ("fsdp2", 4, {**IN_TWO_MACHINES, "tensor_parallel_size": 2}),
         ("ddp", 2, {}),
+        ("single", 1, {"compile": "true"}),
     ],
 )
 def test_the_parts_of_all_ranks_are_what_one_device_saves(
     tmp_path: Path, of_one_device: Path, start: Start, parallelism: str, num_ranks: int, options: dict[str, object]
 ) -> None:
     kinds = ("full", "sharded")
+    before = on_nodes(2) if "num_nodes" in options else ""
     runs = [
-        start(tmp_path / kind, num_ranks, parallelism=parallelism, state_dict_type=kind, **options) for kind in kinds
+        start(tmp_path / kind, num_ranks, before, parallelism=parallelism, state_dict_type=kind, **options)
+        for kind in kinds
     ]
     for run in runs:
         run.finish()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from forked_runs import ForkedRuns
 from plain_training import GRAD_CLIP, LR, plain_pytorch
+from two_nodes import on_nodes
 from unequal_rows import argv, metrics, write_model, write_rows
 
 from fabric_train.batches import open_dataset
@@ -19,19 +20,24 @@ TOLERANCE = 1e-5  # relative, in fp32
 
 @dataclass(frozen=True)
 class Cut:
-    """How a window of ``num_ranks * micro_batch_size * accumulation`` rows is cut."""
+    """How a window of ``num_data_ranks * micro_batch_size * accumulation`` rows is cut."""
 
     parallelism: str
     num_ranks: int
     micro_batch_size: int
     accumulation: int
+    num_nodes: int = 1
+    tensor_parallel_size: int = 1
+    compiled: bool = False
 
     def __str__(self) -> str:
-        return f"{self.parallelism}-{self.num_ranks}x{self.micro_batch_size}x{self.accumulation}"
+        text = f"{self.parallelism}-{self.num_ranks}x{self.micro_batch_size}x{self.accumulation}"
+        text += "-hybrid" * (self.num_nodes > 1) + "-compiled" * self.compiled
+        return text + f"-tensor{self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
 
     @property
     def rows(self) -> int:
-        return self.num_ranks * self.micro_batch_size * self.accumulation
+        return self.num_ranks // self.tensor_parallel_size * self.micro_batch_size * self.accumulation
 
 
 CUTS = [
@@ -57,6 +63,17 @@ CUTS = [
     Cut("fsdp2", 2, 2, 6),
     Cut("fsdp", 2, 8, 1),
     Cut("fsdp2", 4, 8, 1),
+    Cut("fsdp", 4, 1, 2, num_nodes=2),
+    Cut("fsdp2", 4, 1, 2, num_nodes=2),
+    Cut("fsdp2", 2, 2, 4, tensor_parallel_size=2),
+    Cut("fsdp2", 4, 2, 2, tensor_parallel_size=2),
+    Cut("fsdp2", 4, 2, 2, tensor_parallel_size=2, num_nodes=2),
+    # of one shape, which is compiled once and then taken from torch's cache
+    Cut("single", 1, 1, 8, compiled=True),
+    Cut("fsdp", 2, 1, 4, compiled=True),
+    Cut("fsdp2", 2, 1, 4, compiled=True),
+    Cut("ddp", 2, 1, 4, compiled=True),
+    Cut("fsdp2", 2, 1, 8, tensor_parallel_size=2, compiled=True),
 ]
 
 
@@ -76,14 +93,19 @@ def test_however_a_window_is_cut_its_loss_and_gradient_norm_are_those_of_plain_p
 ) -> None:
     given = {
         "parallelism": cut.parallelism,
-        "devices": cut.num_ranks,
+        "sharding_strategy": "HYBRID_SHARD" if cut.num_nodes > 1 else "FULL_SHARD",
+        "tensor_parallel_size": cut.tensor_parallel_size,
+        "compile": str(cut.compiled).lower(),
+        "devices": cut.num_ranks // cut.num_nodes,
+        "num_nodes": cut.num_nodes,
         "micro_batch_size": cut.micro_batch_size,
         "total_batch_size": cut.rows,
         "max_step": STEPS,
         "lr": LR,
         "grad_clip": GRAD_CLIP,
     }
-    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), cut.num_ranks).finish()
+    before = on_nodes(cut.num_ranks // cut.num_nodes) if cut.num_nodes > 1 else ""
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), cut.num_ranks, before=before).finish(300)
     losses, norms = plain_pytorch(model, tokens, cut.rows, STEPS)
     logged = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=TOLERANCE)

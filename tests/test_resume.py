@@ -98,6 +98,8 @@ def test_killed_at_any_chosen_moment_a_run_goes_on_as_if_nothing_had_happened(
         ("ddp", 2, {"parallelism": "ddp", "num_workers": 2}),
         ("single", 1, {"parallelism": "single", "log_step_interval": 3}),
         ("shards", 2, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
+        ("tensor", 2, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
+        ("compiled", 1, {"parallelism": "single", "compile": "true"}),
     ],
 )
 def test_killed_at_random_moments_a_run_goes_on_as_if_nothing_had_happened(
@@ -297,6 +299,7 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(resumed:
     ("num_ranks", "options"),
     [
         (4, {"parallelism": "fsdp2", "micro_batch_size": 1}),
+        (4, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "compile": "true"}),
         (1, {"parallelism": "single", "micro_batch_size": 3}),
         (2, {"parallelism": "ddp", "micro_batch_size": 4, "state_dict_type": "sharded"}),
     ],
@@ -304,7 +307,8 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(resumed:
 def test_a_full_checkpoint_goes_on_under_other_ranks_with_the_same_windows(
     resumed: Resumed, num_ranks: int, options: Options
 ) -> None:
-    name, run = f"other-{num_ranks}", resumed.killing.folder
+    name = f"other-{num_ranks}-{options.get('tensor_parallel_size', 1)}"
+    run = resumed.killing.folder
     checkpoint = resumed.run / "checkpoints" / "step-00000003"
     resumed(name, num_ranks, {**options, "checkpoint": checkpoint}).finish()
     ours, theirs = metrics(run / name), metrics(resumed.run)[3:]

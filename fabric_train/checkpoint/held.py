@@ -5,6 +5,7 @@ rank some rows of each parameter, and the others give every rank everything. In 
 one contiguous range of the flattened tensor.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.low_precision_adamw import MOMENTS, local_moments, moments_dtype
@@ -68,7 +69,8 @@ def held_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> list[Held]:
         zeros = torch.zeros(0 if state else weight.numel, dtype=dtype, device=parameter.device)
         kept = local_moments(optimizer, parameter)
         for key in MOMENTS:
-            parts = (kept.get(key, zeros),) if weight.numel else ()
+            moment = _flat_in_rows(kept[key], parameter) if key in kept else zeros
+            parts = (moment,) if weight.numel else ()
             moments[key].append(replace(weight, name=f"{name}.{key}", dtype=dtype, parts=parts))
         count = state["step"].reshape(1) if "step" in state else torch.zeros(1)
         has_first = weight.begin == 0 and weight.numel > 0
@@ -161,12 +163,46 @@ def _held(name: str, parameter: nn.Parameter, tensor: torch.Tensor, cuts: dict[i
         copy = dist.get_rank() // cut.num_ranks  # HYBRID_SHARD's groups are ranks that follow each other
         return Held(name, cut.shape, cut.shard.dtype, begin, parts, num_copies, copy, cut)
     if isinstance(tensor, DTensor):
-        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        assert tuple(shape[1:]) == tuple(tensor.shape[1:]), f"{name} is cut otherwise than into rows"
-        local = tensor.to_local().detach().flatten()
+        tensor = _in_rows(tensor.detach())
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = tensor.to_local().flatten()
         begin = offsets[0] * tensor.shape[1:].numel() if offsets else 0
-        return Held(name, tensor.shape, tensor.dtype, begin, (local,) if local.numel() else (), 1, 0)
+        return Held(name, tensor.shape, tensor.dtype, begin, (local,) if local.numel() else (), *_copies(tensor))
     return _replicated(name, tensor.detach())
+
+
+def _in_rows(tensor: DTensor) -> DTensor:
+    """Return the tensor cut into rows, which are contiguous, where tensor parallelism has cut it into columns.
+
+    The ranks of the mesh exchange their parts; all call it together.
+    """
+    if not any(isinstance(placement, Shard) and placement.dim for placement in tensor.placements):
+        return tensor
+    rows = [Shard(0) if isinstance(placement, Shard) else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=rows)
+
+
+def _flat_in_rows(moment: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a flat tensor that is cut as a parameter is, cut as the checkpoint has it; see ``_in_rows``."""
+    if not isinstance(parameter, DTensor):
+        return moment
+    local, stride = moment.view(parameter.to_local().shape), parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+    return _in_rows(whole).to_local().flatten()
+
+
+def _copies(tensor: DTensor) -> tuple[int, int]:
+    """Return on how many ranks the same part lies, and which of these this is.
+
+    The ranks among which a tensor is cut stand at equal distances in the order of all ranks: it is 1, or the ranks
+    between them compute with their own parts of other tensors.
+    """
+    cut = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    ranks, num_parts = tensor.device_mesh.mesh, math.prod(tensor.device_mesh.shape[dim] for dim in cut)
+    distances = [int(ranks.select(dim, 1).min() - ranks.min()) for dim in cut if ranks.shape[dim] > 1]
+    distance, rank = min(distances, default=1), dist.get_rank()
+    return dist.get_world_size() // num_parts, rank // (distance * num_parts) * distance + rank % distance
 
 
 def _replicated(name: str, tensor: torch.Tensor) -> Held:

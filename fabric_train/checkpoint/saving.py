@@ -22,7 +22,7 @@ from fabric_train.checkpoint.state import FORMAT, Description, TrainerState
 from fabric_train.checkpoint.writing import Background, Staging, Writing
 from fabric_train.complete_folder import give_name, temporary_for, this_process
 from fabric_train.errors import RunError, describe_failure, describe_os_error
-from fabric_train.loss import gather_over_ranks
+from fabric_train.loss import gather_over_data_ranks
 from fabric_train.ranks.agreement import first_text
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class Checkpoints:
         content = {"format": FORMAT, **asdict(state), **description, "grad_scaler": scaler}
         texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
         if cursors is not None:
-            gathered = gather_over_ranks(self._fabric, torch.from_numpy(cursors).to(self._fabric.device))
+            gathered = gather_over_data_ranks(self._fabric, torch.from_numpy(cursors).to(self._fabric.device))
             in_order = sorted(gathered.reshape(-1, cursors.shape[1]).tolist())
             texts["stream.json"] = json.dumps({"cursors": [cursor for _, *cursor in in_order]}) + "\n"
         return texts
