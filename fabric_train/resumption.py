@@ -121,8 +121,9 @@ def _note_on_steps(
     saved: Mapping[str, Any], state: TrainerState, arguments: "TrainArguments", plan: Plan
 ) -> Iterator[str]:
     """Say where another number of steps gives the learning rate another course."""
-    in_epochs = saved["number_epochs"] * plan.windows_per_epoch if plan.windows_per_epoch else None
-    before = min(steps for steps in (saved["max_step"], in_epochs) if steps is not None)
+    epochs, max_step = (saved.get(name, getattr(arguments.training, name)) for name in ("number_epochs", "max_step"))
+    in_epochs = epochs * plan.windows_per_epoch if plan.windows_per_epoch else None
+    before = min(steps for steps in (max_step, in_epochs) if steps is not None)
     step = state.step + 1
     was, now = (learning_rate(step, num_steps, arguments.training) for num_steps in (before, plan.num_steps))
     if plan.num_steps > state.step and was != now:
