@@ -10,10 +10,9 @@ from arguments import TrainArguments, parse
 from fabric_train.errors import InputError
 from fabric_train.float8 import convert_layers, refuse_unusable_float8
 
-pytest.importorskip("torchao")
-
 
 def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_dir: Path) -> None:
+    pytest.importorskip("torchao")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
     names, ids = list(model.state_dict()), torch.arange(3, 67)[None]
     loss = model(input_ids=ids, labels=ids).loss
