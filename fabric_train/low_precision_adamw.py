@@ -114,7 +114,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             chances: tuple[torch.Tensor | None, ...] = (None, None, None)
             if self._rounds_by_chance:
                 bits = random_bits(self._places[parameter].numbers(begin, count, weights.device), key)
-                chances = (bits >> 16, bits, bits)
+                lower = bits & 0xFFFF
+                chances = ((bits >> 16).bitwise_and_(0xFFFF), lower, lower)
             for each, values, chance in zip(kept, computed, chances, strict=True):
                 _write(each, begin, values, chance)
         state["step"] += 1
@@ -130,7 +131,9 @@ def _write(kept: torch.Tensor | EightBits, begin: int, values: torch.Tensor, cha
     if isinstance(kept, EightBits):
         kept.write(begin, values)
     elif kept.dtype != torch.float32:
-        kept[begin : begin + len(values)] = values if chance is None else round_by_chance(values, chance)
+        if chance is not None:
+            round_by_chance(values, chance)
+        kept[begin : begin + len(values)] = values
 
 
 def moments_dtype(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.dtype:
