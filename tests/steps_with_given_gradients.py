@@ -16,6 +16,7 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train import parallel
 from fabric_train.model import build_model, load_model, read_shape
 from fabric_train.optimizer import build_optimizer, decayed_names, original_name, set_learning_rate
+from fabric_train.own_part import flat_cuts
 from fabric_train.weights import load_weights
 
 
@@ -30,7 +31,7 @@ def main() -> None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     decayed = decayed_names(model)
     model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
-    cuts, named = checkpoints.flat_cuts(model), parallel.named_parameters(model)
+    cuts, named = flat_cuts(model), parallel.named_parameters(model)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
     first = 1
     if checkpoint:
