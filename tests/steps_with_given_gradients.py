@@ -5,18 +5,20 @@ Goes on from ``--checkpoint`` where one is given, takes ``--max_step`` steps, an
 
 import hashlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
 from fabric_train import parallel
 from fabric_train.model import build_model, load_model, read_shape
 from fabric_train.optimizer import build_optimizer, decayed_names, original_name, set_learning_rate
-from fabric_train.own_part import flat_cuts
+from fabric_train.own_part import flat_cuts, read_own_part
 from fabric_train.weights import load_weights
 
 
@@ -41,8 +43,7 @@ def main() -> None:
     last = first + (arguments.training.max_step or 1) - 1
     for step in range(first, last + 1):
         for name, parameter in named:
-            name = original_name(name)
-            parameter.grad = _part(gradient(name, step, shapes[name]).to(parameter.dtype), parameter, cuts)
+            parameter.grad = _part(Gradients(step, shapes, dtype), original_name(name), parameter, cuts)
         optimizer.step()
     described = checkpoints.Description(
         arguments.fsdp.state_dict_type, str(dtype), checkpoints.DataOrder("", 1, 1, 0), {}, {}, ()
@@ -59,11 +60,24 @@ def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _part(full: torch.Tensor, parameter: Any, cuts: Any) -> torch.Tensor:
+@dataclass(frozen=True)
+class Gradients:
+    """The full gradients of a step."""
+
+    step: int
+    shapes: dict[str, torch.Size]
+    dtype: torch.dtype
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return a block of one."""
+        full = gradient(name, self.step, self.shapes[name]).to(self.dtype)
+        return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))]
+
+
+def _part(gradients: Any, name: str, parameter: Any, cuts: Any) -> torch.Tensor:
     """Return what of the gradient belongs to this rank's part of the parameter."""
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements)
-    if id(parameter) in cuts:
-        begin, end = cuts[id(parameter)].range(cuts[id(parameter)].rank)
-        return full.flatten()[begin:end].reshape(parameter.shape)
-    return full
+    part = read_own_part(gradients, name, parameter, cuts)
+    if not isinstance(parameter, DTensor):
+        return part
+    place = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, *place, run_check=False, shape=parameter.shape, stride=parameter.stride())

@@ -225,6 +225,8 @@ def test_however_it_is_cut_and_resumed_the_same_gradients_give_the_same_weights(
     assert moments == {getattr(torch, states)}
     for parallelism, num_ranks in (("ddp", 2), ("fsdp", 3), ("fsdp2", 3)):
         assert differing(steps(parallelism, parallelism, num_ranks, 4, **given), whole) == [], parallelism
+    tensor_parallel = steps("tensor-parallel", "fsdp2", 4, 4, **given, tensor_parallel_size=2)
+    assert differing(tensor_parallel, whole) == []
     half = steps("half", "fsdp", 2, 2, **given, state_dict_type="sharded")
     for parallelism, num_ranks in (("single", 1), ("fsdp2", 2)):
         resumed = steps(f"resumed-{parallelism}", parallelism, num_ranks, 2, **given, checkpoint=half)
