@@ -483,6 +483,22 @@ class GenerateArguments:
 
 
 @dataclass(frozen=True)
+class DownloadArguments:
+    """Download of a model or a tokenizer, for machines without internet"""
+
+    model_name: str
+    """Hub name, OWNER/NAME."""
+    output_dir: str
+    """Folder to write; must not exist yet."""
+    revision: str = "main"
+    """Branch, tag or commit."""
+    tokenizer_only: bool = False
+    """Leave the weights out."""
+    pickles: bool = False
+    """Take pickled weights too, where there are no safetensors."""
+
+
+@dataclass(frozen=True)
 class InspectArguments:
     """Show what is in a token dataset; the exit code is 0, or 1 where there is something to complain of"""
 
