@@ -133,7 +133,7 @@ class ModelArguments:
     """Of a new model: positions, the longest row that it takes."""
     vocab_size: PositiveInt | None = None
     """Of a new model: rows of its embedding, at least the tokenizer's ids."""
-    model_config: dict[str, Any] | None = None
+    architecture: dict[str, Any] | None = None
     """Of a new model: further values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
 
     def faults(self) -> list[str]:
@@ -141,7 +141,7 @@ class ModelArguments:
         sizes = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
         if self.from_scratch is None:
             given = [
-                name for name in (*sizes, "num_key_value_heads", "model_config") if getattr(self, name) is not None
+                name for name in (*sizes, "num_key_value_heads", "architecture") if getattr(self, name) is not None
             ]
             return [f"--{name} is of a new model: give --from_scratch FAMILY too, or leave it out" for name in given]
         missing = [f"--{name}" for name in sizes if getattr(self, name) is None]

@@ -75,7 +75,7 @@ def new_shape(
         values["head_dim"] = arguments.hidden_width // arguments.num_heads
     if eos_token_id is not None:
         values |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    values |= _known(arguments.model_config or {}, default, family)
+    values |= _known(arguments.architecture or {}, default, family)
     try:
         config = AutoConfig.for_model(family, **values)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -121,7 +121,8 @@ class RandomWeights:
         row = math.prod(full[1:])
         begin, end = (offsets[0] * row, (offsets[0] + shape[0]) * row) if full else (0, 1)
         rows = torch.from_numpy(self._draw(name, begin, end)).reshape((*shape[:1], *full[1:]))
-        return rows[(slice(None), *slices[1:])] if full else rows
+        columns = (slice(None), *slices[1:])
+        return rows[columns] if full else rows
 
     def _draw(self, name: str, begin: int, end: int) -> np.ndarray:
         """Return the elements from ``begin`` to ``end`` of the flattened parameter."""
@@ -157,7 +158,7 @@ def _known(given: Mapping[str, Any], default: PreTrainedConfig, family: str) -> 
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InputError(f"--model_config {name}: the configuration of a {family} has no such value{hint}")
+            raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
     return given
 
 

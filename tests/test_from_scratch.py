@@ -53,7 +53,7 @@ def test_weights_are_those_that_transformers_would_draw_in_number_and_kind() -> 
     assert abs(up.mean().item()) < 0.002
     assert torch.equal(tensors["transformer.ln_f.weight"], torch.ones(64))
     assert torch.equal(tensors["transformer.ln_f.bias"], torch.zeros(64))
-    padded = whole("gemma", model_config={"pad_token_id": 3})["model.embed_tokens.weight"]
+    padded = whole("gemma", architecture={"pad_token_id": 3})["model.embed_tokens.weight"]
     assert not padded[3].any()
     assert padded[2].all()
     assert padded[4].all()
@@ -122,7 +122,7 @@ def test_sizes_that_make_no_model_are_refused() -> None:
         ("lama", {}, "--from_scratch lama: transformers has no such family"),
         ("bert_generation_", {}, "has no such family"),
         ("gpt2", {"num_key_value_heads": 2}, "--num_key_value_heads 2: a gpt2 has no such size; leave it out"),
-        ("llama", {"model_config": {"rope_thetta": 1}}, "--model_config rope_thetta: the configuration of a llama has"),
+        ("llama", {"architecture": {"rope_thetta": 1}}, "--architecture rope_thetta: the configuration of a llama has"),
         ("vit", {}, "a vit"),
     ],
 )
