@@ -81,4 +81,5 @@ def shard_model(
     fully_shard(model, mesh=whole[among], reshard_after_forward=False, **options)
     for unit, following in pairwise(units):
         assert isinstance(unit, FSDPModule)
+        assert isinstance(following, FSDPModule)
         unit.set_modules_to_forward_prefetch([following])

@@ -163,11 +163,12 @@ def _held(name: str, parameter: nn.Parameter, tensor: torch.Tensor, cuts: dict[i
         copy = dist.get_rank() // cut.num_ranks  # HYBRID_SHARD's groups are ranks that follow each other
         return Held(name, cut.shape, cut.shard.dtype, begin, parts, num_copies, copy, cut)
     if isinstance(tensor, DTensor):
-        tensor = _in_rows(tensor.detach())
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local = tensor.to_local().flatten()
-        begin = offsets[0] * tensor.shape[1:].numel() if offsets else 0
-        return Held(name, tensor.shape, tensor.dtype, begin, (local,) if local.numel() else (), *_copies(tensor))
+        whole: Any = tensor.detach()
+        rows = _in_rows(whole)
+        _, offsets = compute_local_shape_and_global_offset(rows.shape, rows.device_mesh, rows.placements)
+        local = rows.to_local().flatten()
+        begin = offsets[0] * rows.shape[1:].numel() if offsets else 0
+        return Held(name, rows.shape, rows.dtype, begin, (local,) if local.numel() else (), *_copies(rows))
     return _replicated(name, tensor.detach())
 
 
