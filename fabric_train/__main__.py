@@ -274,6 +274,8 @@ def _train(
         saved,
     )
     data = prepared.data
+    peak_flops = parallel.peak_flops(fabric, prepared.arguments.model.precision)
+    console.print(summary.of_meters(prepared.shape.flops, peak_flops), style="dim", highlight=False, soft_wrap=True)
     run = Run(
         fabric=fabric,
         model=model,
@@ -288,6 +290,8 @@ def _train(
         flush=outputs.flush,
         warn=warn,
         progress=progress,
+        flops=prepared.shape.flops,
+        peak_flops=peak_flops,
     )
     started = time.monotonic()
     try:

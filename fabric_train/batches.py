@@ -13,7 +13,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,32 +41,34 @@ class Batch:
 
     ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no
     row holds more than one, or all shall see each other. A rank that has no row left in a window gets a row without
-    supervised tokens. ``targets``, those of the labels, are found before the batch goes to a device.
+    supervised tokens. ``targets``, those of the labels, are found before the batch goes to a device. ``lengths`` are how
+    many tokens see each other: of each document, or of each row where they are not kept apart; padding is in none.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     documents: Documents | None = None
     targets: Targets | None = None
+    lengths: tuple[int, ...] = ()
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory (the DataLoader calls this)."""
         documents = self.documents and self.documents.pin_memory()
         targets = (self.targets or find_targets(self.labels)).pin_memory()
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets)
+        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets, self.lengths)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
         input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
         targets = (self.targets or find_targets(self.labels)).to(device)
-        return Batch(input_ids, labels, self.documents and self.documents.to(device), targets)
+        return Batch(input_ids, labels, self.documents and self.documents.to(device), targets, self.lengths)
 
 
 @dataclass(frozen=True)
 class Window:
     """What one rank computes in one optimizer step.
 
-    ``step`` counts from 1, ``epoch`` from 0; ``num_tokens`` are those of all ranks. ``rows``, int64 [rows of all
+    ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all
     ranks], are the window's rows in their order: indices into the train split, or a stream's lanes. ``cursors`` are
     where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells. ``rows_hash`` is that of the
     order after this window; None for a stream.
@@ -77,7 +79,6 @@ class Window:
     ends_epoch: bool
     rows: np.ndarray
     micro_batch_size: int
-    num_tokens: int
     batches: list[Batch]
     cursors: np.ndarray | None = None
     rows_hash: str | None = None
@@ -130,10 +131,6 @@ class Rows(torch.utils.data.Dataset):
         """The different numbers of tokens that rows have."""
         return set(np.unique(self._lengths).tolist())
 
-    def num_tokens(self, indices: np.ndarray) -> int:
-        """Tokens in these rows together."""
-        return int(self._lengths[indices].sum())
-
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
         """Lowest and highest token id there is in a column, unsupervised labels left out; reads the whole split."""
         extremes = []
@@ -177,14 +174,43 @@ def pad_rows(
     if not input_ids:
         nothing = torch.zeros(1, 2, dtype=torch.int64)
         return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
-    return make_batch(_padded(input_ids, 0), _padded(labels, IGNORED_LABEL), document_starts)
+    ends = list(map(content_end, input_ids, labels))
+    return make_batch(_padded(input_ids, 0), _padded(labels, IGNORED_LABEL), document_starts, ends)
 
 
-def make_batch(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
-    """Make a batch that keeps documents apart where a row holds more than one; see ``isolate`` for the arguments."""
+def make_batch(
+    input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray], ends: Sequence[int]
+) -> Batch:
+    """Make a batch that keeps documents apart where a row holds more than one; see ``isolate`` for the arguments.
+
+    ``ends`` [B] are where each row's padding begins.
+    """
+    lengths = document_lengths(document_starts, ends)
     if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second is above
-        return isolate(input_ids, labels, document_starts)
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
+        return replace(isolate(input_ids, labels, document_starts), lengths=lengths)
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths=lengths)
+
+
+def content_end(input_ids: np.ndarray, labels: np.ndarray) -> int:
+    """Return where a row's padding begins: with its last run of one unsupervised token, of two tokens or more.
+
+    A single one may as well be a token that is not supervised, and counts as content.
+    """
+    differ = np.flatnonzero((labels != IGNORED_LABEL) | (input_ids != input_ids[-1:]))
+    end = int(differ[-1]) + 1 if len(differ) else 0
+    return end if len(input_ids) - end > 1 else len(input_ids)
+
+
+def document_lengths(document_starts: Sequence[np.ndarray], ends: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each piece that documents cut rows of ``ends`` [B] tokens into, or of the rows where there
+    are no ``document_starts``.
+    """
+    if not len(document_starts):
+        return tuple(ends)
+    lengths = []
+    for starts, end in zip(document_starts, ends, strict=True):
+        lengths += np.diff([0, *starts[(starts > 0) & (starts < end)], end]).tolist()
+    return tuple(lengths)
 
 
 def isolate(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
@@ -391,7 +417,6 @@ class TrainBatches:
                     ends_epoch=window == per_epoch - 1,
                     rows=rows,
                     micro_batch_size=self.order.micro_batch_size,
-                    num_tokens=self.rows.num_tokens(rows),
                     batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
                     rows_hash=rows_hash,
                 )

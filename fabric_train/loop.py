@@ -15,6 +15,7 @@ from fabric_train.batches import Window, WindowSource
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.data_ranks import data_ranks
 from fabric_train.errors import RunError
+from fabric_train.flops import ModelFlops
 from fabric_train.garbage import collect
 from fabric_train.gradient_norm import clip
 from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, summed_loss
@@ -23,7 +24,7 @@ from fabric_train.ranks.progress import Phase, Progress
 from fabric_train.ranks.signals import stop_signals
 from fabric_train.ranks.step_border import Border, agree, ask
 from fabric_train.step_guard import StepGuard, Verdict
-from fabric_train.telemetry import Metrics, Stopwatch, peak_memory_gb
+from fabric_train.telemetry import Metrics, Stopwatch, Work, peak_memory_gb
 from fabric_train.validation import Evaluation
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Run:
 
     ``start`` is the checkpoint that the state it begins with was read from, None at step 0; ``evaluate`` is None where
     there is no validation, and returns None where a signal has cut it short; ``log`` and ``warn`` tell the user, and
-    ``flush`` waits until what was logged is written.
+    ``flush`` waits until what was logged is written. ``flops`` is what tokens cost the model, ``peak_flops`` what all
+    devices together could do in a second, None where it is not known.
     """
 
     fabric: Fabric
@@ -52,6 +54,8 @@ class Run:
     flush: Callable[[], None]
     warn: Callable[[str], None]
     progress: Progress
+    flops: ModelFlops
+    peak_flops: float | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
     Raises:
         RunError: at a loss or gradient that is not finite, with ``--on_nonfinite stop``.
     """
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(run.peak_flops)
     checkpoint, cursors = run.start, None  # of ``state``
     if state.unlogged:
         state = _conclude(run, state, Metrics(**state.unlogged), evaluates=True)
@@ -79,10 +83,13 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         rate = learning_rate(window.step, run.num_steps, arguments.training)
         set_learning_rate(run.optimizer, rate)
         loss = accumulate(run.fabric, run.model, window, run.progress)
+        tokens_and_flops = _tokens_and_flops(run, window)
         run.progress.at(Phase.OPTIMIZER)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
         answer = ask(run.fabric, _wishes(run))
         verdict = run.guard.judge(window, loss, grad_norm)  # only here the loop waits for the device
+        num_tokens, flops = tokens_and_flops.tolist()
+        work = Work(int(num_tokens), window.num_rows, flops)
         if verdict.fault is None:
             run.checkpoints.wait_until_copied()
             run.optimizer.step()
@@ -102,8 +109,8 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         interval = arguments.save.save_step_interval
         saves = is_last or window.ends_epoch or window.step % interval == 0 or bool(border.stops)
         logs = evaluates or saves or bool(verdict.fault) or window.step % arguments.logging.log_step_interval == 0
-        stopwatch.stepped(window.num_tokens)
-        state = _after(state, window, verdict)
+        stopwatch.stepped(work)
+        state = _after(state, window, verdict, work)
         checkpoint, cursors = None, window.cursors
         if not logs:
             continue
@@ -139,20 +146,27 @@ def _wishes(run: Run) -> Border:
     return Border(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
 
 
+def _tokens_and_flops(run: Run, window: Window) -> torch.Tensor:
+    """Return the window's tokens without padding, and what they cost the model, over all ranks: fp64 [2]."""
+    lengths = [length for batch in window.batches for length in batch.lengths]
+    own = torch.tensor([sum(lengths), run.flops.of(lengths)], dtype=torch.float64)
+    return sum_over_ranks(run.fabric, own)
+
+
 def _border(run: Run) -> Border:
     """Agree with the other ranks on what is to be done between two steps."""
     run.progress.at(Phase.BORDER)
     return agree(run.fabric, _wishes(run))
 
 
-def _after(state: TrainerState, window: Window, verdict: Verdict) -> TrainerState:
+def _after(state: TrainerState, window: Window, verdict: Verdict, work: Work) -> TrainerState:
     """Where the run stands once a window's step was taken, or left out."""
     return replace(
         state,
         step=window.step,
         epoch=window.epoch,
-        num_tokens=state.num_tokens + window.num_tokens,
-        num_samples=state.num_samples + window.num_rows,
+        num_tokens=state.num_tokens + work.num_tokens,
+        num_samples=state.num_samples + work.num_samples,
         skipped_steps=state.skipped_steps + bool(verdict.fault),
         train_loss=None if verdict.fault else verdict.loss,
         rows_hash=window.rows_hash,

@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.errors import InputError, first_line
+from fabric_train.flops import ModelFlops, model_flops
 from fabric_train.weights import refuse_unreadable_weights, shard_names
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
@@ -34,13 +35,15 @@ DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 class ModelShape:
     """What is known of a model from its configuration alone.
 
-    ``num_parameters`` counts tied weights once; ``layer_classes`` are the classes of the repeated layer, FSDP's unit;
-    ``max_positions`` is None where the model names no limit; ``is_new`` is a model that has no weights yet.
+    ``num_parameters`` counts tied weights once; ``flops`` is what tokens cost; ``layer_classes`` are the classes of the
+    repeated layer, FSDP's unit; ``max_positions`` is None where the model names no limit; ``is_new`` is a model that
+    has no weights yet.
     """
 
     source: str
     config: PretrainedConfig
     num_parameters: int
+    flops: ModelFlops
     layer_classes: frozenset[type[nn.Module]]
     vocab_size: int
     max_positions: int | None
@@ -87,6 +90,7 @@ def shape_of(
         source=source,
         config=config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=model_flops(model),
         layer_classes=_layer_classes(model, layer_class, source),
         vocab_size=model.get_input_embeddings().num_embeddings,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
+from fabric_train import flops
 from fabric_train.activations import checkpoint_layers
 from fabric_train.compilation import compile_layers
 from fabric_train.errors import FAILURE, InputError, end_run, leave
@@ -66,6 +67,14 @@ def weights_dtype(precision: str) -> torch.dtype:
 def compute_dtype(precision: str) -> torch.dtype:
     """Type that the matrix products run in."""
     return {"32-true": torch.float32, "16-mixed": torch.float16}.get(precision, torch.bfloat16)
+
+
+def peak_flops(fabric: Fabric, precision: str) -> float | None:
+    """Return what all devices together could do in a second, if they are as this rank's; None where it is not known."""
+    if fabric.device.type != "cuda":
+        return None
+    of_one = flops.peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))
+    return of_one * fabric.world_size if of_one else None
 
 
 class ShardedStrategy(FSDPStrategy):

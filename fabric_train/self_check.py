@@ -194,7 +194,7 @@ def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
 
 
 def _compute(fabric: Fabric, model: Any, optimizer: Any, name: str, batches: list[Batch]) -> Figure:
-    window = Window(1, 0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, num_tokens=0, batches=batches)
+    window = Window(1, 0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, batches=batches)
     scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
     while True:
         loss = accumulate(fabric, model, window).mean

@@ -223,7 +223,6 @@ class StreamBatches:
                 ends_epoch=False,
                 rows=np.arange(self.order.rows_per_window),
                 micro_batch_size=self.order.micro_batch_size,
-                num_tokens=self.order.rows_per_window * self.max_length,
                 batches=[part.batch for part in parts],
                 cursors=cursors,
             )
@@ -298,7 +297,8 @@ def _batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch
     input_ids = np.stack([row.input_ids for row in rows]).astype(np.int64)
     starts = [np.array(row.document_starts, np.int64) for row in rows] if isolates else []
     cursors = np.array([(lane, *row.stand.numbers()) for lane, row in zip(lanes, rows, strict=True)], np.int64)
-    return StreamBatch(make_batch(input_ids, input_ids.copy(), starts), cursors)
+    ends = [input_ids.shape[1]] * len(input_ids)
+    return StreamBatch(make_batch(input_ids, input_ids.copy(), starts, ends), cursors)
 
 
 def _refuse_other_row(lane: int, here: LaneStand, saved: LaneStand) -> None:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.checkpoint import TrainerState
+from fabric_train.flops import ModelFlops
 from fabric_train.model import ModelShape
 from fabric_train.plan import Plan
 from fabric_train.validation import perplexity
@@ -41,6 +42,13 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
     )
     table.add_row("output", arguments.save.output_dir)
     return table
+
+
+def of_meters(flops: ModelFlops, peak_flops: float | None) -> str:
+    """Say how mfu is worked out, or that it is not."""
+    if peak_flops is None:
+        return f"mfu: empty, since this device's peak FLOP/s is not known; a token costs {flops}"
+    return f"mfu: ({flops}) × tokens/s / {peak_flops / 1e12:,.1f} TFLOP/s of all devices"
 
 
 def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, checkpoint: Path) -> Table:

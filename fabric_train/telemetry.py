@@ -22,8 +22,9 @@ class Metrics:
 
     Losses in nats a token over all ranks; ``num_tokens`` consumed since the run's first step; ``step_time`` in seconds,
     ``data_wait`` the share of it spent waiting for batches; ``peak_memory_gb`` in 1e9 bytes on rank 0: allocated on
-    the GPU, resident on CPU. ``skipped_steps`` so far were left out, since loss or gradient was not finite. ``mfu``
-    stays empty: it needs the device's peak FLOP/s.
+    the GPU, resident on CPU. ``skipped_steps`` so far were left out, since loss or gradient was not finite. Tokens are
+    those of documents, without padding; samples are rows. ``mfu`` is a share of 1, see ``flops``, and stays empty
+    where the device's peak is not known.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Metrics:
     grad_norm: float | None = None
     num_tokens: int | None = None
     tokens_per_second: float | None = None
+    samples_per_second: float | None = None
     step_time: float | None = None
     data_wait: float | None = None
     mfu: float | None = None
@@ -152,36 +154,52 @@ class ProgressLine:
         self._bar.stop()
 
 
+@dataclass(frozen=True)
+class Work:
+    """What steps have done on all ranks: tokens without padding, rows, and the model's floating-point operations."""
+
+    num_tokens: int
+    num_samples: int
+    flops: float
+
+
 class Stopwatch:
     """Wall-clock seconds of training between two readings, and the share of them spent waiting for data.
 
     Evaluation and saves are taken out by :meth:`restart`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak_flops: float | None = None) -> None:
+        """``peak_flops`` is what all devices together could do in a second; None where it is not known."""
+        self._peak_flops = peak_flops
         self.restart()
 
     def restart(self) -> None:
         """Begin to count anew."""
-        self._started, self._waited, self._steps, self._tokens = time.perf_counter(), 0.0, 0, 0
+        self._started, self._waited = time.perf_counter(), 0.0
+        self._steps: list[Work] = []
 
     def waited(self, seconds: float) -> None:
         """Add time spent waiting for a window."""
         self._waited += seconds
 
-    def stepped(self, num_tokens: int) -> None:
-        """Add a step over so many tokens on all ranks."""
-        self._steps += 1
-        self._tokens += num_tokens
+    def stepped(self, work: Work) -> None:
+        """Add a step."""
+        self._steps.append(work)
 
     def read(self) -> dict[str, float]:
-        """Return step_time, data_wait and tokens_per_second since the last reading, and restart."""
+        """Return step_time, data_wait, tokens and samples a second and, with a known peak, mfu since the last reading,
+        and restart.
+        """
         elapsed = time.perf_counter() - self._started
         reading = {
-            "step_time": elapsed / self._steps,
+            "step_time": elapsed / len(self._steps),
             "data_wait": self._waited / elapsed,
-            "tokens_per_second": self._tokens / elapsed,
+            "tokens_per_second": sum(work.num_tokens for work in self._steps) / elapsed,
+            "samples_per_second": sum(work.num_samples for work in self._steps) / elapsed,
         }
+        if self._peak_flops:
+            reading["mfu"] = sum(work.flops for work in self._steps) / elapsed / self._peak_flops
         self.restart()
         return reading
 
@@ -205,6 +223,7 @@ def _in_short(metrics: Metrics) -> str:
         ("lr", metrics.learning_rate, "{:.2e}"),
         ("grad", metrics.grad_norm, "{:.3f}"),
         ("tok/s", metrics.tokens_per_second, "{:,.0f}"),
+        ("mfu", metrics.mfu, "{:.1%}"),
         ("mem", metrics.peak_memory_gb, "{:.2f} GB"),
     ]
     return " ".join(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)

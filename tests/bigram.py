@@ -55,7 +55,7 @@ def main() -> None:
     model = parallel.setup_model(fabric, Bigram(), units, arguments)
     optimizer: Any = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     batches = [Batch(torch.tensor([ids]), torch.tensor([labels])) for ids, labels in BATCHES[fabric.global_rank]]
-    loss = accumulate(fabric, model, Window(1, 0, False, np.arange(4), 1, 13, batches))
+    loss = accumulate(fabric, model, Window(1, 0, False, np.arange(4), 1, batches))
     norm = clip(fabric, model, optimizer, arguments.training.grad_clip)
     optimizer.step()
     weights: dict[str, Any] = get_model_state_dict(

@@ -142,7 +142,7 @@ def test_resuming_at_any_step_yields_the_windows_that_were_left(num_workers: int
         assert len(resumed) == 8 - step
         for again, window in zip(resumed, uninterrupted[step:], strict=True):
             assert (again.step, again.epoch, again.ends_epoch) == (window.step, window.epoch, window.ends_epoch)
-            assert (again.num_rows, again.num_tokens) == (window.num_rows, window.num_tokens)
+            assert again.num_rows == window.num_rows
             for one, other in zip(again.batches, window.batches, strict=True):
                 assert torch.equal(one.input_ids, other.input_ids)
                 assert torch.equal(one.labels, other.labels)
@@ -163,7 +163,7 @@ def test_windows_carry_the_hash_of_all_rows_up_to_them_however_they_are_cut_and_
     assert train_windows(rows, (0, 1), seed=8)[0].rows_hash != hashes[0]
 
 
-def test_windows_count_steps_epochs_rows_and_tokens_of_all_ranks() -> None:
+def test_windows_count_steps_epochs_and_rows_of_all_ranks() -> None:
     rows = numbered(11, length=5)
     for world_size, rank in ((1, 0), (2, 1), (4, 3)):
         windows = train_windows(rows, (0, 7), rows_per_window=4, world_size=world_size, rank=rank)
@@ -171,18 +171,38 @@ def test_windows_count_steps_epochs_rows_and_tokens_of_all_ranks() -> None:
         assert [window.epoch for window in windows] == [0, 0, 0, 1, 1, 1, 2]
         assert [window.ends_epoch for window in windows] == [False, False, True, False, False, True, False]
         assert [window.num_rows for window in windows] == [4, 4, 3, 4, 4, 3, 4]
-        assert [window.num_tokens for window in windows] == [20, 20, 15, 20, 20, 15, 20]
 
 
-def test_tokens_of_a_window_are_those_of_its_rows_when_rows_differ_in_length() -> None:
+def test_lengths_of_a_batch_are_those_of_its_rows_when_rows_differ_in_length() -> None:
     rows = rows_of([[row] * (row + 1) for row in range(10)])
     windows = train_windows(rows, (0, 3), rows_per_window=4, micro_batch_size=4)
     for window in windows:
         (batch,) = window.batches
-        lengths = [number + 1 for number in batch.input_ids[:, 0].tolist()]
-        assert window.num_tokens == sum(lengths)
-        assert batch.input_ids.shape == (window.num_rows, max(lengths))
-    assert sum(window.num_tokens for window in windows) == 55
+        assert batch.lengths == tuple(number + 1 for number in batch.input_ids[:, 0].tolist())
+        assert batch.input_ids.shape == (window.num_rows, max(batch.lengths))
+    assert sum(sum(batch.lengths) for window in windows for batch in window.batches) == 55
+
+
+def test_padding_is_in_no_length_and_documents_that_are_kept_apart_are_counted_apart() -> None:
+    split = datasets.Dataset.from_dict(
+        {
+            "input_ids": [[1, 2, 3, 4, 5, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 9], [9] * 8, [1, 2, 3, 4, 5, 6, 9, 9]],
+            "labels": [
+                [-100, 2, 3, 4, 5, -100, -100, -100],
+                [1, 2, 3, 4, 5, 6, 7, -100],  # one token without a label may be the document's
+                [-100] * 8,
+                [1, 2, 3, 4, 5, 6, 9, 9],  # supervised, and so no padding
+            ],
+            "document_starts": [[0, 2], [3], [], [0, 7]],
+        }
+    )
+    apart, together = Rows(split), Rows(split, isolate_documents=False)
+    expected = [((2, 3), (5,)), ((3, 5), (8,)), ((0,), (0,)), ((7, 1), (8,))]
+    for row, (alone, joined) in enumerate(expected):
+        assert apart.__getitems__([row]).lengths == alone
+        assert together.__getitems__([row]).lengths == joined
+    assert apart.__getitems__([0, 3]).lengths == (2, 3, 7, 1)
+    assert apart.__getitems__([]).lengths == ()
 
 
 def test_a_rank_without_rows_in_the_last_window_gets_a_batch_that_supervises_nothing() -> None:
@@ -249,7 +269,6 @@ def test_a_token_dataset_is_read_as_it_was_written(tiny_tokens_dir: Path) -> Non
         assert len(rows) == split.num_rows
         assert rows.longest() == 64
         assert rows.id_range() == (min(map(min, split["input_ids"])), max(map(max, split["input_ids"])))
-        assert rows.num_tokens(np.arange(len(rows))) == 64 * split.num_rows
         batch = rows.__getitems__([2, 0])
         assert batch.input_ids.tolist() == [split[2]["input_ids"], split[0]["input_ids"]]
         assert torch.equal(batch.labels, batch.input_ids)
@@ -274,7 +293,7 @@ def test_an_older_folder_with_valid_split_and_labels_of_unequal_lengths_works(tm
     assert batch.labels.tolist() == [[-100, -100, 8, 9], [4, -100, -100, -100]]
     assert dataset.attachments == ()
     (window,) = train_windows(dataset.train, (0, 1), rows_per_window=3, micro_batch_size=3)
-    assert (window.num_rows, window.num_tokens) == (3, 9)
+    assert (window.num_rows, sorted(window.batches[0].lengths)) == (3, [2, 3, 4])
 
 
 def test_another_dataset_has_another_fingerprint_and_the_same_one_the_same(tmp_path: Path) -> None:

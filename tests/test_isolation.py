@@ -239,7 +239,7 @@ def test_a_window_and_an_evaluation_count_what_isolation_leaves_supervised(
     wrapped = fabric.setup_module(model)
     rows = Rows(split)
     batches = [rows.__getitems__([0, 1, 2]), rows.__getitems__([3]), rows.__getitems__([])]
-    loss = accumulate(fabric, wrapped, Window(1, 0, False, np.arange(4), 3, 160, batches))
+    loss = accumulate(fabric, wrapped, Window(1, 0, False, np.arange(4), 3, batches))
     torch.testing.assert_close(loss.mean, expected.double(), rtol=0, atol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradient[name], rtol=0, atol=1e-5)

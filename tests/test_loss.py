@@ -22,9 +22,7 @@ def fabric() -> Fabric:
 
 
 def window(*batches: Batch) -> Window:
-    return Window(
-        step=1, epoch=0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, num_tokens=0, batches=list(batches)
-    )
+    return Window(step=1, epoch=0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, batches=list(batches))
 
 
 def batch(input_ids: list[list[int]], labels: list[list[int]] | None = None) -> Batch:

@@ -181,7 +181,7 @@ def test_an_fp16_gradient_that_overflows_is_the_scalers_business_and_an_infinite
     optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1.0))
     guard = StepGuard(fabric, "rows", print)
     ids = torch.tensor([[0, 1, 2]])
-    window = Window(1, 0, False, np.arange(1), 1, 3, [Batch(ids, ids)])
+    window = Window(1, 0, False, np.arange(1), 1, [Batch(ids, ids)])
 
     def step() -> str | None:
         loss = accumulate(fabric, model, window)

@@ -140,9 +140,10 @@ def test_workers_make_the_batches_that_the_loop_alone_would_make(num_workers: in
 def test_a_window_says_what_it_holds() -> None:
     order = LaneOrder(rows_per_window=4, micro_batch_size=2, world_size=2, rank=0)
     windows = list(batches_of(["a", "b", "c", "d"], order).windows(0, 3))  # a lane has 2 tokens a pass, a row 5
-    assert [(window.num_rows, window.num_tokens, window.ends_epoch) for window in windows] == [(4, 20, False)] * 3
+    assert [(window.num_rows, window.ends_epoch) for window in windows] == [(4, False)] * 3
     assert [window.epoch for window in windows] == [2, 4, 7]
     assert windows[0].batches[0].input_ids.tolist() == [[97, 0, 97, 0, 97], [98, 0, 98, 0, 98]]
+    assert windows[0].batches[0].lengths == (2, 2, 1) * 2
     documents = windows[1].batches[0].documents
     assert documents is not None
     assert documents.position_ids.tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 1]]  # begins within a document

@@ -17,12 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from wandb_files import read_history
 
-from fabric_train.telemetry import CSVLogger, Metrics, ProgressLine, Stopwatch, peak_memory_gb, read_metrics
+from fabric_train.telemetry import CSVLogger, Metrics, ProgressLine, Stopwatch, Work, peak_memory_gb, read_metrics
 from fabric_train.trackers import TensorBoardLogger, open_loggers
 
 COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm"),
-    *("num_tokens", "tokens_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb", "skipped_steps"),
+    *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
+    "skipped_steps",
 ]
 
 
@@ -289,20 +290,22 @@ def test_a_terminal_has_a_bar_and_no_lines_but_the_evaluations() -> None:
     assert "step 2/3" not in text.getvalue()
 
 
-def test_the_stopwatch_counts_steps_tokens_and_waiting_since_the_last_reading() -> None:
-    stopwatch = Stopwatch()
+def test_the_stopwatch_counts_steps_tokens_rows_and_waiting_since_the_last_reading() -> None:
+    stopwatch = Stopwatch(peak_flops=1e9)
     stopwatch.waited(1000.0)
     stopwatch.restart()  # an evaluation: what was before does not count
     time.sleep(0.05)
     stopwatch.waited(0.01)
-    stopwatch.stepped(300)
-    stopwatch.stepped(200)
+    stopwatch.stepped(Work(300, 3, 4e6))
+    stopwatch.stepped(Work(200, 4, 3e6))
     reading = stopwatch.read()
     elapsed = reading["step_time"] * 2
     assert 0.05 <= elapsed < 5
     assert reading["tokens_per_second"] == pytest.approx(500 / elapsed)
     assert reading["data_wait"] == pytest.approx(0.01 / elapsed)
-    stopwatch.stepped(1)
+    assert reading["samples_per_second"] == pytest.approx(7 / elapsed)
+    assert reading["mfu"] == pytest.approx(7e6 / elapsed / 1e9)
+    stopwatch.stepped(Work(1, 1, 1.0))
     assert stopwatch.read()["step_time"] < elapsed + 5
 
 

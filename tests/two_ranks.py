@@ -42,7 +42,7 @@ def inside(options: list[str]) -> dict[str, list[str]]:
     optimizer: Any = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
     seen = watch(model)
     ids = torch.randint(0, shape.vocab_size, (1, 32), generator=torch.Generator().manual_seed(fabric.global_rank))
-    window = Window(1, 0, False, np.arange(4), 1, 128, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
+    window = Window(1, 0, False, np.arange(4), 1, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
     if arguments.fsdp.parallelism == "ddp" and arguments.model.precision != "bf16-true":
         # DDP's own all-reduce, in C++ threads that a dispatch mode cannot follow, takes the gradients as they are
         loss = accumulate(fabric, model, window)

@@ -160,7 +160,7 @@ def main() -> None:
 def random_window(vocab_size: int, rank: int) -> Window:
     """One micro-batch of one row."""
     ids = torch.randint(0, vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(rank))
-    return Window(1, 0, False, np.arange(2), 1, 2 * NUM_TOKENS, [Batch(ids, ids)])
+    return Window(1, 0, False, np.arange(2), 1, [Batch(ids, ids)])
 
 
 def train_step(fabric: Any, model: Any, optimizer: Any, system: Any, window: Window) -> tuple[float, float]:

@@ -1,0 +1,145 @@
+"""Model FLOPs utilization: the operations that the model needs for its tokens over those that the devices could do.
+
+Counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: 6 a token and parameter that it is multiplied with, 2
+forward and 4 backward, and for attention 12 a layer, unit of width and token of context, causal or not. What is
+computed twice, as under activation checkpointing, counts once: it tells how fast the model learns, not how busy a
+device is.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+_EXPERT = re.compile(r"\.experts\.")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``num_layers`` of ``width`` (heads times their size), in which a token sees at most ``window`` tokens; None: its
+    whole document.
+    """
+
+    num_layers: int
+    width: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a token costs. ``num_used`` counts the parameters that it is multiplied with: without the embeddings, which
+    are looked up, but with those that are the head too; of a mixture's experts as many as a token goes to.
+    """
+
+    num_used: int
+    attention: tuple[Attention, ...]
+
+    def of(self, lengths: Iterable[int]) -> float:
+        """Floating-point operations of a forward and backward pass over documents of so many tokens each."""
+        counts = Counter(lengths)
+        total = 6.0 * self.num_used * sum(length * count for length, count in counts.items())
+        for part in self.attention:
+            seen = sum(length * min(length, part.window or length) * count for length, count in counts.items())
+            total += 12.0 * part.num_layers * part.width * seen
+        return total
+
+    def __str__(self) -> str:
+        parts = [f"6 × {self.num_used:,} parameters"]
+        for part in self.attention:
+            context = "context" if part.window is None else f"context up to {part.window:,}"
+            parts.append(f"12 × {part.num_layers} layers × {part.width:,} × {context}")
+        return " + ".join(parts)
+
+
+def model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Read a model's cost off its parameters and configuration; it may lie on the meta device."""
+    head = model.get_output_embeddings()
+    looked_up = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not getattr(head, "weight", None)
+    }
+    config: Any = model.config.get_text_config()
+    share = _share_of_experts(config)
+    used = 0.0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in looked_up:
+            used += parameter.numel() * (share if _EXPERT.search(name) else 1)
+    return ModelFlops(round(used), _attention(config))
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return which share of its experts a token goes to; 1 where there are none."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    there = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return chosen / there if chosen and there else 1.0
+
+
+def _attention(config: Any) -> tuple[Attention, ...]:
+    num_layers, num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
+    if not num_heads:
+        return ()
+    width = num_heads * (getattr(config, "head_dim", None) or config.hidden_size // num_heads)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else ""] * num_layers)
+    num_sliding = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+    parts = (Attention(num_layers - num_sliding, width, None), Attention(num_sliding, width, window))
+    return tuple(part for part in parts if part.num_layers)
+
+
+# ------------------------------------------------------------------------------------------------------- devices
+
+# Dense peak TFLOP/s from NVIDIA's data sheets, whose larger figures are with sparsity: of tensor cores with bf16 and
+# fp16 (GeForce: with fp32 accumulation, as torch multiplies), and of fp32 outside of tensor cores, where torch's
+# default keeps it. The first pattern that fits a name counts.
+_PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
+    # name               bf16     fp16     fp32
+    (r"GB200", 2500.0, 2500.0, 80.0),
+    (r"B200", 2250.0, 2250.0, 75.0),
+    (r"GH200", 989.4, 989.4, 66.9),
+    (r"H200 NVL", 835.5, 835.5, 60.0),
+    (r"H200", 989.4, 989.4, 66.9),
+    (r"H100 NVL", 835.5, 835.5, 60.0),
+    (r"H100 PCIe", 756.0, 756.0, 51.0),
+    (r"H100|H800", 989.4, 989.4, 66.9),
+    (r"H20", 148.0, 148.0, 44.0),
+    (r"A100|A800", 312.0, 312.0, 19.5),
+    (r"A10G", 70.0, 70.0, 35.0),
+    (r"A10", 125.0, 125.0, 31.2),
+    (r"A30", 165.0, 165.0, 10.3),
+    (r"A40", 149.7, 149.7, 37.4),
+    (r"RTX A6000", 154.8, 154.8, 38.7),
+    (r"RTX 6000 Ada Generation", 364.2, 364.2, 91.1),
+    (r"L40S", 362.0, 362.0, 91.6),
+    (r"L40", 181.0, 181.0, 90.5),
+    (r"L4", 121.0, 121.0, 30.3),
+    (r"RTX 5090", 209.5, 209.5, 104.8),
+    (r"RTX 4090", 165.2, 165.2, 82.6),
+    (r"RTX 3090", 71.0, 71.0, 35.6),
+    (r"V100[- ]PCIE", None, 112.0, 14.0),
+    (r"V100", None, 125.0, 15.7),
+    (r"T4", None, 65.0, 8.1),
+)
+_OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slower or faster than their namesakes
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Return a device's dense peak in FLOP/s for matrix products in ``dtype``; None where it is not known.
+
+    Args:
+        name: as ``torch.cuda.get_device_name`` gives it.
+        dtype: float32, float16 or bfloat16.
+    """
+    if _OTHER_CHIPS.search(name):
+        return None
+    for pattern, bf16, fp16, fp32 in _PEAKS:
+        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name):
+            tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}[dtype]
+            return tflops * 1e12 if tflops else None
+    return None
