@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from fabric_train.command_line import POSITIONAL, parse_arguments
 from fabric_train.errors import InputError
 from fabric_train.launch import launcher_arguments
+from fabric_train.sizes import parse_size
 
 if TYPE_CHECKING:
     PositiveInt: TypeAlias = int
@@ -176,6 +177,10 @@ class FSDPArguments:
     """Hold back all-gathers so that fewer layers' parameters are in memory at once."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer in host memory between uses (slow)."""
+    gradient_reduction: Literal["step", "micro_batch"] = "step"
+    """When gradients are summed over devices: once a step, whole on each until then, or after each micro-batch, which
+    takes less memory and sends more. Of fsdp and fsdp2.
+    """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute each decoder layer in the backward pass instead of storing its activations: full stores its input
     alone, selective as much more as --activation_memory_budget allows.
@@ -194,6 +199,8 @@ class FSDPArguments:
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.activation_offload and self.activation_checkpointing != "full":
             faults.append("--activation_offload true needs --activation_checkpointing full: it moves what that stores")
+        if self.gradient_reduction == "micro_batch" and self.parallelism in ("ddp", "single"):
+            faults.append(f"--gradient_reduction micro_batch needs --parallelism fsdp or fsdp2, not {self.parallelism}")
         if self.parallelism == "fsdp2" and self.sharding_strategy == "NO_SHARD":
             faults.append("--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2")
         if self.parallelism != "fsdp2" and self.tensor_parallel_size > 1:
@@ -338,12 +345,59 @@ class LoggingArguments:
     """Weights & Biases project."""
     log_model: Literal["none", "last", "all"] = "none"
     """Checkpoints uploaded to Weights & Biases: none, the last, or all."""
+    profile: str | None = None
+    """Trace the steps first:last, such as 10:12, into RUN/profile/, on a GPU with what its memory holds."""
+    profile_ranks: Literal["first", "all"] = "first"
+    """Ranks that --profile traces."""
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """First and last step to trace, both included; None where nothing is traced."""
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile or "")
+        steps = (int(found[1]), int(found[2])) if found else None
+        return steps if steps and steps[0] <= steps[1] else None
 
     def faults(self) -> list[str]:
-        """Name an upload that has nowhere to go."""
+        """Name an upload that has nowhere to go, and steps that are none."""
+        faults = []
         if self.log_model != "none" and "wandb" not in self.loggers:
-            return [f"--log_model {self.log_model} needs --loggers wandb"]
-        return []
+            faults.append(f"--log_model {self.log_model} needs --loggers wandb")
+        if self.profile is not None and self.profiled_steps is None:
+            faults.append(f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}")
+        return faults
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Plan"""
+
+    plan: bool = False
+    """Print what the run will take (memory, disk, traffic, steps), refuse what does not fit, and end. --devices need
+    not be here if --device_memory is given.
+    """
+    device_memory: str | None = None
+    """Memory of a GPU to plan for, such as 80GB; left out, that of the GPUs here, or of this machine on CPU."""
+    interconnect: str | None = None
+    """Plan the time of traffic over this line of a device to those of its machine, one way: 450GB/s is NVLink 4."""
+    network: str | None = None
+    """The same for the line of a machine to the others: 50GB/s is one port of 400 Gbit/s."""
+
+    @property
+    def plans_for_others(self) -> bool:
+        """Whether the plan is for GPUs that need not be here."""
+        return self.plan and self.device_memory is not None
+
+    def faults(self) -> list[str]:
+        """Name what is no size, and what only a plan reads."""
+        examples = {"device_memory": "80GB", "interconnect": "450GB/s", "network": "50GB/s"}
+        given = {name: getattr(self, name) for name in examples if getattr(self, name) is not None}
+        faults = [
+            f"--{name}: expected a size such as {examples[name]}, got {value!r}"
+            for name, value in given.items()
+            if parse_size(value) is None
+        ]
+        faults += [f"--{name} is read by --plan true alone" for name in given if not self.plan]
+        return faults
 
 
 @dataclass(frozen=True)
@@ -359,6 +413,7 @@ class TrainArguments:
     evaluation: EvaluationArguments
     save: SaveArguments
     logging: LoggingArguments
+    planning: PlanArguments
 
 
 # ----------------------------------------------------------------------------------------- the other programs

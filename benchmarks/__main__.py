@@ -17,6 +17,7 @@ from benchmarks import (
     loss,
     memory,
     precision,
+    plan,
     tokenization,
     training,
 )
@@ -47,6 +48,7 @@ BENCHMARKS = {
     "checkpoint": Benchmark(checkpoint.measure, checkpoint.table),
     "invariance": Benchmark(invariance.measure, invariance.table),
     "faults": Benchmark(faults.measure, faults.table, only_by_name=True),
+    "plan": Benchmark(plan.measure, plan.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
 }
@@ -64,7 +66,7 @@ def main() -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but faults, memory and precision",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but faults, plan, memory and precision",
     )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]

@@ -36,11 +36,15 @@ from fabric_train.batches import (  # noqa: E402
     WindowSource,
     validation_batches,
 )
+from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
+from fabric_train.budget.forecast import Wanted  # noqa: E402
+from fabric_train.budget.report import report  # noqa: E402
+from fabric_train.budget.resources import device_memory, machine_memory  # noqa: E402
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.compilation import MOST_SHAPES  # noqa: E402
 from fabric_train.complete_folder import write_at_once  # noqa: E402
 from fabric_train.data_ranks import data_ranks  # noqa: E402
-from fabric_train.errors import FAILURE, run_program  # noqa: E402
+from fabric_train.errors import FAILURE, InputError, run_program  # noqa: E402
 from fabric_train.from_scratch import open_new  # noqa: E402
 from fabric_train.garbage import collected_by_hand  # noqa: E402
 from fabric_train.host_memory import keep_freed_memory  # noqa: E402
@@ -51,10 +55,12 @@ from fabric_train.loop import Run, train  # noqa: E402
 from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
 from fabric_train.own_part import flat_cuts  # noqa: E402
 from fabric_train.preparation import PACKAGES, Prepared, prepare, window_order  # noqa: E402
+from fabric_train.profiling import ProfiledWindows  # noqa: E402
 from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
 from fabric_train.ranks.step_border import Border, agree  # noqa: E402
 from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
+from fabric_train.sizes import parse_size  # noqa: E402
 from fabric_train.step_guard import StepGuard  # noqa: E402
 from fabric_train.stream import LaneOrder, Stream, StreamBatches  # noqa: E402
 from fabric_train.telemetry import ProgressLine  # noqa: E402
@@ -79,6 +85,9 @@ def main(argv: list[str] | None = None) -> None:
     if writes:
         refuse_if_held(*lock)
     prepared = prepare(arguments)
+    if arguments.planning.plan:
+        _plan(prepared, console)
+        return
     plan = prepared.plan
     start = (
         f"{prepared.checkpoint}, step {prepared.state.step}"
@@ -96,6 +105,8 @@ def main(argv: list[str] | None = None) -> None:
             tell_wandb_the_rest(prepared.folder, prepared.state.step, given.project, given.entity, flatten(arguments))
         return
 
+    if not arguments.evaluation.only_reads:
+        _refuse_what_does_not_fit(prepared)
     with hold_lock(*lock) if writes else nullcontext():
         fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
         progress = Progress()
@@ -106,6 +117,50 @@ def main(argv: list[str] | None = None) -> None:
             parallel.leave_process_group(fabric)
     if code:
         raise SystemExit(code)
+
+
+def _plan(prepared: Prepared, console: Console) -> None:
+    """Print what the run will take.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    wanted, given = _wanted(prepared), prepared.arguments.planning
+    forecast = wanted.forecast()
+    lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
+    console.print(report(forecast, prepared.plan, wanted.num_checkpoints(), wanted.device_memory, *lines))
+    for note in prepared.notes:
+        _note(console, note)
+    faults = faults_of(wanted, forecast)
+    if faults:
+        raise InputError(*faults)
+    console.print("it fits", style="bold green")
+
+
+def _refuse_what_does_not_fit(prepared: Prepared) -> None:
+    """Raise InputError where the run would end for lack of memory or disk; what a GPU holds is worked out for that."""
+    wanted = _wanted(prepared)
+    faults = faults_without_trace(wanted)
+    if not faults and wanted.on_gpu:
+        faults = faults_of(wanted, wanted.forecast())
+    if faults:
+        raise InputError(*faults)
+
+
+def _wanted(prepared: Prepared) -> Wanted:
+    arguments, on_gpu = prepared.arguments, prepared.accelerator == "cuda"
+    given = parse_size(arguments.planning.device_memory or "")
+    of_rank = machine_memory() // (prepared.plan.world_size // arguments.device.num_nodes)
+    return Wanted(
+        arguments=arguments,
+        shape=prepared.shape,
+        plan=prepared.plan,
+        parallelism=prepared.parallelism,
+        isolates=prepared.data.isolates,
+        on_gpu=on_gpu,
+        device_memory=given or (device_memory() if on_gpu else None) or of_rank,
+        is_elsewhere=arguments.planning.plans_for_others,
+    )
 
 
 def _lock(folder: Path) -> tuple[Path, str, str]:
@@ -327,7 +382,16 @@ def _outputs(fabric: Fabric, prepared: Prepared, console: Console) -> Outputs:
 
 
 def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
-    """Return where this rank's windows come from."""
+    """Return where this rank's windows come from, some of them traced."""
+    given, on_gpu = prepared.arguments.logging, fabric.device.type == "cuda"
+    batches = _untraced_batches(fabric, prepared)
+    if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
+        return batches
+    folder = prepared.folder / "profile"
+    return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu=on_gpu)
+
+
+def _untraced_batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
     arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
     num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
     if isinstance(data, TokenDataset):

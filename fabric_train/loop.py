@@ -73,6 +73,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         RunError: at a loss or gradient that is not finite, with ``--on_nonfinite stop``.
     """
     stopwatch = Stopwatch(run.peak_flops)
+    reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
     checkpoint, cursors = run.start, None  # of ``state``
     if state.unlogged:
         state = _conclude(run, state, Metrics(**state.unlogged), evaluates=True)
@@ -82,7 +83,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         seed_step(arguments.data.seed, window.step, data_ranks(run.fabric).rank)
         rate = learning_rate(window.step, run.num_steps, arguments.training)
         set_learning_rate(run.optimizer, rate)
-        loss = accumulate(run.fabric, run.model, window, run.progress)
+        loss = accumulate(run.fabric, run.model, window, run.progress, reduces_each)
         tokens_and_flops = _tokens_and_flops(run, window)
         run.progress.at(Phase.OPTIMIZER)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
@@ -212,25 +213,27 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
-def accumulate(fabric: Fabric, model: Any, window: Window, progress: Progress | None = None) -> WindowLoss:
+def accumulate(
+    fabric: Fabric, model: Any, window: Window, progress: Progress | None = None, reduces_each: bool = False
+) -> WindowLoss:
     """Add the gradient of the window's mean token loss to the parameters and return what its micro-batches cost.
 
     The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass:
     however the window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their
-    gradients, hence the factor of their number.
+    gradients, hence the factor of their number; once a window, or with ``reduces_each`` after every micro-batch.
     """
     if progress:
         progress.at(Phase.COMPUTING)  # before the first word from the other ranks is waited for
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_data_ranks(fabric, counts)
     divisor = num_supervised.sum().clamp(min=1)
-    losses = []
+    losses, last = [], len(window.batches) - 1
     for index, batch in enumerate(window.batches):
         if progress and index:
             progress.at(Phase.COMPUTING, index)
         # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
         # it
-        with fabric.no_backward_sync(model, enabled=index < len(window.batches) - 1):
+        with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
             batch = batch.to(fabric.device)
             loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
             fabric.backward(loss * data_ranks(fabric).size / divisor)

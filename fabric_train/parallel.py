@@ -248,6 +248,19 @@ def count_devices(devices: int | str, accelerator: str) -> int:
     return wanted
 
 
+def count_planned(devices: int | str) -> int:
+    """Return how many processes ``--devices`` means on a machine that need not be this one.
+
+    Raises:
+        InputError: it says auto.
+    """
+    if str(devices) in ("auto", "-1"):
+        raise InputError(
+            f"--devices {devices} means those of this machine, and --device_memory plans for others: give a number"
+        )
+    return len(str(devices).split(",")) if "," in str(devices) else int(devices)
+
+
 def unused_gpus(devices: int | str, accelerator: str) -> str | None:
     """Return a line for the user where the run leaves GPUs of this machine idle."""
     there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0

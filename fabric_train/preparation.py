@@ -38,6 +38,7 @@ class Prepared:
     checkpoint: Path | None
     shape: ModelShape
     data: TokenDataset | Stream
+    accelerator: str
     parallelism: str
     plan: Plan
     order: checkpoints.DataOrder | checkpoints.StreamOrder
@@ -67,9 +68,14 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         only_reads=arguments.evaluation.only_reads,
         damages=damages,
     )
-    accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
-    parallel.refuse_lone_node(arguments.device.num_nodes)
-    world_size = parallel.count_devices(arguments.device.devices, accelerator) * arguments.device.num_nodes
+    if arguments.planning.plans_for_others:
+        accelerator, num_devices = "cuda", parallel.count_planned(arguments.device.devices)
+    else:
+        accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
+        num_devices = parallel.count_devices(arguments.device.devices, accelerator)
+    if not arguments.planning.plan:
+        parallel.refuse_lone_node(arguments.device.num_nodes)
+    world_size = num_devices * arguments.device.num_nodes
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
     if arguments.model.float8:
@@ -91,7 +97,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         rows_hash = window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
         versions = {name: version(name) for name in PACKAGES}
         notes += tuple(check_resumption(checkpoint, state, order, rows_hash, arguments, plan, versions))
-    return Prepared(arguments, folder, checkpoint, shape, data, parallelism, plan, order, state, notes)
+    return Prepared(arguments, folder, checkpoint, shape, data, accelerator, parallelism, plan, order, state, notes)
 
 
 def _shape(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:

@@ -1,0 +1,204 @@
+"""What ``--plan`` says of a rank's memory beside what real CPU ranks have resident while they train.
+
+glibc keeps much of what is freed, to give it out again. What is compared with the plan is therefore measured with
+``mallopt`` told to give blocks back at once; what is resident as glibc comes stands beside it.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from benchmarks.forked_runs import ForkedRun, ForkedRuns
+from benchmarks.measure import ROOT, Command
+from benchmarks.report import Report
+
+LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
+STEPS = 4
+TOLERANCE = 0.15
+GIVE_BACK = "import ctypes; ctypes.CDLL(None).mallopt(-3, 1 << 16)"
+"""Has glibc map blocks above 64 KiB by themselves (M_MMAP_THRESHOLD), so that they leave the process once freed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train the model."""
+
+    parallelism: str
+    num_ranks: int
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        given = [word.removeprefix("--") for word in self.options]
+        return " ".join([f"{self.parallelism} × {self.num_ranks}", *given])
+
+
+CASES = (
+    Case("single", 1),
+    Case("single", 1, ("--gradient_accumulation_steps", "2")),
+    Case("single", 1, ("--activation_checkpointing", "full", "--micro_batch_size", "4")),
+    Case("single", 1, ("--micro_batch_size", "4")),
+    Case("ddp", 2),
+    Case("fsdp", 2),
+    Case("fsdp", 2, ("--gradient_accumulation_steps", "2")),
+    Case("fsdp", 2, ("--gradient_accumulation_steps", "2", "--gradient_reduction", "micro_batch")),
+    Case("fsdp", 2, ("--sharding_strategy", "SHARD_GRAD_OP")),
+    Case("fsdp2", 2),
+    Case("fsdp2", 2, ("--gradient_accumulation_steps", "2")),
+    Case("fsdp2", 2, ("--precision", "bf16-mixed", "--gradient_accumulation_steps", "2")),
+    Case("fsdp2", 4),
+)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of a rank: the plan's, and the most that any rank had resident after its first step, with freed memory
+    given back, and as glibc comes.
+    """
+
+    planned: int
+    measured: int
+    as_glibc_comes: int
+
+    @property
+    def error(self) -> float:
+        """Of the plan, relative to what was measured."""
+        return self.planned / self.measured - 1
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """The largest error of the plan over all cases, without its sign."""
+
+    largest_error: float
+
+
+def measure(work: Path) -> Report:
+    """Train in every way, with the files in ``work``, relative to the project's root.
+
+    Raises:
+        ChildProcessError: a run failed, or the plan is wrong by more than it may be.
+    """
+    folder = ROOT / work
+    model, tokens = write_model(folder / "model"), write_rows(folder / "tokens")
+    runs = ForkedRuns(folder / "said")
+    results = {}
+    try:
+        for number, case in enumerate(CASES):
+            print(f"plan: {case}", flush=True)
+            place = folder / str(number)
+            planned = plan_of(runs, case, model, tokens, place)
+            measured, usual = (
+                resident(runs, case, model, tokens, place / name, before)
+                for name, before in (("back", GIVE_BACK), ("usual", ""))
+            )
+            results[str(case)] = [Resident(planned, measured, usual)]
+            shutil.rmtree(place)
+    finally:
+        runs.close()
+    largest = max(abs(found.error) for (found,) in results.values())
+    if largest > TOLERANCE:
+        raise ChildProcessError(f"the plan is wrong by {largest:.1%}, more than {TOLERANCE:.0%}: {results}")
+    settings = {"parameters": 28_000_000, "layers": LAYERS, "width": WIDTH, "length": LENGTH, "steps": STEPS}
+    commands = {str(case): Command(tuple(_argv(case, model, tokens, folder))) for case in CASES}
+    return Report("plan", settings, commands, results, PlanSummary(largest))
+
+
+def table(report: Report) -> Table:
+    """Show plan and measurement of every case."""
+    title = f"Resident memory of a CPU rank, MB: {LAYERS} layers of width {WIDTH}, rows of {LENGTH} tokens"
+    columns = ("case", "planned", "resident", "plan is off by", "as glibc comes")
+    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
+    for name, (found,) in report.runs.items():
+        sizes = [f"{size / 1e6:,.0f}" for size in (found.planned, found.measured, found.as_glibc_comes)]
+        shown.add_row(name, sizes[0], sizes[1], f"{found.error:+.1%}", sizes[2])
+    return shown
+
+
+def write_model(folder: Path, **sizes: int) -> Path:
+    """Write a seeded random Llama of about 30 million parameters, tied, or of other sizes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    given: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCABULARY, **sizes}
+    config = LlamaConfig(
+        **given,
+        intermediate_size=11 * given["hidden_size"] // 4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder: Path) -> Path:
+    """Write a token dataset of random rows of one document each."""
+    import datasets
+
+    rows = np.random.default_rng(0).integers(3, 100, (64, LENGTH)).tolist()
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})}).save_to_disk(str(folder))
+    return folder
+
+
+def plan_of(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path) -> int:
+    """Return the bytes that the plan says a rank will have resident at most."""
+    run = runs.start([*_argv(case, model, tokens, work), "--plan", "true"], 1)
+    run.finish()
+    found = re.search(r"at most\s+([\d.,]+) GB", run.stdout())
+    assert found, run.stdout()
+    return round(float(found[1].replace(",", "")) * 1e9)
+
+
+def resident(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path, before: str = GIVE_BACK) -> int:
+    """Train and return the bytes that any rank has resident at most, after the first step."""
+    run = runs.start(_argv(case, model, tokens, work), case.num_ranks, before=before)
+    return max(_peaks(run, work / "metrics.csv"))
+
+
+def _argv(case: Case, model: Path, tokens: Path, work: Path) -> list[str]:
+    words = "--accelerator cpu --precision 32-true --gradient_accumulation_steps 1 --num_workers 0 --loggers csv"
+    words += f" --parallelism {case.parallelism} --devices {case.num_ranks} --max_step {STEPS}"
+    words += f" --model_name {model} --train_data_dir {tokens} --output_dir {work}"
+    given = [*words.split(), *case.options]
+    last_of_each = dict(zip(given[::2], given[1::2], strict=True))
+    return [word for pair in last_of_each.items() for word in pair]
+
+
+def _peaks(run: ForkedRun, metrics: Path) -> list[int]:
+    """Return what each rank had resident at most between its first step and its last, as the kernel counts it."""
+    if not run.wait_until(lambda: _num_rows(metrics) >= 1):
+        raise ChildProcessError(run.report())
+    for pid in run.pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): resets the peak
+    peaks = [0] * len(run.pids)
+
+    def are_done() -> bool:
+        for index, pid in enumerate(run.pids):
+            peaks[index] = max(peaks[index], _high_water(pid))
+        return _num_rows(metrics) >= STEPS
+
+    run.wait_until(are_done)
+    run.finish()
+    return peaks
+
+
+def _num_rows(metrics: Path) -> int:
+    return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
+
+
+def _high_water(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    except OSError:  # it has ended
+        return 0
+    return int(found[1]) * 1024 if found else 0

@@ -1,0 +1,105 @@
+"""``python -m benchmarks.plan_table``: the table of docs/performance.md, plans of Llama-3 8B and 70B on GPUs of 80 GB.
+
+Nothing of it is measured. Sizes are those of the published config.json files; no weights are needed.
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from arguments import TrainArguments, parse
+from fabric_train.budget.fitting import faults_of
+from fabric_train.budget.forecast import Forecast, Wanted
+from fabric_train.model import ModelShape, read_shape
+from fabric_train.plan import Plan
+from fabric_train.sizes import parse_size, show_size
+
+LENGTH, ROWS = 8192, 128
+DEVICE_MEMORY = "80GB"
+INTERCONNECT, NETWORK = "450GB/s", "400GB/s"  # NVLink 4, and eight ports of 400 Gbit/s a machine
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+MODELS = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a model on so many machines of so many devices, and what differs from the defaults."""
+
+    model: str
+    num_nodes: int
+    devices: int
+    options: str = ""
+
+
+TABLE = (
+    Row("8B", 1, 4),
+    Row("8B", 1, 4, "--activation_checkpointing full"),
+    Row("8B", 1, 4, "--activation_checkpointing full --gradient_reduction micro_batch"),
+    Row("8B", 1, 4, "--activation_checkpointing full --gradient_reduction micro_batch --precision bf16-mixed"),
+    Row("70B", 2, 8, "--activation_checkpointing full"),
+    Row("70B", 2, 8, "--activation_checkpointing full --gradient_reduction micro_batch"),
+    Row("8B", 8, 8, "--activation_checkpointing full"),
+    Row("8B", 8, 8, "--activation_checkpointing full --sharding_strategy HYBRID_SHARD"),
+    Row("70B", 8, 8, "--activation_checkpointing full --gradient_reduction micro_batch"),
+)
+
+
+def main() -> None:
+    """Print the table in Markdown."""
+    print("| model | GPUs | options | of 80 GB | weights | optimizer | gradients | gathered | activations |", end="")
+    print(" sent a step | takes | checkpoint |")
+    print("|---|---|---|" + "---:|" * 9)
+    for row in TABLE:
+        wanted = wanted_of(row)
+        forecast = wanted.forecast()
+        print("| " + " | ".join(cells(row, wanted, forecast)) + " |")
+
+
+def wanted_of(row: Row) -> Wanted:
+    """Return the run of a line: fsdp, a micro-batch of one row, bf16-true unless it says otherwise."""
+    words = ["--train_data_dir", "tokens", "--output_dir", "run", "--num_nodes", str(row.num_nodes)]
+    arguments = parse(TrainArguments, [*words, *row.options.split()])
+    world_size = row.num_nodes * row.devices
+    plan = Plan(None, world_size, ROWS // world_size, ROWS, None, 1, LENGTH, ())
+    memory = parse_size(DEVICE_MEMORY)
+    assert memory is not None
+    return Wanted(arguments, _shape(row.model), plan, "fsdp", False, True, memory, is_elsewhere=True)
+
+
+def cells(row: Row, wanted: Wanted, forecast: Forecast) -> list[str]:
+    """Return the cells of a line."""
+    most = forecast.budget.most
+    interconnect, network = (float(parse_size(line) or 0) for line in (INTERCONNECT, NETWORK))
+    seconds = sum(collective.seconds(interconnect, network) for collective in forecast.collectives)
+    share = f"{forecast.device_bytes / wanted.device_memory:.0%}"
+    kinds = ("weights", "optimizer", "gradients", "gathered weights", "activations")
+    return [
+        row.model,
+        f"{row.num_nodes} × {row.devices}",
+        f"`{row.options}`" if row.options else "",
+        f"**{share}**" if faults_of(wanted, forecast) else share,
+        *(show_size(most.parts.get(kind, 0)) for kind in kinds),
+        show_size(sum(collective.sent for collective in forecast.collectives)),
+        f"{seconds:.1f} s",
+        show_size(forecast.budget.checkpoint),
+    ]
+
+
+def _shape(model: str) -> ModelShape:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**_LLAMA, **MODELS[model]}), encoding="utf-8")
+        return read_shape(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What a forward and backward pass holds in memory beside weights and gradients: the real model on fake tensors, which
+have shapes and no content.
+
+Depth costs the same a layer, so a model of a few layers is traced with one more and one less.
+"""
+
+import copy
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from fabric_train.loss import summed_loss
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+    from fabric_train.model import ModelShape
+
+_TRACED_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass on one device: ``dtype`` is what the model is computed in, ``autocast`` the type that
+    matrix products are cast to where the weights are of another. ``has_borders``: documents share rows, kept apart.
+    """
+
+    num_rows: int
+    length: int
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    has_borders: bool
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch on one device, gradients of one parameter at a time included.
+
+    ``kept`` by all layers from the forward to the backward pass; ``most`` is the largest sum at any moment, as a rule
+    when the loss is worked out or differentiated; ``at_end`` the largest in the backward pass of the first layer.
+    """
+
+    kept: int
+    most: int
+    at_end: int
+
+
+def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+    """Trace a micro-batch of the model.
+
+    Raises:
+        RuntimeError: the model asks for the content of tensors.
+    """
+    depth = shape.config.get_text_config().num_hidden_layers
+    if depth <= _TRACED_LAYERS:
+        return _trace(shape, depth, arguments, batch)
+    more, fewer = (_trace(shape, layers, arguments, batch) for layers in (_TRACED_LAYERS, _TRACED_LAYERS - 1))
+    left = depth - _TRACED_LAYERS
+    return Activations(
+        kept=more.kept + left * (more.kept - fewer.kept),
+        most=more.most + left * (more.most - fewer.most),
+        at_end=more.at_end,
+    )
+
+
+def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
+    with FakeTensorMode():
+        # flash and flex attention keep what sdpa's fused kernel keeps, without its mask
+        attention = "eager" if arguments.model.attention == "eager" else "sdpa"
+        config = _cut(shape.config, num_layers)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
+        model.train()
+        layers = [module for module in model.modules() if type(module) in shape.layer_classes]
+        live = _LiveBytes(model)
+        _drop_gradients(model, layers, live)
+        if arguments.fsdp.activation_checkpointing == "full":
+            apply_activation_checkpointing(model, check_fn=lambda module: type(module) in shape.layer_classes)
+        ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
+        _give_mask(model, layers, batch, batch.has_borders and arguments.model.attention == attention)
+        with live:
+            with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
+                loss = summed_loss(model, ids, ids)
+                kept = live.now
+            loss.backward()
+    return Activations(kept, live.most, live.most_since)
+
+
+def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:num_layers]
+    return config
+
+
+def _drop_gradients(model: nn.Module, layers: list[nn.Module], live: "_LiveBytes") -> None:
+    """Let go of each gradient when it is whole: who keeps them is the strategy's business. Mark where the backward pass
+    has come to the first layer.
+    """
+    left = {id(parameter) for layer in layers[1:] for parameter in layer.parameters()}
+
+    def drop(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+        if id(parameter) in left:
+            left.discard(id(parameter))
+            if not left:
+                live.restart()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+
+
+def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:
+    """Hand over the mask that transformers makes of documents' borders, or take away the one that it makes of fake
+    tensors, since it cannot look whether it could do without.
+    """
+
+    def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mask = torch.ones(batch.num_rows, 1, batch.length, batch.length, dtype=torch.bool)
+        return args, {**kwargs, "attention_mask": mask}
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, **dict.fromkeys(kwargs.keys() & {"attention_mask"})}
+
+    if needs_mask:
+        model.register_forward_pre_hook(give, with_kwargs=True)
+    else:
+        for layer in layers:
+            layer.register_forward_pre_hook(take, with_kwargs=True)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations have made and that are still held."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.most = self.most_since = 0
+        held = [*model.parameters(), *model.buffers()]
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in held}
+
+    def restart(self) -> None:
+        """Look for ``most_since`` from here on."""
+        self.most_since = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        self.most, self.most_since = max(self.most, self.now), max(self.most_since, self.now)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)

@@ -1,0 +1,139 @@
+"""What of a forecast does not fit into what there is, and the change of arguments that would make it fit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.budget.forecast import Forecast, Wanted
+from fabric_train.budget.resources import machine_memory
+from fabric_train.checkpoint.saving import free_bytes
+from fabric_train.sizes import show_size
+
+if TYPE_CHECKING:
+    from fabric_train.plan import Plan
+
+
+def faults_of(wanted: Wanted, forecast: Forecast) -> list[str]:
+    """Say what does not fit into a device, this machine's memory and its disk, and what to change."""
+    faults = []
+    if forecast.device_bytes > wanted.device_memory:
+        faults.append(_fault_of_memory(wanted, forecast))
+    if wanted.is_elsewhere:
+        return faults
+    if wanted.on_gpu and forecast.host_bytes > machine_memory():
+        needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
+        faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
+    return [*faults, *faults_of_disk(wanted, wanted.num_checkpoints() + 1)]
+
+
+def faults_without_trace(wanted: Wanted) -> list[str]:
+    """Say what is seen at once not to fit: weights, gradients and optimizer in memory, one checkpoint on the disk."""
+    layout, ranks = wanted.layout(), wanted.plan.world_size // wanted.arguments.device.num_nodes
+    least = wanted.shape.num_parameters * (2 * layout.held + layout.states) // layout.num_shards
+    faults = []
+    if least > wanted.device_memory:
+        faults.append(
+            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
+            f"{show_size(wanted.device_memory)} each: --plan true says what would fit"
+        )
+    return [*faults, *faults_of_disk(wanted, 1)]
+
+
+def faults_of_disk(wanted: Wanted, number: int) -> list[str]:
+    """Say that so many checkpoints are more than is free."""
+    layout, folder = wanted.layout(), Path(wanted.arguments.save.output_dir)
+    size = wanted.shape.num_parameters * (layout.held + layout.states)
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = free_bytes(nearest)
+    if size * number <= free:
+        return []
+    fitting = free // size - 2  # the best one by validation loss, and the one being written
+    mend = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
+    checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
+    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {mend}"]
+
+
+def _fault_of_memory(wanted: Wanted, forecast: Forecast) -> str:
+    parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
+    listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+    needed, there = show_size(forecast.device_bytes), show_size(wanted.device_memory)
+    where = "a device" if forecast.on_gpu else "a rank"
+    return f"the run needs {needed} on {where}, which has {there}: {listed}; {_change_that_fits(wanted)}"
+
+
+def _change_that_fits(wanted: Wanted) -> str:
+    """Try what costs least first, one change after the other; leave out those that were not needed."""
+    changes = []
+    for change in _changes(wanted):
+        changes.append(change)
+        if _apply(wanted, changes).forecast().device_bytes <= wanted.device_memory:
+            break
+    else:
+        return "no change of its arguments makes it fit; take a smaller model or shorter rows"
+    for change in changes[:-1]:
+        others = [other for other in changes if other is not change]
+        if _apply(wanted, others).forecast().device_bytes <= wanted.device_memory:
+            changes = others
+    needed = _apply(wanted, changes).forecast().device_bytes
+    options = " ".join(f"--{name} {value}" for change in changes for name, value in change.shown)
+    return f"with {options} it would need {show_size(needed)}"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """``shown`` is what to give on the command line."""
+
+    shown: tuple[tuple[str, Any], ...]
+
+    def on(self, wanted: Wanted) -> Wanted:
+        """Return the run with these arguments instead."""
+        arguments, plan, parallelism = wanted.arguments, wanted.plan, wanted.parallelism
+        for name, value in self.shown:
+            if name == "devices":
+                num_ranks = value * arguments.device.num_nodes
+                plan = _cut_anew(plan, arguments.training.micro_batch_size, num_ranks)
+            elif name == "micro_batch_size":
+                arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
+                plan = _cut_anew(plan, value, plan.world_size)
+            elif name == "precision":
+                arguments = replace(arguments, model=replace(arguments.model, precision=value))
+            else:
+                given: Any = {name: value}
+                arguments = replace(arguments, fsdp=replace(arguments.fsdp, **given))
+                parallelism = value if name == "parallelism" else parallelism
+        return replace(wanted, arguments=arguments, plan=plan, parallelism=parallelism)
+
+
+def _apply(wanted: Wanted, changes: list[_Change]) -> Wanted:
+    for change in changes:
+        wanted = change.on(wanted)
+    return wanted
+
+
+def _changes(wanted: Wanted) -> Iterator[_Change]:
+    arguments, world_size = wanted.arguments, wanted.plan.world_size
+    if world_size > 1 and wanted.parallelism == "ddp":
+        yield _Change((("parallelism", "fsdp"),))
+    if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
+        yield _Change((("sharding_strategy", "FULL_SHARD"),))
+    if world_size > 1:
+        yield _Change((("gradient_reduction", "micro_batch"),))
+    if arguments.fsdp.activation_checkpointing != "full":
+        yield _Change((("activation_checkpointing", "full"),))
+    size = arguments.training.micro_batch_size
+    while size > 1:
+        size //= 2
+        yield _Change((("micro_batch_size", size),))
+    if arguments.model.precision != "bf16-true":
+        yield _Change((("precision", "bf16-true"),))
+    devices = world_size // arguments.device.num_nodes
+    for number in (2 * devices, 4 * devices, 8 * devices):
+        sharded = (("parallelism", "fsdp"),) if wanted.parallelism == "single" else ()
+        yield _Change((*sharded, ("devices", number)))
+
+
+def _cut_anew(plan: "Plan", micro_batch_size: int, world_size: int) -> "Plan":
+    """Cut the same window among other ranks or micro-batches."""
+    accumulation = max(1, plan.rows_per_window // (micro_batch_size * world_size))
+    return replace(plan, accumulation=accumulation, world_size=world_size)

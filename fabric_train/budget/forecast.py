@@ -1,0 +1,110 @@
+"""Everything that a run will take, put together."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fabric_train.budget.activations import Activations, MicroBatch, trace_activations
+from fabric_train.budget.layout import Layout, Units, make_layout, read_units
+from fabric_train.budget.memory import Budget, make_budget
+from fabric_train.budget.resources import process_memory
+from fabric_train.budget.traffic import Collective, collectives_of_step
+from fabric_train.parallel import compute_dtype, weights_dtype
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+    from fabric_train.model import ModelShape
+    from fabric_train.plan import Plan
+
+CUDA_ALLOWANCE = 2_000_000_000
+"""Bytes of a GPU that are left to the CUDA context, NCCL and the allocator's gaps: set aside, not measured."""
+
+LATER_BYTES = 60_000_000
+"""Bytes that a CPU rank has resident beside what this process has now: threads, connections and late imports."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take. ``process`` are the bytes of a process without a model: on the GPU, or resident on CPU."""
+
+    units: Units
+    layout: Layout
+    activations: Activations
+    budget: Budget
+    collectives: tuple[Collective, ...]
+    flops_of_step: float
+    process: int
+    on_gpu: bool
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that a rank holds at any time on its device: a GPU's, or its resident memory on CPU."""
+        return self.process + self.budget.most.total + (0 if self.on_gpu else self.budget.staging)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that the ranks of one machine hold in its memory together."""
+        of_rank = process_memory() + self.budget.staging if self.on_gpu else self.device_bytes
+        return of_rank * (self.layout.world_size // self.layout.num_nodes)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run as it is asked for. ``device_memory`` are the bytes that a rank may take: of its GPU, or its share of this
+    machine's on CPU. ``is_elsewhere``: it is planned for other machines than this one.
+    """
+
+    arguments: "TrainArguments"
+    shape: "ModelShape"
+    plan: "Plan"
+    parallelism: str
+    isolates: bool
+    on_gpu: bool
+    device_memory: int
+    is_elsewhere: bool
+
+    def layout(self) -> Layout:
+        """Return how it cuts the model."""
+        return make_layout(self.arguments, self.plan, self.parallelism)
+
+    def forecast(self) -> Forecast:
+        """Work out what it will take, without memory for its model.
+
+        Raises:
+            RuntimeError: the model cannot be traced, since it asks for the content of tensors.
+        """
+        units, layout, plan = read_units(self.shape), self.layout(), self.plan
+        activations = trace_activations(self.shape, self.arguments, self._micro_batch())
+        save = self.arguments.save
+        saves_in_background = save.async_save and save.save_step_interval < plan.num_steps
+        return Forecast(
+            units=units,
+            layout=layout,
+            activations=activations,
+            budget=make_budget(units, layout, activations, saves_in_background),
+            collectives=tuple(collectives_of_step(units, layout)),
+            flops_of_step=self.shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
+            process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
+            on_gpu=self.on_gpu,
+        )
+
+    def num_checkpoints(self) -> int:
+        """Return how many checkpoints lie on the disk at the end of the run."""
+        interval, per_epoch = self.arguments.save.save_step_interval, self.plan.windows_per_epoch
+        last = self.plan.num_steps
+        saved = {*range(interval, last + 1, interval), last}
+        if per_epoch:
+            saved |= set(range(per_epoch, last + 1, per_epoch))
+        keep = self.arguments.save.keep_checkpoints
+        return len(saved) if keep is None else min(len(saved), keep + 1)  # the best by validation loss stays, too
+
+    def _micro_batch(self) -> MicroBatch:
+        precision = self.arguments.model.precision
+        held, computed = weights_dtype(precision), compute_dtype(precision)
+        casts_whole_units = self.parallelism in ("fsdp", "fsdp2")
+        return MicroBatch(
+            num_rows=self.arguments.training.micro_batch_size,
+            length=self.plan.tokens_per_row,
+            dtype=computed if casts_whole_units else held,
+            autocast=computed if computed != held and not casts_whole_units else None,
+            has_borders=self.isolates,
+        )

@@ -1,0 +1,105 @@
+"""How a run cuts the model: parameters by the unit that is gathered at once, ranks by shares, bytes by type."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fabric_train.parallel import compute_dtype, weights_dtype
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+    from fabric_train.model import ModelShape
+    from fabric_train.plan import Plan
+
+REDUCED_BYTES = 4
+"""Gradients are summed over ranks in fp32, see ``parallel``."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Numbers of parameters: of each of ``num_layers`` repeated layers, and of what is outside of them."""
+
+    num_layers: int
+    layer: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        """All parameters, tied ones once."""
+        return self.num_layers * self.layer + self.rest
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``name`` is the parallelism. A weight is cut among ``num_shards`` ranks, in ``num_copies`` groups.
+
+    ``gathers_at_once``: all weights stay gathered from the forward to the backward pass. Bytes a parameter: ``held`` of
+    weights and gradients between steps, ``computed`` of those that a pass works with, ``states`` of the optimizer.
+    ``reduces_each``: gradients are summed over the ranks after each micro-batch, not once a step.
+    """
+
+    name: str
+    world_size: int
+    num_nodes: int
+    num_shards: int
+    gathers_at_once: bool
+    held: int
+    computed: int
+    states: int
+    accumulation: int
+    reduces_each: bool
+
+    @property
+    def num_copies(self) -> int:
+        """Groups of ranks that each hold all of the model."""
+        return self.world_size // self.num_shards
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are gathered to be computed with."""
+        return self.num_shards > 1
+
+    @property
+    def sums_unsharded(self) -> bool:
+        """Whether gradients are summed over micro-batches on each rank, whole, before they are reduced."""
+        return self.is_sharded and self.accumulation > 1 and not self.reduces_each
+
+
+def read_units(shape: "ModelShape") -> Units:
+    """Count the parameters by unit."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(shape.config)
+    layers = [module for module in model.modules() if type(module) in shape.layer_classes]
+    largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+    inside = sum(_numel(layer) for layer in layers)
+    return Units(len(layers), largest, _numel(model) - inside)
+
+
+def make_layout(arguments: "TrainArguments", plan: "Plan", parallelism: str) -> Layout:
+    """Read the arguments of a run as a layout."""
+    precision, sharding = arguments.model.precision, arguments.fsdp.sharding_strategy
+    num_shards = plan.world_size if parallelism in ("fsdp", "fsdp2") else 1
+    if parallelism == "fsdp" and sharding == "NO_SHARD":
+        num_shards = 1
+    elif sharding == "HYBRID_SHARD":
+        num_shards //= arguments.device.num_nodes
+    held = weights_dtype(precision).itemsize
+    return Layout(
+        name=parallelism,
+        world_size=plan.world_size,
+        num_nodes=arguments.device.num_nodes,
+        num_shards=num_shards,
+        gathers_at_once=sharding == "SHARD_GRAD_OP",
+        held=held,
+        computed=compute_dtype(precision).itemsize,
+        states=2 * held,
+        accumulation=plan.accumulation,
+        reduces_each=arguments.fsdp.gradient_reduction == "micro_batch",
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,30 @@
+"""What there is: memory of a device, of this machine and of this process."""
+
+import os
+from pathlib import Path
+
+import torch
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that processes of this machine, or of this container, may have together."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in map(Path, _CGROUP_LIMITS):
+        text = file.read_text().strip() if file.is_file() else ""
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def process_memory() -> int:
+    """Return the bytes that this process has resident now; 0 where the system does not tell (only Linux does)."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0
+
+
+def device_memory() -> int | None:
+    """Return the bytes of the smallest GPU here; None where there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=None)

@@ -1,0 +1,66 @@
+"""``--profile``: a trace of chosen steps, and on a GPU what its memory held meanwhile, in ``RUN/profile``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fabric_train.batches import Window, WindowSource
+
+_RECORDED_EVENTS = 200_000  # of the GPU's allocator, the newest
+
+
+@dataclass(frozen=True)
+class ProfiledWindows:
+    """Windows of ``source``; steps ``first`` to ``last`` are traced on this rank, from window to window.
+
+    A trace is what chrome://tracing and ui.perfetto.dev open: ``steps-10-12-rank-0.json``; beside it on a GPU
+    ``steps-10-12-rank-0-memory.html``. What has been traced is also written where the run ends within these steps.
+    """
+
+    source: WindowSource
+    first: int
+    last: int
+    folder: Path
+    rank: int
+    on_gpu: bool
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
+        windows = self.source.windows(after_step, last_step)
+        for window in windows:
+            if self.first <= window.step <= self.last:
+                yield from self._trace(window, windows)
+            else:
+                yield window
+
+    def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield the traced windows, ``window`` first."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        if self.on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS)
+        trace = profile(activities=activities, record_shapes=True, profile_memory=True)
+        trace.start()
+        try:
+            yield window
+            while window.step < self.last:
+                following = next(windows, None)
+                if following is None:
+                    break
+                window = following
+                yield window
+        finally:
+            trace.stop()
+            trace.export_chrome_trace(str(self.folder / f"{name}.json"))
+            if self.on_gpu:
+                self._write_memory(self.folder / f"{name}-memory.html")
+
+    def _write_memory(self, page: Path) -> None:
+        from torch.cuda._memory_viz import trace_plot
+
+        page.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
+        torch.cuda.memory._record_memory_history(enabled=None)

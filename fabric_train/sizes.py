@@ -1,0 +1,18 @@
+"""Bytes as people write them."""
+
+import re
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of 80GB (1e9 each), 80GiB or 25GB/s; None where it is none of these."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
+    if not found or float(found[1]) == 0:
+        return None
+    return round(float(found[1]) * _UNITS[found[2] or ""])
+
+
+def show_size(num_bytes: float) -> str:
+    """Write bytes as GB, or MB where they are few."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
