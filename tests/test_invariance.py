@@ -29,9 +29,11 @@ class Cut:
     num_nodes: int = 1
     tensor_parallel_size: int = 1
     compiled: bool = False
+    gradient_reduction: str = "step"
 
     def __str__(self) -> str:
         text = f"{self.parallelism}-{self.num_ranks}x{self.micro_batch_size}x{self.accumulation}"
+        text += "-each" * (self.gradient_reduction == "micro_batch")
         text += "-hybrid" * (self.num_nodes > 1) + "-compiled" * self.compiled
         return text + f"-tensor{self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
 
@@ -53,6 +55,8 @@ CUTS = [
     Cut("fsdp2", 2, 1, 4),
     Cut("fsdp2", 2, 2, 2),
     Cut("fsdp2", 4, 2, 1),
+    Cut("fsdp", 2, 1, 4, gradient_reduction="micro_batch"),
+    Cut("fsdp2", 2, 1, 4, gradient_reduction="micro_batch"),
     Cut("ddp", 2, 1, 4),
     Cut("ddp", 2, 2, 2),
     Cut("ddp", 4, 1, 2),
@@ -93,6 +97,7 @@ def test_however_a_window_is_cut_its_loss_and_gradient_norm_are_those_of_plain_p
 ) -> None:
     given = {
         "parallelism": cut.parallelism,
+        "gradient_reduction": cut.gradient_reduction,
         "sharding_strategy": "HYBRID_SHARD" if cut.num_nodes > 1 else "FULL_SHARD",
         "tensor_parallel_size": cut.tensor_parallel_size,
         "compile": str(cut.compiled).lower(),
