@@ -16,8 +16,8 @@ from benchmarks import (
     invariance,
     loss,
     memory,
-    precision,
     plan,
+    precision,
     tokenization,
     training,
 )

@@ -70,7 +70,7 @@ def wanted_of(row: Row) -> Wanted:
     words = ["--train_data_dir", "tokens", "--output_dir", "run", "--num_nodes", str(row.num_nodes)]
     arguments = parse(TrainArguments, [*words, *row.options.split()])
     world_size = row.num_nodes * row.devices
-    plan = Plan(None, world_size, ROWS // world_size, ROWS, None, 1, LENGTH, ())
+    plan = Plan(None, world_size, world_size, ROWS // world_size, ROWS, None, 1, LENGTH, ())
     memory = parse_size(DEVICE_MEMORY)
     assert memory is not None
     return Wanted(arguments, _shape(row.model), plan, "fsdp", False, True, memory, is_elsewhere=True)

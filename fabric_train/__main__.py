@@ -138,11 +138,8 @@ def _plan(prepared: Prepared, console: Console) -> None:
 
 
 def _refuse_what_does_not_fit(prepared: Prepared) -> None:
-    """Raise InputError where the run would end for lack of memory or disk; what a GPU holds is worked out for that."""
-    wanted = _wanted(prepared)
-    faults = faults_without_trace(wanted)
-    if not faults and wanted.on_gpu:
-        faults = faults_of(wanted, wanted.forecast())
+    """Raise InputError where the run is seen at once to end for lack of memory or disk."""
+    faults = faults_without_trace(_wanted(prepared))
     if faults:
         raise InputError(*faults)
 

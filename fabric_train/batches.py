@@ -41,8 +41,8 @@ class Batch:
 
     ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no
     row holds more than one, or all shall see each other. A rank that has no row left in a window gets a row without
-    supervised tokens. ``targets``, those of the labels, are found before the batch goes to a device. ``lengths`` are how
-    many tokens see each other: of each document, or of each row where they are not kept apart; padding is in none.
+    supervised tokens. ``targets``, those of the labels, are found before the batch goes to a device. ``lengths`` are
+    how many tokens see each other: of each document, or of each row where they are not kept apart, without padding.
     """
 
     input_ids: torch.Tensor

@@ -18,7 +18,7 @@ from fabric_train.errors import RunError
 from fabric_train.flops import ModelFlops
 from fabric_train.garbage import collect
 from fabric_train.gradient_norm import clip
-from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, summed_loss
+from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, sum_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
 from fabric_train.ranks.progress import Phase, Progress
 from fabric_train.ranks.signals import stop_signals

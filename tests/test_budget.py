@@ -49,7 +49,7 @@ def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, 
     words = ["--train_data_dir", "tokens", "--output_dir", "run", *options]
     arguments = parse(TrainArguments, words)
     together = arguments.training.micro_batch_size * world_size
-    plan = Plan(None, world_size, max(1, rows // together), rows, None, 10, 4096, ())
+    plan = Plan(None, world_size, world_size, max(1, rows // together), rows, None, 10, 4096, ())
     memory = round(gigabytes * 1e9)
     return Wanted(arguments, shape, plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
 
@@ -94,8 +94,9 @@ def layout(name: str, world_size: int, num_nodes: int = 1, num_shards: int = 1, 
         "states": 4,
         "accumulation": 3,
         "reduces_each": False,
+        "offloads": False,
     }
-    return Layout(name, world_size, num_nodes, num_shards, **{**usual, **given})
+    return Layout(name, world_size, world_size, num_nodes, num_shards, **{**usual, **given})
 
 
 def sent(of: Layout) -> list[tuple[int, int]]:

@@ -6,18 +6,19 @@ Depth costs the same a layer, so a model of a few layers is traced with one more
 
 import copy
 import weakref
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fabric_train.loss import summed_loss
+from fabric_train.activations import checkpoint_layers
+from fabric_train.head_loss import let_head_compute_loss
+from fabric_train.loss import Targets, summed_loss
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -53,11 +54,25 @@ class Activations:
 
 
 def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    """Trace a micro-batch of the model.
+    """Trace a micro-batch of the model. Selective checkpointing lies between none and full by its budget, and what is
+    offloaded is not on the device.
 
     Raises:
         RuntimeError: the model asks for the content of tensors.
     """
+    fsdp = arguments.fsdp
+    if fsdp.activation_checkpointing == "selective":
+        full, none = (
+            trace_activations(shape, replace(arguments, fsdp=replace(fsdp, activation_checkpointing=kind)), batch)
+            for kind in ("full", "none")
+        )
+        share = fsdp.activation_memory_budget
+        pairs = zip(astuple(full), astuple(none), strict=True)
+        return Activations(*(round(less + share * (more - less)) for less, more in pairs))
+    if fsdp.activation_offload:
+        stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
+        full = trace_activations(shape, stays, batch)
+        return Activations(0, full.most - full.kept, full.at_end)
     depth = shape.config.get_text_config().num_hidden_layers
     if depth <= _TRACED_LAYERS:
         return _trace(shape, depth, arguments, batch)
@@ -80,13 +95,17 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         layers = [module for module in model.modules() if type(module) in shape.layer_classes]
         live = _LiveBytes(model)
         _drop_gradients(model, layers, live)
+        if arguments.model.precision != "16-mixed":  # as parallel.setup_model does
+            let_head_compute_loss(model)
         if arguments.fsdp.activation_checkpointing == "full":
-            apply_activation_checkpointing(model, check_fn=lambda module: type(module) in shape.layer_classes)
+            checkpoint_layers(layers)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
+        positions = torch.arange(batch.num_rows * (batch.length - 1))
+        targets = Targets(positions, torch.zeros_like(positions))
         _give_mask(model, layers, batch, batch.has_borders and arguments.model.attention == attention)
         with live:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
-                loss = summed_loss(model, ids, ids)
+                loss = summed_loss(model, ids, ids, targets=targets)
                 kept = live.now
             loss.backward()
     return Activations(kept, live.most, live.most_since)

@@ -30,9 +30,10 @@ def faults_of(wanted: Wanted, forecast: Forecast) -> list[str]:
 def faults_without_trace(wanted: Wanted) -> list[str]:
     """Say what is seen at once not to fit: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     layout, ranks = wanted.layout(), wanted.plan.world_size // wanted.arguments.device.num_nodes
-    least = wanted.shape.num_parameters * (2 * layout.held + layout.states) // layout.num_shards
+    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    least = wanted.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
     faults = []
-    if least > wanted.device_memory:
+    if not layout.offloads and least > wanted.device_memory:
         faults.append(
             f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
             f"{show_size(wanted.device_memory)} each: --plan true says what would fit"
@@ -135,5 +136,6 @@ def _changes(wanted: Wanted) -> Iterator[_Change]:
 
 def _cut_anew(plan: "Plan", micro_batch_size: int, world_size: int) -> "Plan":
     """Cut the same window among other ranks or micro-batches."""
-    accumulation = max(1, plan.rows_per_window // (micro_batch_size * world_size))
-    return replace(plan, accumulation=accumulation, world_size=world_size)
+    num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
+    accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
+    return replace(plan, accumulation=accumulation, world_size=world_size, num_data_ranks=num_data_ranks)

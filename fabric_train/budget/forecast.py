@@ -43,7 +43,10 @@ class Forecast:
     @property
     def host_bytes(self) -> int:
         """The most that the ranks of one machine hold in its memory together."""
-        of_rank = process_memory() + self.budget.staging if self.on_gpu else self.device_bytes
+        layout, of_rank = self.layout, self.device_bytes
+        if self.on_gpu:
+            bytes_offloaded = (2 * layout.held + layout.states) * layout.offloads
+            of_rank = process_memory() + self.budget.staging + bytes_offloaded * self.units.total // layout.num_shards
         return of_rank * (self.layout.world_size // self.layout.num_nodes)
 
 
@@ -81,7 +84,7 @@ class Wanted:
             layout=layout,
             activations=activations,
             budget=make_budget(units, layout, activations, saves_in_background),
-            collectives=tuple(collectives_of_step(units, layout)),
+            collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
             flops_of_step=self.shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,

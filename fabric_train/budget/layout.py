@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 REDUCED_BYTES = 4
 """Gradients are summed over ranks in fp32, see ``parallel``."""
 
+_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # the latter with a scale for every 256, which is not counted
+
 
 @dataclass(frozen=True)
 class Units:
@@ -26,6 +28,10 @@ class Units:
     layer: int
     rest: int
 
+    def part(self, num_parts: int) -> "Units":
+        """Return what one of so many ranks has that cut every parameter among them."""
+        return Units(self.num_layers, self.layer // num_parts, self.rest // num_parts)
+
     @property
     def total(self) -> int:
         """All parameters, tied ones once."""
@@ -34,15 +40,18 @@ class Units:
 
 @dataclass(frozen=True)
 class Layout:
-    """``name`` is the parallelism. A weight is cut among ``num_shards`` ranks, in ``num_copies`` groups.
+    """``name`` is the parallelism. A weight is cut among ``num_shards`` ranks, in ``num_copies`` groups; before that,
+    among the ranks that compute a row together, of which there are ``world_size // num_data_ranks``.
 
     ``gathers_at_once``: all weights stay gathered from the forward to the backward pass. Bytes a parameter: ``held`` of
     weights and gradients between steps, ``computed`` of those that a pass works with, ``states`` of the optimizer.
-    ``reduces_each``: gradients are summed over the ranks after each micro-batch, not once a step.
+    ``reduces_each``: gradients are summed over the ranks after each micro-batch, not once a step;
+    ``offloads``: what is held between uses lies in host memory.
     """
 
     name: str
     world_size: int
+    num_data_ranks: int
     num_nodes: int
     num_shards: int
     gathers_at_once: bool
@@ -51,11 +60,12 @@ class Layout:
     states: int
     accumulation: int
     reduces_each: bool
+    offloads: bool
 
     @property
     def num_copies(self) -> int:
         """Groups of ranks that each hold all of the model."""
-        return self.world_size // self.num_shards
+        return self.num_data_ranks // self.num_shards
 
     @property
     def is_sharded(self) -> bool:
@@ -81,22 +91,25 @@ def read_units(shape: "ModelShape") -> Units:
 def make_layout(arguments: "TrainArguments", plan: "Plan", parallelism: str) -> Layout:
     """Read the arguments of a run as a layout."""
     precision, sharding = arguments.model.precision, arguments.fsdp.sharding_strategy
-    num_shards = plan.world_size if parallelism in ("fsdp", "fsdp2") else 1
+    num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
     if parallelism == "fsdp" and sharding == "NO_SHARD":
         num_shards = 1
     elif sharding == "HYBRID_SHARD":
         num_shards //= arguments.device.num_nodes
     held = weights_dtype(precision).itemsize
+    moment = _MOMENT_BYTES.get(arguments.training.optimizer_states or "", held)
     return Layout(
         name=parallelism,
         world_size=plan.world_size,
+        num_data_ranks=plan.num_data_ranks,
         num_nodes=arguments.device.num_nodes,
         num_shards=num_shards,
         gathers_at_once=sharding == "SHARD_GRAD_OP",
         held=held,
         computed=compute_dtype(precision).itemsize,
-        states=2 * held,
+        states=2 * moment,
         accumulation=plan.accumulation,
+        offloads=arguments.fsdp.cpu_offload,
         reduces_each=arguments.fsdp.gradient_reduction == "micro_batch",
     )
 

@@ -49,15 +49,16 @@ class Budget:
 
 def make_budget(units: Units, layout: Layout, activations: Activations, saves_in_background: bool) -> Budget:
     """Work out the memory of a run."""
-    total, shards = units.total, layout.num_shards
-    held = {"weights": layout.held * total // shards, "optimizer": layout.states * total // shards}
-    gradients = layout.held * total // shards
+    saved = (layout.held + layout.states) * units.total
+    units = units.part(layout.world_size // layout.num_data_ranks)
+    shard = 0 if layout.offloads else units.total // layout.num_shards
+    held = {"weights": layout.held * shard, "optimizer": layout.states * shard}
+    gradients = layout.held * shard
     phases = (
         Phase("loss", {**held, **_at_loss(units, layout, gradients), "activations": activations.most}),
         Phase("backward pass", {**held, **_at_end(units, layout, gradients), "activations": activations.at_end}),
         Phase("optimizer step", {**held, "gradients": gradients}),
     )
-    saved = (layout.held + layout.states) * total
     return Budget(phases, saved // layout.world_size if saves_in_background else 0, saved)
 
 

@@ -29,7 +29,7 @@ class Collective:
 
 
 def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
-    """Return what a step sends, without the few bytes of losses and counts."""
+    """Return what a step sends, without the few bytes of losses and counts, and what tensor parallelism sends."""
     copies, shards, total = layout.num_copies, layout.num_shards, units.total
     if not layout.is_sharded:
         sent = 2 * _ring(REDUCED_BYTES * total, copies)
