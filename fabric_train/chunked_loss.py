@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Of a chunk's logits in fp32. Every chunk reads the weight and reads and writes its gradient once more; so few large
-ones are faster, until their logits are what memory is short of.
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Of a chunk's logits in fp32, at most. Every chunk reads the weight and reads and writes its gradient once more; so
+few large ones are faster, until their logits are what memory is short of. On the CPU, glibc keeps blocks below 32 MiB
+for itself when they are freed, and larger ones go back to the system.
 """
 
 
@@ -24,6 +25,7 @@ def summed_cross_entropy(
     bias: torch.Tensor | None,
     positions: torch.Tensor,
     targets: torch.Tensor,
+    accumulates: bool = False,
 ) -> torch.Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` at some positions, summed over them.
 
@@ -35,6 +37,9 @@ def summed_cross_entropy(
         bias: [V], or None.
         positions: [N] int64, in ``hidden`` flattened to [positions, H], each at most once.
         targets: [N] int64, the ids to predict there.
+        accumulates: add to ``weight.grad`` right away. Autograd would hold back the gradient of a weight that is also
+            the embedding's until that of the embedding is there, at the end of the backward pass. Only for a parameter
+            that no strategy waits for the gradient of.
 
     Returns:
         A 0-dim fp64 tensor, the sum of fp32 losses. It can be differentiated once.
@@ -43,7 +48,7 @@ def summed_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
         summed: torch.Tensor = _SummedCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled()
+            hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled(), accumulates
         )
     return summed
 
@@ -63,6 +68,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         dtype: torch.dtype,
         has_backward: bool,
+        accumulates: bool,
     ) -> torch.Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
         grad_hidden, grad_weight, grad_bias = (
@@ -71,11 +77,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
         )
         factors = weight.to(dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        rows = max(1, _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES["cuda"]) // (4 * len(weight)))
+        rows = _rows_of_chunk(len(targets), len(weight), hidden.device.type)
+        buffer = torch.empty(rows, len(weight), dtype=dtype, device=hidden.device)
         for begin in range(0, len(targets), rows):
             chunk = slice(begin, begin + rows)
             inputs = hidden.index_select(0, positions[chunk]).to(dtype)
-            logits = F.linear(inputs, factors, None if bias is None else bias.to(dtype))
+            logits = torch.mm(inputs, factors.t(), out=buffer[: len(inputs)])
+            if bias is not None:
+                logits += bias
             losses[chunk], grad_logits = _token_losses(logits, targets[chunk], any(wanted))
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ factors).float())
@@ -85,6 +94,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0)
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        ctx.weight = weight if accumulates else None
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
@@ -93,7 +103,26 @@ class _SummedCrossEntropy(torch.autograd.Function):
         scaled = (
             None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)
         )
-        return (*scaled, None, None, None, None)
+        grad_hidden, grad_weight, grad_bias = scaled
+        if ctx.weight is not None and grad_weight is not None:
+            _accumulate(ctx.weight, grad_weight)
+            grad_weight = None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _rows_of_chunk(num_rows: int, vocabulary: int, kind: str) -> int:
+    """Rows of a chunk, so that chunks are nearly equal."""
+    most = max(1, _CHUNK_BYTES.get(kind, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    num_chunks = max(1, -(-num_rows // most))
+    return max(1, -(-num_rows // num_chunks))
+
+
+def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to a weight's gradient as autograd does."""
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
 
 
 def _token_losses(
@@ -104,7 +133,10 @@ def _token_losses(
     """
     if logits.is_cuda and _has_liger():
         return _liger_losses(logits, targets, wants_gradient)
-    log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
+    if logits.dtype == torch.float32:  # row by row, so that it can be written over what it reads
+        log_probabilities = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
+    else:
+        log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
     at_targets = targets[:, None]
     losses = -log_probabilities.gather(1, at_targets)[:, 0]
     if not wants_gradient:

@@ -16,11 +16,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from fabric_train.chunked_loss import summed_cross_entropy
 
 
-def let_head_compute_loss(model: Any) -> bool:
+def let_head_compute_loss(model: Any, accumulates: bool = False) -> bool:
     """Let ``model(..., positions=, targets=)`` return the summed cross entropy of ``targets`` [N] int64 at
     ``positions`` [N] int64 of the flattened batch, a 0-dim fp64 tensor, and leave other calls as they are.
 
     Call it before the model is wrapped; its weights need not be there. Under FSDP the head may be a unit or the root's.
+
+    Args:
+        model: see above.
+        accumulates: the gradient of the head's weight, see ``summed_cross_entropy``; where nothing wraps the model.
 
     Returns:
         Whether it is so: not where the logits are not just ``head(hidden)``, because they are capped or scaled, or
@@ -42,7 +46,9 @@ def let_head_compute_loss(model: Any) -> bool:
     ) -> Any:
         if positions is None or targets is None:
             return forward(*args, **kwargs)
-        in_head.compute = lambda hidden: summed_cross_entropy(hidden, head.weight, head.bias, positions, targets)
+        in_head.compute = lambda hidden: summed_cross_entropy(
+            hidden, head.weight, head.bias, positions, targets, accumulates
+        )
         try:
             return forward(*args, **kwargs).logits
         finally:

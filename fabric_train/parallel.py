@@ -332,7 +332,7 @@ def setup_model(
         any_length: see ``compile_layers``.
     """
     if arguments.model.precision != "16-mixed":  # whose small gradients of logits are lost unless they are scaled first
-        let_head_compute_loss(model)
+        let_head_compute_loss(model, accumulates=isinstance(fabric.strategy, SingleDeviceStrategy))
     if arguments.model.float8:
         refuse_older_gpu(fabric.device)
         convert_layers(_layers(model, layer_classes))

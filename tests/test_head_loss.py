@@ -70,12 +70,14 @@ def chunks_of_seven_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize("family", OF_HEAD)
-def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str) -> None:
+def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str, accumulates: bool) -> None:
     model = build(family, **OF_HEAD[family])
     names = list(model.state_dict())
     loss, gradients = loss_and_gradients(model)
-    assert let_head_compute_loss(model)
+    assert let_head_compute_loss(model, accumulates)
+    loss_and_gradients(model)
     found, found_gradients = loss_and_gradients(model)
     assert found == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
