@@ -99,13 +99,17 @@ def test_killed_at_any_chosen_moment_a_run_goes_on_as_if_nothing_had_happened(
         ("single", 1, {"parallelism": "single", "log_step_interval": 3}),
         ("shards", 2, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
         ("tensor", 2, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
-        ("compiled", 1, {"parallelism": "single", "compile": "true"}),
     ],
 )
 def test_killed_at_random_moments_a_run_goes_on_as_if_nothing_had_happened(
     killing: Killing, name: str, num_ranks: int, options: Options
 ) -> None:
     killing(f"random-{name}", [AT_RANDOM] * 9, num_ranks, options)
+
+
+def test_a_compiled_run_that_was_killed_goes_on_as_if_nothing_had_happened(killing: Killing) -> None:
+    options: Options = {"parallelism": "single", "compile": "true", "max_step": 12}
+    killing("compiled", ["optimizer step, half the parameters changed"], 1, options)
 
 
 def test_a_killed_stream_goes_on_as_if_nothing_had_happened(
@@ -299,7 +303,7 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(resumed:
     ("num_ranks", "options"),
     [
         (4, {"parallelism": "fsdp2", "micro_batch_size": 1}),
-        (4, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "compile": "true"}),
+        (4, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
         (1, {"parallelism": "single", "micro_batch_size": 3}),
         (2, {"parallelism": "ddp", "micro_batch_size": 4, "state_dict_type": "sharded"}),
     ],
