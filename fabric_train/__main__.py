@@ -44,7 +44,7 @@ from fabric_train.command_line import flatten, to_yaml  # noqa: E402
 from fabric_train.compilation import MOST_SHAPES  # noqa: E402
 from fabric_train.complete_folder import write_at_once  # noqa: E402
 from fabric_train.data_ranks import data_ranks  # noqa: E402
-from fabric_train.errors import FAILURE, InputError, run_program  # noqa: E402
+from fabric_train.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
 from fabric_train.from_scratch import open_new  # noqa: E402
 from fabric_train.garbage import collected_by_hand  # noqa: E402
 from fabric_train.host_memory import keep_freed_memory  # noqa: E402
@@ -123,10 +123,14 @@ def _plan(prepared: Prepared, console: Console) -> None:
     """Print what the run will take.
 
     Raises:
-        InputError: it does not fit.
+        InputError: it does not fit, or the model cannot be traced.
     """
     wanted, given = _wanted(prepared), prepared.arguments.planning
-    forecast = wanted.forecast()
+    try:
+        forecast = wanted.forecast()
+    except RuntimeError as error:
+        reason = f"its activations cannot be traced ({first_line(error).rstrip('.')})"
+        raise InputError(f"--plan true: {prepared.shape.source}: {reason}; leave --plan out") from error
     lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
     console.print(report(forecast, prepared.plan, wanted.num_checkpoints(), wanted.device_memory, *lines))
     for note in prepared.notes:
