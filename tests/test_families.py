@@ -82,3 +82,14 @@ def test_a_family_trains_as_in_plain_pytorch(
     logged = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=1e-5)
     assert [float(row["grad_norm"]) for row in logged] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+def test_a_rank_whose_part_begins_within_a_row_reads_it(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    given = {"parallelism": "fsdp", "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP, "total_batch_size": 6}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 3).finish()
+    losses, _ = plain_pytorch(model, tokens, 6, STEPS)
+    assert [float(row["train_loss"]) for row in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-5)
