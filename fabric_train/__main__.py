@@ -189,18 +189,9 @@ def _checked(fabric: Fabric, prepared: Prepared, console: Console) -> Prepared:
 def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> int:
     """Build what the loop drives and train, or evaluate or check alone; return the exit code."""
     arguments = prepared.arguments
+    model, decayed = _set_up_model(fabric, prepared, console)
     if fabric.device.type == "cpu":
-        keep_freed_memory()
-    unread = _open(prepared)
-    if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
-        note = note_on_end_of_turn(unread, prepared.data)
-        if note:
-            _note(console, note)
-    decayed = decayed_names(unread.model)
-    any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
-    model = parallel.setup_model(
-        fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length
-    )
+        keep_freed_memory()  # from here on: what loading has freed goes back
     if prepared.data.isolates:
         refuse_leaking(fabric, model, prepared.shape.source)
     if fabric.is_global_zero:
@@ -227,6 +218,25 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
     is_stopped = _train(fabric, model, optimizer, validate, prepared, progress, console)
     return STOPPED if is_stopped else 0
+
+
+def _set_up_model(fabric: Fabric, prepared: Prepared, console: Console) -> tuple[Any, set[str]]:
+    """Return the model with its weights, and the names of its parameters with weight decay.
+
+    When it returns, nothing holds the files of the weights, whose pages would count as this process's memory.
+    """
+    arguments = prepared.arguments
+    unread = _open(prepared)
+    if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
+        note = note_on_end_of_turn(unread, prepared.data)
+        if note:
+            _note(console, note)
+    decayed = decayed_names(unread.model)
+    any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
+    model = parallel.setup_model(
+        fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length
+    )
+    return model, decayed
 
 
 def _self_check(fabric: Fabric, model: Any, optimizer: Any, prepared: Prepared, console: Console) -> int:
