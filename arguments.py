@@ -30,6 +30,8 @@ Precision = Literal["bf16-true", "bf16-mixed", "32-true", "16-mixed"]
 Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
+_SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
+_FURTHER_SIZES = ("num_key_value_heads", "architecture")
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
@@ -118,7 +120,8 @@ class ModelArguments:
     """Compute the layers' matrix products in 8 bits beside bf16; needs torchao, --compile true and a GPU of 2023 on."""
     from_scratch: str | None = None
     """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) of the sizes that
-    follow, with random weights from --seed; --model_name is then only the tokenizer of --streaming_dataset.
+    follow, with random weights from --seed; --model_name is then only the tokenizer of --streaming_dataset. Sizes
+    without it are a Llama's.
     """
     hidden_width: PositiveInt | None = None
     """Of a new model: width of its layers' input and output."""
@@ -139,13 +142,12 @@ class ModelArguments:
 
     def faults(self) -> list[str]:
         """Name the sizes that are missing, that make no model, and that no new model asks for."""
-        sizes = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
-        if self.from_scratch is None:
-            given = [
-                name for name in (*sizes, "num_key_value_heads", "architecture") if getattr(self, name) is not None
-            ]
-            return [f"--{name} is of a new model: give --from_scratch FAMILY too, or leave it out" for name in given]
-        missing = [f"--{name}" for name in sizes if getattr(self, name) is None]
+        if self.family is None:
+            return []
+        given = [f"--{name}" for name in (*_SIZES, *_FURTHER_SIZES) if self._has(name)]
+        missing = [f"--{name}" for name in _SIZES if not self._has(name)]
+        if missing and self.from_scratch is None:
+            return [f"{given[0]} is of a new model, which needs {', '.join(missing)} too; or leave it out"]
         if missing:
             return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
         assert self.hidden_width is not None
@@ -157,6 +159,14 @@ class ModelArguments:
         if self.num_heads % heads:
             faults.append(f"--num_heads {self.num_heads} is no multiple of --num_key_value_heads {heads}")
         return faults
+
+    @property
+    def family(self) -> str | None:
+        """Family of the new model to be trained; None where it is a pretrained one."""
+        return self.from_scratch or ("llama" if any(map(self._has, (*_SIZES, *_FURTHER_SIZES))) else None)
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def new_shape(
     Raises:
         InputError: where there is no such family, or it cannot have these sizes.
     """
-    family = str(arguments.from_scratch)
+    family = str(arguments.family)
     try:
         default = AutoConfig.for_model(family)
     except ValueError:

@@ -103,7 +103,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
 def _shape(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
     """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
     given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
-    if not given.from_scratch or checkpoint:
+    if not given.family or checkpoint:
         return read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
     if isinstance(data, Stream):
         return new_shape(given, layer_class, data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # the same windows otherwise; what fixes the data order is compared by what it is and not by its name, see DataOrder.
 _DECIDE_THE_LOSSES = (
     *("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip"),
-    *("precision", "optimizer_states", "stochastic_rounding"),
+    *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
 )
 _OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only", "self_check")

@@ -24,7 +24,7 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
     layers = ", ".join(sorted(kind.__name__ for kind in shape.layer_classes))
     schedule = training.lr_schedule if training.lr_decay else "constant"
     table = _table("Fabric Train")
-    name = f"a new {arguments.model.from_scratch}" if arguments.model.from_scratch else arguments.model.model_name
+    name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     table.add_row("model", f"{name}: {shape.num_parameters:,} parameters, layers {layers}")
     table.add_row("start", start)
     table.add_row("data", _data(arguments, plan))
