@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from benchmarks.forked_runs import ForkedRun, ForkedRuns
 
-MEASURED_COLUMNS = ("tokens_per_second", "step_time", "data_wait", "peak_memory_gb")
+MEASURED_COLUMNS = ("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb")
 """Columns of metrics.csv that are other in every repetition."""
 
 _LONGEST_SECONDS = 120.0
