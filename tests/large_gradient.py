@@ -26,6 +26,11 @@ class Product(nn.Module):
         gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
         self.register_buffer("gradient", gradient * (torch.arange(SHAPE[0]) % 20 == 0)[:, None] + 0.01 * gradient)
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.table
+
+    get_output_embeddings = get_input_embeddings  # as of a model whose embeddings are tied
+
     def forward(self) -> torch.Tensor:
         return (self.table.weight * self.gradient).sum()
 

@@ -107,12 +107,12 @@ def test_a_signal_before_training_ends_all_ranks_with_nothing_saved(
     stops = """
 import os, signal, time
 import fabric_train.__main__ as program
-load = program._load
+load = program._open
 def load_and_be_stopped(prepared):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
-program._load = load_and_be_stopped
+program._open = load_and_be_stopped
 """
     started = time.monotonic()
     stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
