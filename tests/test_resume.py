@@ -104,7 +104,7 @@ def test_killed_at_any_chosen_moment_a_run_goes_on_as_if_nothing_had_happened(
 def test_killed_at_random_moments_a_run_goes_on_as_if_nothing_had_happened(
     killing: Killing, name: str, num_ranks: int, options: Options
 ) -> None:
-    killing(f"random-{name}", [AT_RANDOM] * 9, num_ranks, options)
+    killing(f"random-{name}", [AT_RANDOM] * 8, num_ranks, options)
 
 
 def test_a_compiled_run_that_was_killed_goes_on_as_if_nothing_had_happened(killing: Killing) -> None:
