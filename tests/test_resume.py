@@ -93,18 +93,18 @@ def test_killed_at_any_chosen_moment_a_run_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "options"),
+    ("name", "num_ranks", "num_kills", "options"),
     [
-        ("ddp", 2, {"parallelism": "ddp", "num_workers": 2}),
-        ("single", 1, {"parallelism": "single", "log_step_interval": 3}),
-        ("shards", 2, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
-        ("tensor", 2, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
+        ("ddp", 2, 10, {"parallelism": "ddp", "num_workers": 2}),
+        ("single", 1, 10, {"parallelism": "single", "log_step_interval": 3}),
+        ("shards", 2, 10, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
+        ("tensor", 2, 2, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 12}),
     ],
 )
 def test_killed_at_random_moments_a_run_goes_on_as_if_nothing_had_happened(
-    killing: Killing, name: str, num_ranks: int, options: Options
+    killing: Killing, name: str, num_ranks: int, num_kills: int, options: Options
 ) -> None:
-    killing(f"random-{name}", [AT_RANDOM] * 8, num_ranks, options)
+    killing(f"random-{name}", [AT_RANDOM] * num_kills, num_ranks, options)
 
 
 def test_a_compiled_run_that_was_killed_goes_on_as_if_nothing_had_happened(killing: Killing) -> None:
