@@ -1,7 +1,7 @@
 """The global norm of the gradient, and its clipping, however the gradient is cut among ranks.
 
-torch's own norm adds up fp32 squares in fp32. On CPU, over the embedding of a real vocabulary, that is wrong by far more
-than fp32 rounds, and by another amount for each way to shard it (``benchmarks/invariance.py``).
+torch's own norm adds up fp32 squares in fp32. On CPU, over the embedding of a real vocabulary, that is wrong by far
+more than fp32 rounds, and by another amount for each way to shard it (``benchmarks/invariance.py``).
 """
 
 from collections.abc import Hashable
