@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Of a chunk's logits in fp32, at most. Every chunk reads the weight and reads and writes its gradient once more; so
-few large ones are faster, until their logits are what memory is short of. On the CPU, glibc keeps blocks below 32 MiB
-for itself when they are freed, and larger ones go back to the system.
+few large ones are faster, until their logits are what memory is short of.
 """
 
 
