@@ -8,10 +8,9 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,43 +29,36 @@ from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
 from fabric_train.attention import refuse_leaking  # noqa: E402
-from fabric_train.batches import (  # noqa: E402
-    TokenDataset,
-    TrainBatches,
-    WindowSource,
-    validation_batches,
-)
+from fabric_train.batches import TokenDataset  # noqa: E402
 from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
 from fabric_train.budget.forecast import Wanted  # noqa: E402
 from fabric_train.budget.report import report  # noqa: E402
 from fabric_train.budget.resources import device_memory, machine_memory  # noqa: E402
+from fabric_train.building import (  # noqa: E402
+    Validate,
+    build_outputs,
+    build_run,
+    build_validation,
+    set_up_model,
+    set_up_optimizer,
+)
 from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.compilation import MOST_SHAPES  # noqa: E402
 from fabric_train.complete_folder import write_at_once  # noqa: E402
-from fabric_train.data_ranks import data_ranks  # noqa: E402
+from fabric_train.devices import resolve_accelerator, unused_gpus  # noqa: E402
 from fabric_train.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
-from fabric_train.from_scratch import open_new  # noqa: E402
 from fabric_train.garbage import collected_by_hand  # noqa: E402
 from fabric_train.host_memory import keep_freed_memory  # noqa: E402
 from fabric_train.launch import global_rank  # noqa: E402
-from fabric_train.loading import Unread, open_checkpoint, open_pretrained  # noqa: E402
 from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
-from fabric_train.loop import Run, train  # noqa: E402
-from fabric_train.optimizer import build_optimizer, decayed_names  # noqa: E402
-from fabric_train.own_part import flat_cuts  # noqa: E402
-from fabric_train.preparation import PACKAGES, Prepared, prepare, window_order  # noqa: E402
-from fabric_train.profiling import ProfiledWindows  # noqa: E402
+from fabric_train.loop import train  # noqa: E402
+from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
 from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
-from fabric_train.ranks.step_border import Border, agree  # noqa: E402
 from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
 from fabric_train.sizes import parse_size  # noqa: E402
-from fabric_train.step_guard import StepGuard  # noqa: E402
-from fabric_train.stream import LaneOrder, Stream, StreamBatches  # noqa: E402
-from fabric_train.telemetry import ProgressLine  # noqa: E402
-from fabric_train.trackers import Outputs, open_loggers, tell_wandb_the_rest  # noqa: E402
-from fabric_train.untrained_tokens import note_on_end_of_turn  # noqa: E402
-from fabric_train.validation import Evaluation, evaluate  # noqa: E402
+from fabric_train.stream import Stream  # noqa: E402
+from fabric_train.trackers import tell_wandb_the_rest  # noqa: E402
+from fabric_train.validation import Evaluation  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -95,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         else f"{'random' if prepared.shape.is_new else 'the pretrained'} weights, step 0"
     )
     console.print(summary.before(arguments, prepared.shape, plan, prepared.parallelism, start))
-    idle = parallel.unused_gpus(arguments.device.devices, parallel.resolve_accelerator(arguments.device.accelerator))
+    idle = unused_gpus(arguments.device.devices, resolve_accelerator(arguments.device.accelerator))
     for note in (*prepared.notes, *([idle] if idle else [])):
         _note(console, note)
     if prepared.state.step >= plan.num_steps and not prepared.state.unlogged:
@@ -189,7 +181,7 @@ def _checked(fabric: Fabric, prepared: Prepared, console: Console) -> Prepared:
 def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Console) -> int:
     """Build what the loop drives and train, or evaluate or check alone; return the exit code."""
     arguments = prepared.arguments
-    model, decayed = _set_up_model(fabric, prepared, console)
+    model, decayed = set_up_model(fabric, prepared, partial(_note, console))
     if fabric.device.type == "cpu":
         keep_freed_memory()  # from here on: what loading has freed goes back
     if prepared.data.isolates:
@@ -200,43 +192,17 @@ def _run(fabric: Fabric, prepared: Prepared, progress: Progress, console: Consol
             write_at_once(prepared.folder / "config.yaml", to_yaml(arguments))
         if isinstance(prepared.data, Stream):
             prepared.data.tokenizer.save(prepared.data.tokenizer_folder)
-    validate = _validation(fabric, model, prepared, progress)
+    validate = build_validation(fabric, model, prepared, progress)
     if arguments.evaluation.eval_only:
         evaluation = validate() if validate else None
         assert evaluation is not None  # the plan has refused a dataset without validation rows
         _report(evaluation, prepared, fabric, console)
         return 0
-    fused = arguments.model.precision != "16-mixed"
-    named = parallel.named_parameters(model)
-    cuts = flat_cuts(model)
-    optimizer = fabric.setup_optimizers(
-        build_optimizer(named, decayed, arguments.training, fused, arguments.data.seed, cuts)
-    )
+    optimizer = set_up_optimizer(fabric, model, decayed, prepared)
     if arguments.evaluation.self_check:
         return _self_check(fabric, model, optimizer, prepared, console)
-    if prepared.checkpoint and prepared.state.step:
-        checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
     is_stopped = _train(fabric, model, optimizer, validate, prepared, progress, console)
     return STOPPED if is_stopped else 0
-
-
-def _set_up_model(fabric: Fabric, prepared: Prepared, console: Console) -> tuple[Any, set[str]]:
-    """Return the model with its weights, and the names of its parameters with weight decay.
-
-    When it returns, nothing holds the files of the weights, whose pages would count as this process's memory.
-    """
-    arguments = prepared.arguments
-    unread = _open(prepared)
-    if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
-        note = note_on_end_of_turn(unread, prepared.data)
-        if note:
-            _note(console, note)
-    decayed = decayed_names(unread.model)
-    any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
-    model = parallel.setup_model(
-        fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length
-    )
-    return model, decayed
 
 
 def _self_check(fabric: Fabric, model: Any, optimizer: Any, prepared: Prepared, console: Console) -> int:
@@ -257,70 +223,17 @@ def _note(console: Console, note: str) -> None:
     console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def _open(prepared: Prepared) -> Unread:
-    dtype = parallel.weights_dtype(prepared.arguments.model.precision)
-    if prepared.checkpoint:
-        return open_checkpoint(prepared.shape, prepared.checkpoint, dtype)
-    if prepared.shape.is_new:
-        return open_new(prepared.shape, dtype, prepared.arguments.data.seed)
-    return open_pretrained(prepared.shape, dtype)
-
-
-def _row_lengths(prepared: Prepared) -> set[int]:
-    """The different numbers of tokens in the rows that the model will see."""
-    data = prepared.data
-    trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
-    return trained | (data.validation.lengths() if data.validation else set())
-
-
-def _validation(
-    fabric: Fabric, model: Any, prepared: Prepared, progress: Progress
-) -> Callable[[], Evaluation | None] | None:
-    """Return what evaluates the model on this rank's share of the validation split, or None where a signal came."""
-    rows, limits = prepared.data.validation, prepared.arguments.evaluation
-    if rows is None:
-        return None
-    ranks = data_ranks(fabric)
-    batches = validation_batches(
-        rows,
-        limits.eval_batch_size,
-        ranks.size,
-        ranks.rank,
-        limits.eval_iters,
-        prepared.arguments.data.num_workers,
-    )
-
-    def is_left(batch: int) -> bool:
-        progress.at(Phase.VALIDATION, batch)
-        return agree(fabric, Border(stops=stop_signals.received)).stops > 0
-
-    return lambda: evaluate(fabric, model, batches, is_left=is_left)
-
-
-def _description(prepared: Prepared) -> checkpoints.Description:
-    arguments = prepared.arguments
-    return checkpoints.Description(
-        state_dict_type=arguments.fsdp.state_dict_type,
-        weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
-        data=prepared.order,
-        arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
-        versions={name: version(name) for name in PACKAGES},
-        attachments=prepared.data.attachments,
-    )
-
-
 def _train(
     fabric: Fabric,
     model: Any,
     optimizer: Any,
-    validate: Callable[[], Evaluation | None] | None,
+    validate: Validate | None,
     prepared: Prepared,
     progress: Progress,
     console: Console,
 ) -> bool:
     """Train and say how it ended; return whether a signal has stopped it."""
-    plan, state = prepared.plan, prepared.state
-    outputs = _outputs(fabric, prepared, console)
+    outputs = build_outputs(fabric, prepared, console)
 
     def warn(line: str) -> None:
         console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
@@ -329,96 +242,27 @@ def _train(
         console.print(f"saved {path}", highlight=False, soft_wrap=True)
         outputs.saved(path)
 
-    saves = checkpoints.Checkpoints(
-        prepared.folder / "checkpoints",
-        fabric,
-        model,
-        optimizer,
-        _description(prepared),
-        prepared.arguments.save.keep_checkpoints,
-        prepared.arguments.save.async_save,
-        saved,
-    )
-    data = prepared.data
-    peak_flops = parallel.peak_flops(fabric, prepared.arguments.model.precision)
-    console.print(summary.of_meters(prepared.shape.flops, peak_flops), style="dim", highlight=False, soft_wrap=True)
-    run = Run(
-        fabric=fabric,
-        model=model,
-        optimizer=optimizer,
-        batches=_batches(fabric, prepared),
-        num_steps=plan.num_steps,
-        start=prepared.checkpoint if state.step else None,
-        checkpoints=saves,
-        guard=StepGuard(fabric, f"{data.folder / 'train'}" if isinstance(data, TokenDataset) else "the stream", warn),
-        evaluate=validate,
-        log=outputs.log,
-        flush=outputs.flush,
-        warn=warn,
-        progress=progress,
-        flops=prepared.shape.flops,
-        peak_flops=peak_flops,
-    )
+    run = build_run(fabric, model, optimizer, validate, prepared, progress, outputs, warn, saved)
+    console.print(summary.of_meters(run.flops, run.peak_flops), style="dim", highlight=False, soft_wrap=True)
     started = time.monotonic()
     try:
         stop_signals.save_first()
         with collected_by_hand():
-            end = train(run, prepared.arguments, state)
-        newest = saves.path(end.state)
+            end = train(run, prepared.arguments, prepared.state)
+        newest = run.checkpoints.path(end.state)
         outputs.ended(newest)
     finally:
-        saves.close()
+        run.checkpoints.close()
         outputs.close()
     if end.stopped_by:
-        line = (
-            f"stopped by {describe(end.stopped_by)} after step {end.state.step} of {plan.num_steps}, saved in {newest}"
-        )
-        console.print(f"{line}: go on with --resume true", highlight=False, soft_wrap=True)
+        where = f"after step {end.state.step} of {run.num_steps}, saved in {newest}"
+        line = f"stopped by {describe(end.stopped_by)} {where}: go on with --resume true"
+        console.print(line, highlight=False, soft_wrap=True)
         return True
     seconds = time.monotonic() - started
-    trained = end.state.num_tokens - state.num_tokens
+    trained = end.state.num_tokens - prepared.state.num_tokens
     console.print(summary.after(end.state, seconds, trained, prepared.folder, newest))
     return False
-
-
-def _outputs(fabric: Fabric, prepared: Prepared, console: Console) -> Outputs:
-    """Return where the metrics go: on rank 0 the progress line and the loggers, elsewhere nowhere."""
-    given, state = prepared.arguments.logging, prepared.state
-    if not fabric.is_global_zero:
-        return Outputs([], given.log_model)
-    logged = state.step - bool(state.unlogged)
-    config = flatten(prepared.arguments)
-    loggers = open_loggers(given.loggers, prepared.folder, logged, given.project, given.entity, config)
-    return Outputs([*loggers, ProgressLine(state.step, prepared.plan.num_steps, console)], given.log_model)
-
-
-def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
-    """Return where this rank's windows come from, some of them traced."""
-    given, on_gpu = prepared.arguments.logging, fabric.device.type == "cuda"
-    batches = _untraced_batches(fabric, prepared)
-    if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
-        return batches
-    folder = prepared.folder / "profile"
-    return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu=on_gpu)
-
-
-def _untraced_batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
-    arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
-    num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
-    if isinstance(data, TokenDataset):
-        order = window_order(data, plan, arguments, ranks.rank)
-        return TrainBatches(data.train, order, num_workers, pin_memory=pins)
-    fabric.barrier()  # rank 0 has written the tokenizer
-    return StreamBatches(
-        read=data.texts.read,
-        encode=data.open_encoder(),
-        max_length=data.max_length,
-        isolates=data.isolates,
-        order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
-        stands=checkpoints.read_stands(prepared.checkpoint) if prepared.checkpoint and prepared.state.step else None,
-        num_workers=num_workers,
-        pin_memory=pins,
-    )
 
 
 def _report(evaluation: Evaluation, prepared: Prepared, fabric: Fabric, console: Console) -> None:

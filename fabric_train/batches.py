@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 
 from fabric_train.corpus.manifest import Manifest, read_manifest
 from fabric_train.corpus.packing.token_folder import refuse_foreign_files
+from fabric_train.documents import Documents
 from fabric_train.errors import InputError, absent_folder, first_line
-from fabric_train.loss import IGNORED_LABEL, Documents, Targets, find_targets
+from fabric_train.loss import IGNORED_LABEL, Targets, find_targets
 from fabric_train.names_in_data import refuse_foreign_links
 from fabric_train.ranks.signals import leave_signals_to_rank
 from fabric_train.rows_hash import hash_of

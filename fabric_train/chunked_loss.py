@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 """Of a chunk's logits in fp32, at most. Every chunk reads the weight and reads and writes its gradient once more; so
 few large ones are faster, until their logits are what memory is short of.
 """
@@ -24,7 +24,7 @@ def summed_cross_entropy(
     bias: torch.Tensor | None,
     positions: torch.Tensor,
     targets: torch.Tensor,
-    accumulates: bool = False,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` at some positions, summed over them.
 
@@ -36,8 +36,9 @@ def summed_cross_entropy(
         bias: [V], or None.
         positions: [N] int64, in ``hidden`` flattened to [positions, H], each at most once.
         targets: [N] int64, the ids to predict there.
-        accumulates: add to ``weight.grad`` right away. Autograd would hold back the gradient of a weight that is also
-            the embedding's until that of the embedding is there, at the end of the backward pass. Only for a parameter
+        scale: what the caller is going to multiply the sum by, 0-dim, on the same device. With it the gradient is
+            added to ``weight.grad`` here and now, and not by the backward pass: autograd would hold back that of a
+            weight which is also the embedding's until the embedding's is there, at the end. Only for a parameter
             that no strategy waits for the gradient of.
 
     Returns:
@@ -47,7 +48,7 @@ def summed_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
         summed: torch.Tensor = _SummedCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled(), accumulates
+            hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled(), scale
         )
     return summed
 
@@ -67,13 +68,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         dtype: torch.dtype,
         has_backward: bool,
-        accumulates: bool,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
+        in_place = scale if wanted[1] and weight.dtype == dtype == torch.float32 else None
+        if in_place is not None and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(tensor, dtype=torch.float32) if is_wanted and tensor is not None else None
-            for tensor, is_wanted in zip((hidden, weight, bias), wanted, strict=True)
+            for tensor, is_wanted in zip((hidden, weight if in_place is None else None, bias), wanted, strict=True)
         )
+        total = grad_weight if in_place is None else weight.grad
         factors = weight.to(dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         rows = _rows_of_chunk(len(targets), len(weight), hidden.device.type)
@@ -87,13 +92,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
             losses[chunk], grad_logits = _token_losses(logits, targets[chunk], any(wanted))
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ factors).float())
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.t(), inputs)
+            if total is not None:
+                _add_product(total, grad_logits.t(), inputs if in_place is None else inputs * in_place)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
+        if scale is not None and grad_weight is not None:
+            _accumulate(weight, grad_weight.mul_(scale).to(weight.dtype))
+            grad_weight = None
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        ctx.weight = weight if accumulates else None
         return losses.sum(dtype=torch.float64)
 
     @staticmethod
@@ -102,11 +109,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         scaled = (
             None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)
         )
-        grad_hidden, grad_weight, grad_bias = scaled
-        if ctx.weight is not None and grad_weight is not None:
-            _accumulate(ctx.weight, grad_weight)
-            grad_weight = None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _rows_of_chunk(num_rows: int, vocabulary: int, kind: str) -> int:

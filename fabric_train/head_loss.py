@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from fabric_train.chunked_loss import summed_cross_entropy
 
 
-def let_head_compute_loss(model: Any, accumulates: bool = False) -> bool:
+def let_head_compute_loss(model: Any, at_once: bool = False) -> bool:
     """Let ``model(..., positions=, targets=)`` return the summed cross entropy of ``targets`` [N] int64 at
     ``positions`` [N] int64 of the flattened batch, a 0-dim fp64 tensor, and leave other calls as they are.
 
@@ -24,7 +24,7 @@ def let_head_compute_loss(model: Any, accumulates: bool = False) -> bool:
 
     Args:
         model: see above.
-        accumulates: the gradient of the head's weight, see ``summed_cross_entropy``; where nothing wraps the model.
+        at_once: whether a ``scale`` that is given too goes to ``summed_cross_entropy``; where nothing wraps the model.
 
     Returns:
         Whether it is so: not where the logits are not just ``head(hidden)``, because they are capped or scaled, or
@@ -42,12 +42,16 @@ def let_head_compute_loss(model: Any, accumulates: bool = False) -> bool:
 
     @functools.wraps(forward)
     def forward_with_loss(
-        *args: Any, positions: torch.Tensor | None = None, targets: torch.Tensor | None = None, **kwargs: Any
+        *args: Any,
+        positions: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         if positions is None or targets is None:
             return forward(*args, **kwargs)
         in_head.compute = lambda hidden: summed_cross_entropy(
-            hidden, head.weight, head.bias, positions, targets, accumulates
+            hidden, head.weight, head.bias, positions, targets, scale if at_once else None
         )
         try:
             return forward(*args, **kwargs).logits
@@ -62,6 +66,18 @@ def let_head_compute_loss(model: Any, accumulates: bool = False) -> bool:
 def returns_loss(model: Any) -> bool:
     """Whether a model, wrapped by Fabric or not, has been changed by ``let_head_compute_loss``."""
     return getattr(model, "returns_loss", False)
+
+
+def add_rows_of_tokens(model: Any) -> None:
+    """Have the gradient of an fp32 embedding that is also the head, which computes its own ``at_once``, added to the
+    head's in the rows of a batch's tokens alone, without a matrix of the vocabulary's size.
+
+    On a GPU the rows would be added in any order, so that the last bits would not be the same twice.
+    """
+    embedding = model.get_input_embeddings()
+    weight = model.get_output_embeddings().weight
+    if type(embedding) is nn.Embedding and embedding.weight is weight and weight.dtype == torch.float32:
+        embedding.sparse = True  # autograd adds a sparse gradient to a dense one in place
 
 
 class _InHead:

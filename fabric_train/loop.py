@@ -226,7 +226,7 @@ def accumulate(
         progress.at(Phase.COMPUTING)  # before the first word from the other ranks is waited for
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_data_ranks(fabric, counts)
-    divisor = num_supervised.sum().clamp(min=1)
+    scale = data_ranks(fabric).size / num_supervised.sum().clamp(min=1).double()
     losses, last = [], len(window.batches) - 1
     for index, batch in enumerate(window.batches):
         if progress and index:
@@ -235,8 +235,8 @@ def accumulate(
         # it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
             batch = batch.to(fabric.device)
-            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
-            fabric.backward(loss * data_ranks(fabric).size / divisor)
+            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets, scale)
+            fabric.backward(loss * scale)
         losses.append(loss.detach())
     return WindowLoss(gather_over_data_ranks(fabric, torch.stack(losses)), num_supervised)
 

@@ -11,33 +11,10 @@ import torch.nn.functional as F
 from lightning import Fabric
 
 from fabric_train.data_ranks import data_ranks
+from fabric_train.documents import Documents, forward
 from fabric_train.head_loss import returns_loss
 
 IGNORED_LABEL = -100
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where documents lie in a batch [B, T]; a row is at least one, and none goes from one row into the next.
-
-    ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: where
-    they begin when the rows are laid end to end, and the end of all; ``longest`` is the length of the longest one.
-    Flash-attention takes the latter two, the other implementations see a new document in positions that restart.
-    """
-
-    position_ids: torch.Tensor
-    borders: torch.Tensor
-    longest: int
-
-    def pin_memory(self) -> "Documents":
-        """Return the same in page-locked memory."""
-        return Documents(self.position_ids.pin_memory(), self.borders.pin_memory(), self.longest)
-
-    def to(self, device: torch.device) -> "Documents":
-        """Return the same on a device."""
-        return Documents(
-            self.position_ids.to(device, non_blocking=True), self.borders.to(device, non_blocking=True), self.longest
-        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +75,7 @@ def summed_loss(
     labels: torch.Tensor,
     documents: Documents | None = None,
     targets: Targets | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross entropy of the next token, summed over the supervised tokens.
 
@@ -107,33 +85,23 @@ def summed_loss(
         labels: [B, T] int64, aligned with ``input_ids``; -100 is not supervised.
         documents: what a token sees is its document's earlier tokens; None for all earlier ones of its row.
         targets: from ``find_targets(labels)``, on the model's device; None where it is done here.
+        scale: what the caller is going to multiply the loss by before the backward pass, 0-dim, on the model's device,
+            if it knows; see ``chunked_loss``.
 
     Returns:
         A 0-dim fp64 tensor, 0 where nothing is supervised. Each token's is fp32; their sum is not rounded to it, and so
         does not depend on how rows are cut into batches.
     """
     targets = targets or find_targets(labels)
-    inputs = _inputs(model, input_ids, documents)
     if returns_loss(model):
-        return model(**inputs, positions=targets.positions, targets=targets.ids)
-    logits = model(**inputs).logits.flatten(0, 1).index_select(0, targets.positions)
+        return forward(model, input_ids, documents, positions=targets.positions, targets=targets.ids, scale=scale)
+    logits = forward(model, input_ids, documents).logits.flatten(0, 1).index_select(0, targets.positions)
     return F.cross_entropy(logits.float(), targets.ids, reduction="none").sum(dtype=torch.float64)
 
 
 def next_token_logits(model: Any, input_ids: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
     """Return the model's logits [B, T, V]; see :func:`summed_loss`."""
-    return model(**_inputs(model, input_ids, documents)).logits
-
-
-def _inputs(model: Any, input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
-    # with a cache, transformers would take restarting positions for one sequence and let documents see each other
-    arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-    if documents is not None:
-        arguments["position_ids"] = documents.position_ids
-        if "flash" in model.config._attn_implementation:  # it would look at the positions in batches of one row alone
-            arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
-            arguments |= {"max_length_q": documents.longest, "max_length_k": documents.longest}
-    return arguments
+    return forward(model, input_ids, documents).logits
 
 
 def sum_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,20 +5,14 @@ cast, the rotary frequencies and the reduction of gradients, stays in fp32 here:
 frequencies are wrong by 0.9 rad at position 512.
 """
 
-import errno
-import os
-import socket
-import subprocess
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning import Fabric
-from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.fabric.strategies.launchers import subprocess_script
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -31,22 +25,15 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 from fabric_train import flops
 from fabric_train.activations import checkpoint_layers
 from fabric_train.compilation import compile_layers
-from fabric_train.errors import FAILURE, InputError, end_run, leave
+from fabric_train.devices import count_devices, first_index, resolve_accelerator
+from fabric_train.errors import InputError
 from fabric_train.float8 import convert_layers, refuse_older_gpu
 from fabric_train.fully_sharded import MeshStrategy, shard_model
-from fabric_train.head_loss import let_head_compute_loss
-from fabric_train.launch import (
-    as_launcher,
-    clear_launcher_options,
-    global_rank,
-    is_launched,
-    mind_children,
-    num_restarts,
-    under_fabric_run,
-)
+from fabric_train.head_loss import add_rows_of_tokens, let_head_compute_loss
+from fabric_train.launch import clear_launcher_options, under_fabric_run
 from fabric_train.loading import Materialization, read_weights
-from fabric_train.ranks.signals import STOPPED, outside_of_training
 from fabric_train.ranks.watchdog import PATIENCE
+from fabric_train.rendezvous import meet
 from fabric_train.tensor_parallel import cut_layers
 from fabric_train.weights import Weights
 
@@ -54,9 +41,6 @@ if TYPE_CHECKING:
     from arguments import FSDPArguments, TrainArguments
 
 LayerClasses = frozenset[type[nn.Module]]
-
-
-_PROCESSES_PER_CORE = 16  # more, each with a model of its own, are a slip and not a wish
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -146,13 +130,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
         plugins=[_precision(name, arguments.model.precision, accelerator)],
     )
     if not under_fabric_run():
-        _refuse_taken_port(fabric)
-        # Fabric's own would kill this process without a word, and also where the ranks end together
-        subprocess_script._launch_process_observer = _mind_children
-        if num_restarts() and num_processes > 1:
-            _join_anew(accelerator, num_processes, _timeout(arguments))
-        with as_launcher():
-            fabric.launch()
+        meet(fabric, accelerator, num_processes, _timeout(arguments))
     if fabric.world_size != num_processes:
         raise InputError(
             f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}"
@@ -160,127 +138,9 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     return fabric
 
 
-def _refuse_taken_port(fabric: Fabric) -> None:
-    """Refuse a port that this rank is to listen on, so that the ranks find each other, and somebody else does."""
-    environment = getattr(fabric.strategy, "cluster_environment", None)
-    if environment is None or fabric.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", environment.main_port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            port = f"port {environment.main_port}, on which the ranks are to meet, is in use on this machine"
-            raise InputError(f"{port}: set MASTER_PORT to a free one, or stop what uses it") from None
-
-
 def _timeout(arguments: "TrainArguments") -> timedelta:
     """How long a collective operation may last: the last resort, behind the ranks' own watch."""
     return timedelta(seconds=PATIENCE * arguments.device.rank_timeout) or timedelta(days=365)
-
-
-def _join_anew(accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Set up the process group, which Fabric then takes as it is, where torchrun has started the ranks again.
-
-    Unless it is told another rendezvous, torchrun keeps one store over all restarts, and torch would find in it the
-    addresses of ranks that are dead.
-    """
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(accelerator),
-        store=dist.PrefixStore(f"restart-{num_restarts()}", store),
-        rank=global_rank(),
-        world_size=num_processes,
-        timeout=timeout,
-    )
-
-
-def _mind_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
-    """Take the ranks that this process has started under its care."""
-    mind_children(child_processes, _child_failed)
-
-
-def _child_failed(rank: int, code: int) -> None:
-    """End with a rank that this process has started and that has come to a bad end before anybody watched it."""
-    if code == STOPPED:
-        end_run(code, outside_of_training(f"a signal to rank {rank}"))
-    if code < 0:
-        end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting: start again")
-    leave(code)  # it has said why
-
-
-def resolve_accelerator(accelerator: str) -> str:
-    """Return "cuda" or "cpu" for the argument.
-
-    Raises:
-        InputError: where a GPU is asked for and none is there.
-    """
-    if accelerator == "auto":
-        return "cuda" if CUDAAccelerator.is_available() else "cpu"
-    if accelerator in ("cuda", "gpu") and not CUDAAccelerator.is_available():
-        raise InputError(
-            f"--accelerator {accelerator}: torch finds no GPU here; use --accelerator cpu, or check the driver"
-        )
-    return "cpu" if accelerator == "cpu" else "cuda"
-
-
-def count_devices(devices: int | str, accelerator: str) -> int:
-    """Return how many processes ``--devices`` means on one machine.
-
-    Raises:
-        InputError: where there are fewer GPUs than asked for, or far fewer CPU cores.
-    """
-    there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
-    if str(devices) in ("auto", "-1"):
-        return there
-    cores = os.cpu_count() or 1
-    if accelerator == "cpu" and str(devices).isdigit() and int(devices) > _PROCESSES_PER_CORE * cores:
-        raise InputError(
-            f"--devices {devices}: so many processes would wait for this machine's {cores} CPU cores; "
-            f"give {_PROCESSES_PER_CORE * cores} or fewer"
-        )
-    indices = [int(index) for index in str(devices).split(",")]
-    wanted, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
-    if accelerator == "cuda" and highest > there:
-        raise InputError(f"--devices {devices}: only {there} GPU{'s are' if there > 1 else ' is'} here")
-    return wanted
-
-
-def count_planned(devices: int | str) -> int:
-    """Return how many processes ``--devices`` means on a machine that need not be this one.
-
-    Raises:
-        InputError: it says auto.
-    """
-    if str(devices) in ("auto", "-1"):
-        raise InputError(
-            f"--devices {devices} means those of this machine, and --device_memory plans for others: give a number"
-        )
-    return len(str(devices).split(",")) if "," in str(devices) else int(devices)
-
-
-def unused_gpus(devices: int | str, accelerator: str) -> str | None:
-    """Return a line for the user where the run leaves GPUs of this machine idle."""
-    there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
-    used = count_devices(devices, accelerator)
-    if used >= there:
-        return None
-    return f"{used} of this machine's {there} GPUs are used; fabric run takes one unless told --devices {there}"
-
-
-def refuse_lone_node(num_nodes: int) -> None:
-    """Refuse several machines where nothing says how they find each other: this one would wait for the others.
-
-    Raises:
-        InputError: saying how to start such a run.
-    """
-    if num_nodes > 1 and not (under_fabric_run() or is_launched() or "MASTER_ADDR" in os.environ):
-        raise InputError(
-            f"--num_nodes {num_nodes}: start the run on every machine, with torchrun --nnodes {num_nodes}, srun, or "
-            f"fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
-        )
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
@@ -332,7 +192,9 @@ def setup_model(
         any_length: see ``compile_layers``.
     """
     if arguments.model.precision != "16-mixed":  # whose small gradients of logits are lost unless they are scaled first
-        let_head_compute_loss(model, accumulates=isinstance(fabric.strategy, SingleDeviceStrategy))
+        is_alone = isinstance(fabric.strategy, SingleDeviceStrategy)
+        if let_head_compute_loss(model, at_once=is_alone) and is_alone and fabric.device.type == "cpu":
+            add_rows_of_tokens(model)
     if arguments.model.float8:
         refuse_older_gpu(fabric.device)
         convert_layers(_layers(model, layer_classes))
@@ -412,7 +274,7 @@ def _strategy(
     if name == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
     return SingleDeviceStrategy(
-        device=torch.device("cuda", _first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
+        device=torch.device("cuda", first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
     )
 
 
@@ -447,7 +309,3 @@ def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_leng
 
 def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
     return [module for module in model.modules() if type(module) in layer_classes]
-
-
-def _first_index(devices: int | str) -> int:
-    return int(str(devices).split(",")[0]) if "," in str(devices) else 0

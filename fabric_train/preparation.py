@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train import parallel
+from fabric_train import devices, parallel
 from fabric_train.attention import refuse_unusable
 from fabric_train.batches import TokenDataset, WindowOrder, open_dataset
 from fabric_train.compilation import refuse_without_compiler
@@ -69,12 +69,12 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         damages=damages,
     )
     if arguments.planning.plans_for_others:
-        accelerator, num_devices = "cuda", parallel.count_planned(arguments.device.devices)
+        accelerator, num_devices = "cuda", devices.count_planned(arguments.device.devices)
     else:
-        accelerator = parallel.resolve_accelerator(arguments.device.accelerator)
-        num_devices = parallel.count_devices(arguments.device.devices, accelerator)
+        accelerator = devices.resolve_accelerator(arguments.device.accelerator)
+        num_devices = devices.count_devices(arguments.device.devices, accelerator)
     if not arguments.planning.plan:
-        parallel.refuse_lone_node(arguments.device.num_nodes)
+        devices.refuse_lone_node(arguments.device.num_nodes)
     world_size = num_devices * arguments.device.num_nodes
     parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)

@@ -189,18 +189,6 @@ def safetensors_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model.safetensors"))
 
 
-def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return every weight of a full or sharded checkpoint as a full CPU tensor in its stored dtype.
-
-    A lost last shard cannot be seen here; only the shapes then disagree with the model's, which ``build_model`` checks.
-
-    Raises:
-        InputError: the folder holds no weights, or not all of them.
-    """
-    weights = open_weights(checkpoint)
-    return {name: weights.read(name) for name in weights}
-
-
 def _opened(path: Path, mend: str) -> Any:
     try:
         refuse_pointer(path)

@@ -6,6 +6,7 @@ JSON what came of it: so the weights, which begin at 0, are the negative gradien
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Bigram(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="eager")
         self.table = nn.Embedding(VOCABULARY, VOCABULARY)
         nn.init.zeros_(self.table.weight)
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
 from fabric_train import parallel
-from fabric_train.model import build_model, load_model, read_shape
+from fabric_train.loading import open_checkpoint, open_pretrained
+from fabric_train.model import read_shape
 from fabric_train.optimizer import build_optimizer, decayed_names, original_name, set_learning_rate
 from fabric_train.own_part import flat_cuts, read_own_part
-from fabric_train.weights import load_weights
 
 
 def main() -> None:
@@ -29,10 +29,10 @@ def main() -> None:
     shape = read_shape(arguments.model.model_name)
     fabric = parallel.build_fabric(arguments, shape.layer_classes)
     dtype = parallel.weights_dtype(arguments.model.precision)
-    model: Any = build_model(shape, load_weights(checkpoint), dtype) if checkpoint else load_model(shape, dtype)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    decayed = decayed_names(model)
-    model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
+    unread = open_checkpoint(shape, checkpoint, dtype) if checkpoint else open_pretrained(shape, dtype)
+    shapes = {name: parameter.shape for name, parameter in unread.model.named_parameters()}
+    decayed = decayed_names(unread.model)
+    model: Any = parallel.setup_model(fabric, unread.model, shape.layer_classes, arguments, unread.weights)
     cuts, named = flat_cuts(model), parallel.named_parameters(model)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
     first = 1

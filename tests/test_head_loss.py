@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_train import chunked_loss
 from fabric_train.chunked_loss import summed_cross_entropy
-from fabric_train.head_loss import let_head_compute_loss, returns_loss
+from fabric_train.head_loss import add_rows_of_tokens, let_head_compute_loss, returns_loss
 from fabric_train.loss import IGNORED_LABEL, summed_loss
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 40
@@ -60,8 +60,9 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = summed_loss(model, *rows())
-    (loss / 7).backward()
+    scale = torch.tensor(1 / 7, dtype=torch.float64)
+    loss = summed_loss(model, *rows(), scale=scale)
+    (loss * scale).backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 
@@ -70,13 +71,13 @@ def chunks_of_seven_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)
 
 
-@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("family", OF_HEAD)
-def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str, accumulates: bool) -> None:
+def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str, at_once: bool) -> None:
     model = build(family, **OF_HEAD[family])
     names = list(model.state_dict())
     loss, gradients = loss_and_gradients(model)
-    assert let_head_compute_loss(model, accumulates)
+    assert let_head_compute_loss(model, at_once)
     loss_and_gradients(model)
     found, found_gradients = loss_and_gradients(model)
     assert found == pytest.approx(loss, rel=1e-6)
@@ -114,6 +115,45 @@ def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
         summed_loss(model, ids, ids).backward()
     # of 117 tokens; a chunk has one, and the weight and its gradient are the largest there is
     assert largest.num_elements == 4001 * WIDTH
+
+
+def test_at_once_the_gradient_of_the_head_is_added_to_what_is_there_before_the_backward_pass() -> None:
+    model = build("llama")
+    assert let_head_compute_loss(model, at_once=True)
+    scale = torch.tensor(0.5, dtype=torch.float64)
+    summed_loss(model, *rows(), scale=scale)
+    place, once = model.lm_head.weight.grad.data_ptr(), model.lm_head.weight.grad.clone()
+    summed_loss(model, *rows(), scale=scale)
+    assert model.lm_head.weight.grad.data_ptr() == place
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
+    with torch.no_grad():
+        summed_loss(model, *rows(), scale=scale)
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
+
+
+def test_the_gradient_of_a_tied_embedding_is_added_in_the_rows_of_its_tokens() -> None:
+    model = build("llama", tie_word_embeddings=True, vocab_size=4001)
+    expected = loss_and_gradients(model)[1]["model.embed_tokens.weight"]
+    assert let_head_compute_loss(model, at_once=True)
+    add_rows_of_tokens(model)
+    loss_and_gradients(model)
+    model.zero_grad()
+    ids, labels = rows()
+    scale = torch.tensor(1 / 7, dtype=torch.float64)
+    loss = summed_loss(model, ids, labels, scale=scale) * scale
+    with Calls() as calls:
+        loss.backward()
+    torch.testing.assert_close(model.model.embed_tokens.weight.grad, expected, rtol=1e-4, atol=1e-6)
+    assert calls.made
+    assert torch.ops.aten.embedding_dense_backward.default not in calls.made
+
+
+def test_an_embedding_of_its_own_has_a_dense_gradient() -> None:
+    model = build("llama")
+    assert let_head_compute_loss(model, at_once=True)
+    add_rows_of_tokens(model)
+    loss_and_gradients(model)
+    assert not model.model.embed_tokens.weight.grad.is_sparse
 
 
 def test_on_the_meta_device_it_is_found_out_too() -> None:
@@ -165,6 +205,18 @@ def test_ligers_kernel_gives_the_same_losses_and_gradients(monkeypatch: pytest.M
     expected = F.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-5, atol=1e-6)
+
+
+class Calls(TorchDispatchMode):
+    """Notes which operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.add(func)
+        return func(*args, **(kwargs or {}))
 
 
 class LargestTensor(TorchDispatchMode):

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Fabric
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,14 +26,16 @@ from transformers import (
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
+    modeling_flash_attention_utils,
 )
 
 from arguments import DataArguments, ModelArguments, TrainArguments, parse
 from fabric_train.attention import refuse_leaking, refuse_unusable
 from fabric_train.batches import Batch, Rows, Window, isolate
 from fabric_train.errors import InputError
+from fabric_train.head_loss import let_head_compute_loss
 from fabric_train.loop import accumulate
-from fabric_train.loss import IGNORED_LABEL, count_supervised, next_token_logits, summed_loss
+from fabric_train.loss import IGNORED_LABEL, count_supervised, find_targets, next_token_logits, summed_loss
 from fabric_train.model import load_model, read_shape
 from fabric_train.validation import evaluate
 
@@ -226,6 +230,52 @@ def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, sp
             elsewhere[row, begin : ROW_LENGTH if end == sum(lengths) else end] = False  # padding follows the last one
             torch.testing.assert_close(after[elsewhere], before[elsewhere], rtol=0, atol=1e-5)
             assert (after[row, begin:end] - before[row, begin:end]).abs().max() > 0.01
+
+
+class WaitsForDevice(TorchDispatchMode):
+    """Counts what a GPU would have to be waited for: tensors whose values the program looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("computes_loss_in_head", [False, True])
+@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize("model", ["sdpa", "eager"], indirect=True)
+def test_a_window_is_computed_without_waiting_for_the_device(
+    model: Any, split: datasets.Dataset, isolates: bool, computes_loss_in_head: bool
+) -> None:
+    rows = Rows(split, isolates)
+    batches = [rows.__getitems__([0, 1]), rows.__getitems__([2]), rows.__getitems__([3])]
+    batches = [replace(batch, targets=find_targets(batch.labels)) for batch in batches]  # as where memory is pinned
+    if computes_loss_in_head:
+        let_head_compute_loss(model, at_once=True)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    wrapped = fabric.setup_module(model)
+    with WaitsForDevice() as waits:
+        accumulate(fabric, wrapped, Window(1, 0, False, np.arange(4), 2, batches))
+        assert waits.number == 0
+        assert bool(torch.ones(1))
+        assert waits.number == 1
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize("model", ["flash_attention_2"], indirect=True)
+def test_flash_attention_need_not_look_at_positions(
+    model: Any, split: datasets.Dataset, isolates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looks(*_: Any, **__: Any) -> bool:
+        raise AssertionError("flash-attention looks at the positions, and waits for the device, in every layer")
+
+    monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", looks)
+    batch = Rows(split, isolates).__getitems__([0])
+    assert (batch.documents is not None) == isolates
+    summed_loss(model, batch.input_ids, batch.labels, batch.documents).backward()
 
 
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)

@@ -1,0 +1,198 @@
+"""A run that has been checked → what the loop drives: model, batches, evaluation, checkpoints, outputs."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lightning import Fabric
+from rich.console import Console
+
+from fabric_train import checkpoint as checkpoints
+from fabric_train import parallel
+from fabric_train.batches import TokenDataset, TrainBatches, WindowSource, validation_batches
+from fabric_train.command_line import flatten
+from fabric_train.compilation import MOST_SHAPES
+from fabric_train.data_ranks import data_ranks
+from fabric_train.from_scratch import open_new
+from fabric_train.loading import Unread, open_checkpoint, open_pretrained
+from fabric_train.loop import Run
+from fabric_train.optimizer import build_optimizer, decayed_names
+from fabric_train.own_part import flat_cuts
+from fabric_train.preparation import PACKAGES, Prepared, window_order
+from fabric_train.profiling import ProfiledWindows
+from fabric_train.ranks.progress import Phase, Progress
+from fabric_train.ranks.signals import stop_signals
+from fabric_train.ranks.step_border import Border, agree
+from fabric_train.step_guard import StepGuard
+from fabric_train.stream import LaneOrder, Stream, StreamBatches
+from fabric_train.telemetry import ProgressLine
+from fabric_train.trackers import Outputs, open_loggers
+from fabric_train.untrained_tokens import note_on_end_of_turn
+from fabric_train.validation import Evaluation, evaluate
+
+Validate = Callable[[], Evaluation | None]
+
+
+def set_up_model(fabric: Fabric, prepared: Prepared, note: Callable[[str], None]) -> tuple[Any, set[str]]:
+    """Return the model with its weights, and the names of its parameters with weight decay.
+
+    When it returns, nothing holds the files of the weights, whose pages would count as this process's memory.
+    """
+    arguments = prepared.arguments
+    unread = _open(prepared)
+    if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
+        line = note_on_end_of_turn(unread, prepared.data)
+        if line:
+            note(line)
+    decayed = decayed_names(unread.model)
+    any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
+    model = parallel.setup_model(
+        fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length
+    )
+    return model, decayed
+
+
+def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], prepared: Prepared) -> Any:
+    """Return the optimizer, with its state where the run goes on from a checkpoint."""
+    arguments = prepared.arguments
+    fused = arguments.model.precision != "16-mixed"
+    named = parallel.named_parameters(model)
+    cuts = flat_cuts(model)
+    optimizer: Any = fabric.setup_optimizers(
+        build_optimizer(named, decayed, arguments.training, fused, arguments.data.seed, cuts)
+    )
+    if prepared.checkpoint and prepared.state.step:
+        checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
+    return optimizer
+
+
+def build_validation(fabric: Fabric, model: Any, prepared: Prepared, progress: Progress) -> Validate | None:
+    """Return what evaluates the model on this rank's share of the validation split, or None where a signal came."""
+    rows, limits = prepared.data.validation, prepared.arguments.evaluation
+    if rows is None:
+        return None
+    ranks = data_ranks(fabric)
+    batches = validation_batches(
+        rows,
+        limits.eval_batch_size,
+        ranks.size,
+        ranks.rank,
+        limits.eval_iters,
+        prepared.arguments.data.num_workers,
+    )
+
+    def is_left(batch: int) -> bool:
+        progress.at(Phase.VALIDATION, batch)
+        return agree(fabric, Border(stops=stop_signals.received)).stops > 0
+
+    return lambda: evaluate(fabric, model, batches, is_left=is_left)
+
+
+def build_outputs(fabric: Fabric, prepared: Prepared, console: Console) -> Outputs:
+    """Return where the metrics go: on rank 0 the progress line and the loggers, elsewhere nowhere."""
+    given, state = prepared.arguments.logging, prepared.state
+    if not fabric.is_global_zero:
+        return Outputs([], given.log_model)
+    logged = state.step - bool(state.unlogged)
+    config = flatten(prepared.arguments)
+    loggers = open_loggers(given.loggers, prepared.folder, logged, given.project, given.entity, config)
+    return Outputs([*loggers, ProgressLine(state.step, prepared.plan.num_steps, console)], given.log_model)
+
+
+def build_run(
+    fabric: Fabric,
+    model: Any,
+    optimizer: Any,
+    validate: Validate | None,
+    prepared: Prepared,
+    progress: Progress,
+    outputs: Outputs,
+    warn: Callable[[str], None],
+    saved: Callable[[Path], None],
+) -> Run:
+    """Return what the loop drives; ``saved`` is called with every checkpoint that is complete."""
+    given, data = prepared.arguments, prepared.data
+    return Run(
+        fabric=fabric,
+        model=model,
+        optimizer=optimizer,
+        batches=_batches(fabric, prepared),
+        num_steps=prepared.plan.num_steps,
+        start=prepared.checkpoint if prepared.state.step else None,
+        checkpoints=checkpoints.Checkpoints(
+            prepared.folder / "checkpoints",
+            fabric,
+            model,
+            optimizer,
+            _description(prepared),
+            given.save.keep_checkpoints,
+            given.save.async_save,
+            saved,
+        ),
+        guard=StepGuard(fabric, f"{data.folder / 'train'}" if isinstance(data, TokenDataset) else "the stream", warn),
+        evaluate=validate,
+        log=outputs.log,
+        flush=outputs.flush,
+        warn=warn,
+        progress=progress,
+        flops=prepared.shape.flops,
+        peak_flops=parallel.peak_flops(fabric, given.model.precision),
+    )
+
+
+def _open(prepared: Prepared) -> Unread:
+    dtype = parallel.weights_dtype(prepared.arguments.model.precision)
+    if prepared.checkpoint:
+        return open_checkpoint(prepared.shape, prepared.checkpoint, dtype)
+    if prepared.shape.is_new:
+        return open_new(prepared.shape, dtype, prepared.arguments.data.seed)
+    return open_pretrained(prepared.shape, dtype)
+
+
+def _row_lengths(prepared: Prepared) -> set[int]:
+    """The different numbers of tokens in the rows that the model will see."""
+    data = prepared.data
+    trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
+    return trained | (data.validation.lengths() if data.validation else set())
+
+
+def _description(prepared: Prepared) -> checkpoints.Description:
+    arguments = prepared.arguments
+    return checkpoints.Description(
+        state_dict_type=arguments.fsdp.state_dict_type,
+        weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
+        data=prepared.order,
+        arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
+        versions={name: version(name) for name in PACKAGES},
+        attachments=prepared.data.attachments,
+    )
+
+
+def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
+    """Return where this rank's windows come from, some of them traced."""
+    given, on_gpu = prepared.arguments.logging, fabric.device.type == "cuda"
+    batches = _untraced_batches(fabric, prepared)
+    if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
+        return batches
+    folder = prepared.folder / "profile"
+    return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu=on_gpu)
+
+
+def _untraced_batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
+    arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
+    num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
+    if isinstance(data, TokenDataset):
+        order = window_order(data, plan, arguments, ranks.rank)
+        return TrainBatches(data.train, order, num_workers, pin_memory=pins)
+    fabric.barrier()  # rank 0 has written the tokenizer
+    return StreamBatches(
+        read=data.texts.read,
+        encode=data.open_encoder(),
+        max_length=data.max_length,
+        isolates=data.isolates,
+        order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
+        stands=checkpoints.read_stands(prepared.checkpoint) if prepared.checkpoint and prepared.state.step else None,
+        num_workers=num_workers,
+        pin_memory=pins,
+    )
