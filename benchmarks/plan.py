@@ -128,12 +128,11 @@ def write_model(folder: Path, **sizes: int) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    given: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCABULARY, **sizes}
+    given: dict[str, Any] = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "vocab_size": VOCABULARY}
+    given |= {"num_attention_heads": 8, "num_key_value_heads": 4, **sizes}
     config = LlamaConfig(
         **given,
         intermediate_size=11 * given["hidden_size"] // 4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
         tie_word_embeddings=True,
         dtype="float32",
     )
@@ -143,11 +142,11 @@ def write_model(folder: Path, **sizes: int) -> Path:
     return folder
 
 
-def write_rows(folder: Path) -> Path:
+def write_rows(folder: Path, num_rows: int = 64, length: int = LENGTH) -> Path:
     """Write a token dataset of random rows of one document each."""
     import datasets
 
-    rows = np.random.default_rng(0).integers(3, 100, (64, LENGTH)).tolist()
+    rows = np.random.default_rng(0).integers(3, 100, (num_rows, length)).tolist()
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})}).save_to_disk(str(folder))
     return folder
 

@@ -20,8 +20,8 @@ from demo import real_data
 from fabric_train.batches import WindowOrder, open_dataset
 
 REPETITIONS = 2
-STEPS = 4
-WARM_UP_STEPS = 1  # measured by nobody: memory is allocated, the data workers start, and layers are compiled
+STEPS = 6
+WARM_UP_STEPS = 2  # measured by nobody: layers are compiled, and memory is allocated, in the first for the optimizer
 ACCUMULATION = 4
 MAX_LENGTH = 512
 NUM_TOKENS = 100_000  # of Shakespeare, more than the steps need
@@ -38,6 +38,14 @@ PEERS: Mapping[str, tuple[str, ...]] = {  # module in peers/, and its own option
 _WITH_PACKAGES = ("trl", "litgpt")
 _COMPILED = ", compiled"
 _LARGEST_DIFFERENCE = 1e-3  # of two losses in fp32 that are meant to be the same
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Optimizer steps, and the micro-batches of one row each in a step."""
+
+    steps: int
+    accumulation: int
 
 
 @dataclass(frozen=True)
@@ -88,17 +96,18 @@ def measure(work: Path) -> Report:
     tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
     print("training: making the token dataset", flush=True)
     run(_tokenize_command(model, tokens))
+    length = RunLength(STEPS, ACCUMULATION)
     commands: dict[str, Command] = {}
     left_out: dict[str, str] = {}
     for suffix in ("", _COMPILED):
-        commands[OURS + suffix] = _our_command(model, tokens, work / OURS, compiled=bool(suffix))
+        commands[OURS + suffix] = our_command(model, tokens, work / OURS, length, compiled=bool(suffix))
         for name in PEERS:
             try:
-                commands[name + suffix] = _peer_command(name, model, tokens, compiled=bool(suffix))
+                commands[name + suffix] = peer_command(name, model, tokens, length, compiled=bool(suffix))
             except ChildProcessError as error:
                 left_out[name + suffix] = str(error)
     systems = {
-        name: partial(_run_ours, command, work / OURS) if name.startswith(OURS) else partial(_run_peer, command)
+        name: partial(run_ours, command, work / OURS) if name.startswith(OURS) else partial(run_peer, command)
         for name, command in commands.items()
     }
     runs: dict[str, list[TrainingRun]] = interleave(systems, dict.fromkeys(systems, REPETITIONS), "training", left_out)
@@ -141,31 +150,33 @@ def _tokenize_command(model: Path, tokens: Path) -> Command:
     return Command(tuple(words.split()))
 
 
-def _our_command(model: Path, tokens: Path, target: Path, *, compiled: bool) -> Command:
+def our_command(model: Path, tokens: Path, target: Path, length: RunLength, *, compiled: bool = False) -> Command:
+    """Return the command that trains into the run folder ``target``."""
     words = "python -m fabric_train --parallelism single --accelerator cpu --precision 32-true"
-    words += f" --model_name {model} --train_data_dir {tokens} --output_dir {target} --max_step {STEPS}"
-    words += f" --micro_batch_size 1 --total_batch_size {ACCUMULATION} --lr {LR} --lr_schedule constant"
+    words += f" --model_name {model} --train_data_dir {tokens} --output_dir {target} --max_step {length.steps}"
+    words += f" --micro_batch_size 1 --total_batch_size {length.accumulation} --lr {LR} --lr_schedule constant"
     words += " --loggers csv --isolate_documents false"  # nor do the peers
     if compiled:
         words += " --compile true"
     return Command(tuple(words.split()), {"OMP_NUM_THREADS": str(THREADS)})
 
 
-def _peer_command(name: str, model: Path, tokens: Path, *, compiled: bool) -> Command:
+def peer_command(name: str, model: Path, tokens: Path, length: RunLength, *, compiled: bool = False) -> Command:
     """Give the peer the rows in the order that ours takes them in."""
     script, *options = PEERS[name]
     dataset = open_dataset(str(ROOT / tokens))
-    order = WindowOrder(len(dataset.train), ACCUMULATION, 1, world_size=1, rank=0, seed=0)
-    rows = ",".join(str(row) for row in order.epoch_order(0)[: STEPS * ACCUMULATION])
+    order = WindowOrder(len(dataset.train), length.accumulation, 1, world_size=1, rank=0, seed=0)
+    rows = ",".join(str(row) for row in order.epoch_order(0)[: length.steps * length.accumulation])
     words = f"python -m benchmarks.peers.{script} --model_name {model} --train_data_dir {tokens}"
-    words += f" --rows {rows} --accumulation {ACCUMULATION} --lr {LR}"
+    words += f" --rows {rows} --accumulation {length.accumulation} --lr {LR}"
     environment = {"OMP_NUM_THREADS": str(THREADS)}
     if name in _WITH_PACKAGES:
         environment["PYTHONPATH"] = str(install_packages(name).relative_to(ROOT))
     return Command((*words.split(), *options, *(["--compile"] if compiled else [])), environment)
 
 
-def _run_ours(command: Command, target: Path) -> TrainingRun:
+def run_ours(command: Command, target: Path) -> TrainingRun:
+    """Run the command of ours and read what it has logged into the run folder ``target``."""
     shutil.rmtree(ROOT / target, ignore_errors=True)
     measured = run(command)
     with (ROOT / target / "metrics.csv").open(newline="", encoding="utf-8") as file:
@@ -178,7 +189,8 @@ def _run_ours(command: Command, target: Path) -> TrainingRun:
     )
 
 
-def _run_peer(command: Command) -> TrainingRun:
+def run_peer(command: Command) -> TrainingRun:
+    """Run a peer's command and read what it prints."""
     measured = run(command)
     told = json.loads(measured.output.splitlines()[-1])
     return _training_run(measured, told["tokens_per_second"], told["losses"], told["peak_rss_bytes"])

@@ -1,0 +1,129 @@
+"""What a run costs beside the mathematics: the time to its first step, and what a step takes where the model takes next
+to nothing.
+"""
+
+import csv
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
+from benchmarks.plan import write_model, write_rows
+from benchmarks.report import Report
+from benchmarks.training import BARE, OURS, THREADS, RunLength, our_command, peer_command, run_ours, run_peer
+from demo import real_data
+
+REPETITIONS = 3
+STARTED, LOADED = "start: fabric_train", "start: transformers"
+STEPS, ACCUMULATION, WARM_UP_STEPS = 60, 8, 10
+LENGTH = 16
+SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 128, "num_attention_heads": 2}
+PEERS = (BARE, "lightning", "transformers")
+GPU_TOKENS_PER_SECOND, GPU_ROW = 10_471, 4096  # Llama-3 8B on one H200, as published, and the rows it was given
+
+
+@dataclass(frozen=True)
+class OverheadSummary:
+    """Seconds to the first step and of a step. ``start_ratio`` is ours over importing transformers and loading the same
+    model. ``beside_the_model`` are a system's seconds a step more than the bare loop's; ``gpu_share`` is ours of those
+    in a step of as many rows of 4,096 tokens of an 8B on one H200.
+    """
+
+    start: dict[str, Spread]
+    start_ratio: float
+    step: dict[str, Spread]
+    beside_the_model: dict[str, float]
+    gpu_share: float
+
+
+def measure(work: Path) -> Report:
+    """Measure with the files in ``work``, relative to the project's root.
+
+    Raises:
+        ChildProcessError: a system failed.
+    """
+    model, rows = real_data.smollm2().relative_to(ROOT), work / "rows"
+    tiny, length = work / "model", RunLength(STEPS, ACCUMULATION)
+    write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION, length=LENGTH)
+    write_model(ROOT / tiny, **SIZES, num_key_value_heads=2)
+    load = f"python -m benchmarks.peers.load_model --model_name {model}"
+    commands = {
+        STARTED: our_command(model, rows, work / "start", RunLength(1, 1)),
+        LOADED: Command(tuple(load.split()), {"OMP_NUM_THREADS": str(THREADS)}),
+        OURS: our_command(tiny, rows, work / OURS, length),
+        **{name: peer_command(name, tiny, rows, length) for name in PEERS},
+    }
+    systems: dict[str, Callable[[], list[float]]] = {
+        STARTED: partial(_seconds_to_first_step, commands[STARTED], work / "start"),
+        LOADED: lambda: [run(commands[LOADED]).seconds],
+        OURS: lambda: _step_seconds(run_ours(commands[OURS], work / OURS).tokens_per_second),
+        **{name: partial(_peer_step_seconds, commands[name]) for name in PEERS},
+    }
+    runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "overhead")
+    settings = {
+        "threads": THREADS,
+        "repetitions": REPETITIONS,
+        "model of the start": "SmolLM2-135M",
+        "model of the steps": SIZES,
+        "steps": STEPS,
+        "warm_up_steps": WARM_UP_STEPS,
+        "accumulation": ACCUMULATION,
+        "length": LENGTH,
+        "tokens a second of an 8B on one H200": GPU_TOKENS_PER_SECOND,
+    }
+    return Report("overhead", settings, commands, runs, _summarize(runs))
+
+
+def table(report: Report) -> Table:
+    """Show the times, and what they are beside."""
+    summary: OverheadSummary = report.summary
+    title = f"To the first step, SmolLM2-135M; and a step of {ACCUMULATION} micro-batches of a model of next to nothing"
+    shown = Table("system", "median", "lowest–highest", "", title=title, title_justify="left", box=box.SIMPLE)
+    for name, seconds in summary.start.items():
+        ratio = f"{summary.start_ratio:.2f}×" if name == STARTED else ""
+        shown.add_row(name, f"{seconds.median:.2f} s", f"{seconds.lowest:.2f}–{seconds.highest:.2f}", ratio)
+    for name, seconds in summary.step.items():
+        more = f"{1e3 * summary.beside_the_model[name]:+.1f} ms" if name != BARE else ""
+        between = f"{1e3 * seconds.lowest:.1f}–{1e3 * seconds.highest:.1f}"
+        shown.add_row(f"a step: {name}", f"{1e3 * seconds.median:.1f} ms", between, more)
+    shown.add_row("ours beside the bare loop, of a step of an 8B on an H200", "", "", f"{summary.gpu_share:.2%}")
+    return shown
+
+
+def _seconds_to_first_step(command: Command, target: Path) -> list[float]:
+    """From the start of the process to where it has its first batch to compute."""
+    shutil.rmtree(ROOT / target, ignore_errors=True)
+    started = time.time()
+    run(command)
+    metrics = ROOT / target / "metrics.csv"
+    with metrics.open(newline="", encoding="utf-8") as file:
+        (step,) = csv.DictReader(file)
+    computing = float(step["step_time"]) * (1 - float(step["data_wait"]))
+    return [metrics.stat().st_mtime - started - computing]  # the row is the last thing that is written into it
+
+
+def _peer_step_seconds(command: Command) -> list[float]:
+    return _step_seconds(run_peer(command).tokens_per_second)
+
+
+def _step_seconds(tokens_per_second: list[float]) -> list[float]:
+    return [ACCUMULATION * LENGTH / speed for speed in tokens_per_second]
+
+
+def _summarize(runs: dict[str, list[list[float]]]) -> OverheadSummary:
+    start = {name: spread([seconds for (seconds,) in runs[name]]) for name in (STARTED, LOADED)}
+    step = {name: spread([spread(found[WARM_UP_STEPS:]).median for found in runs[name]]) for name in (OURS, *PEERS)}
+    beside = {name: seconds.median - step[BARE].median for name, seconds in step.items()}
+    return OverheadSummary(
+        start=start,
+        start_ratio=start[STARTED].median / start[LOADED].median,
+        step=step,
+        beside_the_model=beside,
+        gpu_share=beside[OURS] / (ACCUMULATION * GPU_ROW / GPU_TOKENS_PER_SECOND),
+    )
