@@ -16,7 +16,17 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.plan import write_model, write_rows
 from benchmarks.report import Report
-from benchmarks.training import BARE, OURS, THREADS, RunLength, our_command, peer_command, run_ours, run_peer
+from benchmarks.training import (
+    BARE,
+    OURS,
+    THREADS,
+    RunLength,
+    TrainingRun,
+    our_command,
+    peer_command,
+    run_ours,
+    run_peer,
+)
 from demo import real_data
 
 REPETITIONS = 3
@@ -26,6 +36,13 @@ LENGTH = 16
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 128, "num_attention_heads": 2}
 PEERS = (BARE, "lightning", "transformers")
 GPU_TOKENS_PER_SECOND, GPU_ROW = 10_471, 4096  # Llama-3 8B on one H200, as published, and the rows it was given
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds to the first step, or of each step, of one run."""
+
+    seconds: list[float]
 
 
 @dataclass(frozen=True)
@@ -59,11 +76,11 @@ def measure(work: Path) -> Report:
         OURS: our_command(tiny, rows, work / OURS, length),
         **{name: peer_command(name, tiny, rows, length) for name in PEERS},
     }
-    systems: dict[str, Callable[[], list[float]]] = {
-        STARTED: partial(_seconds_to_first_step, commands[STARTED], work / "start"),
-        LOADED: lambda: [run(commands[LOADED]).seconds],
-        OURS: lambda: _step_seconds(run_ours(commands[OURS], work / OURS).tokens_per_second),
-        **{name: partial(_peer_step_seconds, commands[name]) for name in PEERS},
+    systems: dict[str, Callable[[], Times]] = {
+        STARTED: partial(_to_first_step, commands[STARTED], work / "start"),
+        LOADED: lambda: Times([run(commands[LOADED]).seconds]),
+        OURS: lambda: _of_steps(run_ours(commands[OURS], work / OURS)),
+        **{name: partial(_of_peers_steps, commands[name]) for name in PEERS},
     }
     runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "overhead")
     settings = {
@@ -96,7 +113,7 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _seconds_to_first_step(command: Command, target: Path) -> list[float]:
+def _to_first_step(command: Command, target: Path) -> Times:
     """From the start of the process to where it has its first batch to compute."""
     shutil.rmtree(ROOT / target, ignore_errors=True)
     started = time.time()
@@ -105,20 +122,22 @@ def _seconds_to_first_step(command: Command, target: Path) -> list[float]:
     with metrics.open(newline="", encoding="utf-8") as file:
         (step,) = csv.DictReader(file)
     computing = float(step["step_time"]) * (1 - float(step["data_wait"]))
-    return [metrics.stat().st_mtime - started - computing]  # the row is the last thing that is written into it
+    return Times([metrics.stat().st_mtime - started - computing])  # the row is the last thing that is written into it
 
 
-def _peer_step_seconds(command: Command) -> list[float]:
-    return _step_seconds(run_peer(command).tokens_per_second)
+def _of_peers_steps(command: Command) -> Times:
+    return _of_steps(run_peer(command))
 
 
-def _step_seconds(tokens_per_second: list[float]) -> list[float]:
-    return [ACCUMULATION * LENGTH / speed for speed in tokens_per_second]
+def _of_steps(found: TrainingRun) -> Times:
+    return Times([ACCUMULATION * LENGTH / speed for speed in found.tokens_per_second])
 
 
-def _summarize(runs: dict[str, list[list[float]]]) -> OverheadSummary:
-    start = {name: spread([seconds for (seconds,) in runs[name]]) for name in (STARTED, LOADED)}
-    step = {name: spread([spread(found[WARM_UP_STEPS:]).median for found in runs[name]]) for name in (OURS, *PEERS)}
+def _summarize(runs: dict[str, list[Times]]) -> OverheadSummary:
+    start = {name: spread([found.seconds[0] for found in runs[name]]) for name in (STARTED, LOADED)}
+    step = {
+        name: spread([spread(found.seconds[WARM_UP_STEPS:]).median for found in runs[name]]) for name in (OURS, *PEERS)
+    }
     beside = {name: seconds.median - step[BARE].median for name, seconds in step.items()}
     return OverheadSummary(
         start=start,
