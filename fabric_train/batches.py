@@ -32,12 +32,13 @@ from fabric_train.loss import IGNORED_LABEL, Targets, find_targets
 from fabric_train.names_in_data import refuse_foreign_links
 from fabric_train.ranks.signals import leave_signals_to_rank
 from fabric_train.rows_hash import hash_of
+from fabric_train.sent_as_arrays import SentAsArrays
 
 VALIDATION_NAMES = ("validation", "valid")
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(SentAsArrays):
     """Rows of one forward pass on one rank.
 
     ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no

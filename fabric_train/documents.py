@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from fabric_train.sent_as_arrays import SentAsArrays
+
 
 @dataclass(frozen=True)
-class Documents:
+class Documents(SentAsArrays):
     """Where documents lie in a batch [B, T]; a row is at least one, and none goes from one row into the next.
 
     ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: where

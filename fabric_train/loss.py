@@ -13,12 +13,13 @@ from lightning import Fabric
 from fabric_train.data_ranks import data_ranks
 from fabric_train.documents import Documents, forward
 from fabric_train.head_loss import returns_loss
+from fabric_train.sent_as_arrays import SentAsArrays
 
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Targets:
+class Targets(SentAsArrays):
     """What is predicted in a batch [B, T]: ``ids`` int64 [N], the supervised tokens, and ``positions`` int64 [N], where
     in the flattened batch each is predicted.
     """

@@ -1,6 +1,8 @@
 """Every row once an epoch, the same rows in a window however many ranks there are, and the same ones after a resume."""
 
+import dataclasses
 import itertools
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from fabric_train.batches import (
     TrainBatches,
     Window,
     WindowOrder,
+    isolate,
     open_dataset,
     validation_batches,
 )
 from fabric_train.errors import InputError
-from fabric_train.loss import IGNORED_LABEL, count_supervised
+from fabric_train.loss import IGNORED_LABEL, count_supervised, find_targets
 
 Labels = list[list[int]] | None
 
@@ -223,6 +226,28 @@ def test_worker_processes_read_the_same_batches() -> None:
         for one, same in zip(window.batches, other.batches, strict=True):
             assert torch.equal(one.input_ids, same.input_ids)
             assert torch.equal(one.labels, same.labels)
+            assert not any(tensor.is_shared() for tensor in (same.input_ids, same.labels))  # each would be a file
+
+
+def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
+    ids, pipe = np.array([[1, 2, 3, 4]]), multiprocessing.SimpleQueue()
+    batch: Any = isolate(ids, ids.copy(), [np.array([2])])
+    batch = dataclasses.replace(batch, targets=find_targets(batch.labels), lengths=(2, 2))
+    pipe.put(batch)
+    sent: Any = pipe.get()
+    assert sent.lengths == (2, 2)
+    assert sent.documents.longest == 2
+    for one, same in (
+        (batch.input_ids, sent.input_ids),
+        (batch.labels, sent.labels),
+        (batch.documents.position_ids, sent.documents.position_ids),
+        (batch.documents.borders, sent.documents.borders),
+        (batch.targets.positions, sent.targets.positions),
+        (batch.targets.ids, sent.targets.ids),
+    ):
+        assert torch.equal(one, same)
+        assert one.dtype == same.dtype
+        assert not same.is_shared()
 
 
 def test_shorter_rows_are_padded_at_the_end_and_the_padding_is_not_supervised() -> None:
