@@ -60,7 +60,9 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], prepared: Pr
     named = parallel.named_parameters(model)
     cuts = flat_cuts(model)
     optimizer: Any = fabric.setup_optimizers(
-        build_optimizer(named, decayed, arguments.training, fused, arguments.data.seed, cuts)
+        build_optimizer(
+            named, decayed, arguments.training, fused, arguments.data.seed, cuts, compiles=arguments.fsdp.compile
+        )
     )
     if prepared.checkpoint and prepared.state.step:
         checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)

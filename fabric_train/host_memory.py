@@ -1,7 +1,9 @@
-"""Memory on the CPU that is freed is kept for the next tensor, instead of being given back and faulted in again."""
+"""Host memory: what is freed is kept for the next tensor, and what goes to a device goes without waiting for it."""
 
 import ctypes
 import sys
+
+import torch
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST = 2**31 - 1  # bytes, an int's
@@ -19,3 +21,10 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST)
         mallopt(_M_TRIM_THRESHOLD, -1)
         mallopt(_M_TOP_PAD, _GROWTH)
+
+
+def onto(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor on a device, without the host's waiting for what the device still has to do."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # out of other memory the copy would be waited for
+    return tensor.to(device, non_blocking=True)

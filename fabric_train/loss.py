@@ -13,6 +13,7 @@ from lightning import Fabric
 from fabric_train.data_ranks import data_ranks
 from fabric_train.documents import Documents, forward
 from fabric_train.head_loss import returns_loss
+from fabric_train.host_memory import onto
 from fabric_train.sent_as_arrays import SentAsArrays
 
 IGNORED_LABEL = -100
@@ -121,10 +122,3 @@ def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
     stacked[fabric.global_rank] = onto(tensor, fabric.device)
     # the others add zeros; Fabric's all_gather is a deprecated one of torch's
     return fabric.all_reduce(stacked, reduce_op="sum")  # type: ignore[return-value]
-
-
-def onto(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor on a device, without the host's waiting for what the device still has to do."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # out of other memory the copy would be waited for
-    return tensor.to(device, non_blocking=True)

@@ -5,7 +5,7 @@ but compiles itself for every shape of a parameter, and draws from the rank's st
 drift apart, and a resumed or otherwise cut run would draw others.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from fabric_train.compiled_adamw import compiled_step, factors
 from fabric_train.eight_bits import BLOCK, EightBits
+from fabric_train.host_memory import onto
 from fabric_train.stochastic_rounding import Place, random_bits, round_by_chance, salt
 
 # elements computed at a time: what they take in fp32 fits a core's cache, or is little of a GPU's memory
@@ -38,6 +40,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         names: Mapping[nn.Parameter, str],
         places: Mapping[nn.Parameter, Place],
         seed: int,
+        compiles: bool = False,
     ) -> None:
         """Take parameter groups as torch's AdamW does.
 
@@ -51,6 +54,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             names: of the parameters, before anything wrapped them.
             places: which part of a parameter this rank has.
             seed: of the rounding.
+            compiles: take the step of what is not kept in 8 bits in one compiled kernel.
         """
         super().__init__(groups, lr=lr, betas=betas)
         self.moments_dtype = moments_dtype
@@ -58,14 +62,28 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self._rounds_by_chance = rounds_by_chance
         self._places = places
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
+        self._counts: dict[nn.Parameter, int] = {}  # of steps; known to the host without asking the device
+        self._compiles = compiles
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Change every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+        changing = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        keys = self._keys([parameter for parameter, _ in changing])
+        by: dict[tuple[int, int], torch.Tensor] = {}
+        for (parameter, group), key in zip(changing, keys, strict=True):
+            if not self.state[parameter]:
+                self.state[parameter] = self._new_state(parameter)
+            if self._compiles and id(parameter) not in self._in_eight_bits:
+                step = self._counts.get(parameter, 0) + 1
+                if (id(group), step) not in by:
+                    of_step = factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
+                    by[id(group), step] = onto(torch.tensor(of_step), key.device)
+                self._update_compiled(parameter, by[id(group), step], key)
+            else:
+                self._update(parameter, group, key)
+            self.state[parameter]["step"] += 1
+            self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return this rank's part of a parameter's moments, flat; those in 8 bits as fp32 copies in host memory. There
@@ -88,6 +106,15 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             else:
                 kept.copy_(moment)
         self.state[parameter] = state
+        self._counts[parameter] = int(count)
+
+    def _keys(self, parameters: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
+        """Return what the next step's chance of each parameter hangs on: 0-dim int32 tensors."""
+        if not parameters:
+            return ()
+        counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
+        salts = torch.tensor([self._salts[parameter] for parameter in parameters], dtype=torch.int32)
+        return onto(random_bits(counts, salts), _local(parameters[0]).device).unbind()
 
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
@@ -99,13 +126,21 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 state[key] = torch.zeros_like(parameter, dtype=self.moments_dtype)
         return state
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        if not self.state[parameter]:
-            self.state[parameter] = self._new_state(parameter)
+    def _update_compiled(self, parameter: nn.Parameter, by: torch.Tensor, key: torch.Tensor) -> None:
+        state = self.state[parameter]
+        kept = (_flat(parameter), *(_flat(state[each]) for each in MOMENTS))
+        gradient = _local(parameter.grad).reshape(-1)
+        for begin in range(0, len(gradient), _PIECE["cuda"]):  # the numbers of the elements are written out
+            piece = slice(begin, begin + _PIECE["cuda"])
+            part, numbers = gradient[piece], None
+            if self._rounds_by_chance:
+                numbers = self._places[parameter].numbers(begin, len(part), part.device)
+            compiled_step()([each[piece] for each in kept], part, by, numbers, key)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: torch.Tensor) -> None:
         state = self.state[parameter]
         weights, gradient = _flat(parameter), _local(parameter.grad).reshape(-1)
         kept = (weights, *(state[key] if isinstance(state[key], EightBits) else _flat(state[key]) for key in MOMENTS))
-        key = random_bits(state["step"].to(torch.int32), self._salts[parameter])
         size = _PIECE[weights.device.type]
         for begin in range(0, weights.numel(), size):
             count = min(size, weights.numel() - begin)
@@ -118,7 +153,6 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 chances = ((bits >> 16).bitwise_and_(0xFFFF), lower, lower)
             for each, values, chance in zip(kept, computed, chances, strict=True):
                 _write(each, begin, values, chance)
-        state["step"] += 1
 
 
 def _read(kept: torch.Tensor | EightBits, begin: int, count: int) -> torch.Tensor:

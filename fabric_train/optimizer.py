@@ -33,6 +33,7 @@ def build_optimizer(
     fused: bool = True,
     seed: int = 0,
     cuts: dict[int, FlatCut] | None = None,
+    compiles: bool = False,
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model.
 
@@ -43,6 +44,7 @@ def build_optimizer(
         fused: one kernel for the whole update; Fabric does not clip for it what an fp16 gradient scaler has scaled.
         seed: of stochastic rounding.
         cuts: FSDP1's, from ``own_part.flat_cuts``; None under the other strategies.
+        compiles: see ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
@@ -70,6 +72,7 @@ def build_optimizer(
         names=names,
         places={parameter: place_of(parameter, cuts or {}) for parameter in names},
         seed=seed,
+        compiles=compiles,
     )
 
 

@@ -76,14 +76,14 @@ def random_bits(numbers: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
     return bits
 
 
-def round_by_chance(values: torch.Tensor, chance: torch.Tensor) -> None:
-    """Round finite fp32 ``values``, in place, to one of the two nearest that bfloat16 can hold; the nearer one is the
-    likelier one, so that the mean is the value itself.
+def round_by_chance(values: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """Round finite fp32 ``values``, in place, to one of the two nearest that bfloat16 can hold, and return them; the
+    nearer one is the likelier one, so that the mean is the value itself.
 
     ``chance`` is int32, uniform from 0 to 2¹⁶ - 1. Of a number's 32 bits bfloat16 keeps the upper half; the lower half
     is the chance, out of 2¹⁶, of going to the next one.
     """
-    values.view(torch.int32).add_(chance).bitwise_and_(-0x10000)
+    return values.view(torch.int32).add_(chance).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _wrapped(number: int) -> int:

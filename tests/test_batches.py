@@ -230,7 +230,8 @@ def test_worker_processes_read_the_same_batches() -> None:
 
 
 def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
-    ids, pipe = np.array([[1, 2, 3, 4]]), multiprocessing.SimpleQueue()
+    ids = np.array([[1, 2, 3, 4]])
+    pipe: Any = multiprocessing.SimpleQueue()
     batch: Any = isolate(ids, ids.copy(), [np.array([2])])
     batch = dataclasses.replace(batch, targets=find_targets(batch.labels), lengths=(2, 2))
     pipe.put(batch)

@@ -169,6 +169,27 @@ def test_bf16_true_without_chance_is_torchs_own_and_with_fp32_moments_is_not() -
     assert mixed.state[parameters["matrix"]]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_compiled_it_computes_the_same_but_for_a_last_bit_here_and_there(states: str) -> None:
+    start, kept = torch.randn(300, 1001, generator=torch.Generator().manual_seed(0)).to(BF16), []
+    arguments = TrainingArguments(lr=1e-2, weight_decay=0.1, optimizer_states=states)  # type: ignore[arg-type]
+    for compiles in (False, True):
+        parameter, random = nn.Parameter(start.clone()), torch.Generator().manual_seed(1)
+        optimizer = build_optimizer([("matrix", parameter)], {"matrix"}, arguments, compiles=compiles)
+        for _ in range(5):
+            parameter.grad = torch.randn(start.shape, generator=random).to(BF16)
+            optimizer.step()
+        kept.append([parameter.detach(), *(optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))])
+    assert not torch.equal(kept[0][0], start)
+    for one, other in zip(*kept, strict=True):
+        assert one.dtype == other.dtype
+        relative, absolute = (1e-6, 1e-7) if one.dtype == torch.float32 else (2**-7, 2**-10)  # of bfloat16 the next one
+        torch.testing.assert_close(other, one, rtol=relative, atol=absolute)
+        if one.dtype == BF16:
+            assert float((one != other).double().mean()) < 1e-3
+
+
 # ------------------------------------------------------------------------------------------------- on real ranks
 
 
