@@ -12,6 +12,7 @@ from benchmarks import (
     chats,
     checkpoint,
     faults,
+    gpu,
     identity,
     invariance,
     loss,
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "overhead": Benchmark(overhead.measure, overhead.table),
     "checkpoint": Benchmark(checkpoint.measure, checkpoint.table),
     "invariance": Benchmark(invariance.measure, invariance.table),
+    "gpu": Benchmark(gpu.measure, gpu.table, only_by_name=True),
     "faults": Benchmark(faults.measure, faults.table, only_by_name=True),
     "plan": Benchmark(plan.measure, plan.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
@@ -68,7 +70,7 @@ def main() -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but faults, plan, memory and precision",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but gpu, faults, plan, memory and precision",
     )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]

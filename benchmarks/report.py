@@ -37,6 +37,7 @@ class Machine:
     """Where it was measured; ``load_average`` is that of the minute before: above 0 others were at work too."""
 
     kind: str
+    gpu: str | None
     cores: int
     cpu: str
     memory_bytes: int
@@ -58,9 +59,13 @@ class Report:
 
 def this_machine() -> Machine:
     """Describe this machine, as it is before anything is measured."""
+    import torch
+
     cores = available_cores()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return Machine(
-        kind=f"cpu{cores}",
+        kind=gpu.lower().replace(" ", "-") if gpu else f"cpu{cores}",
+        gpu=gpu,
         cores=cores,
         cpu=_cpu_model(),
         memory_bytes=psutil.virtual_memory().total,

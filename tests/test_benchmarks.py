@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arguments import TokenizeArguments, TrainArguments, parse
-from benchmarks import packages, precision
+from benchmarks import gpu, packages, precision
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT
 from benchmarks.systems import PEERS, our_command, peer_command
@@ -90,6 +90,14 @@ def test_every_precision_is_trained_by_a_command_that_differs_in_it_alone() -> N
     told = [(each.model.precision, each.training.stochastic_rounding) for each in given]
     assert told == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
     assert {(each.training.lr, each.training.max_step) for each in given} == {(2e-5, precision.STEPS)}
+
+
+@pytest.mark.parametrize("name", gpu.WAYS)
+def test_every_way_to_train_on_a_gpu_is_a_command_that_the_program_accepts(name: str) -> None:
+    preset, options = gpu.WAYS[name]
+    given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
+    assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile else ''}"
+    assert given.model.family == "llama"
 
 
 @pytest.mark.parametrize(("shipped", "learns"), [(2.009, True), (1.991, True), (2.011, False), (1.98, False)])

@@ -46,9 +46,13 @@ def main() -> None:
     """Train."""
     uses_trl = "--trl" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--trl"]
-    task, clock = parse_task(), StepClock()
-    trainer = _trl_trainer(task) if uses_trl else _trainer(task)
-    trainer.clock = clock
+    task = parse_task()
+    train(_trl_trainer(task) if uses_trl else _trainer(task))
+
+
+def train(trainer: Any) -> None:
+    """Let a trainer, which is an ``InOrder``, train to its end, and print what was measured."""
+    trainer.clock = clock = StepClock()
     trainer.add_callback(Starter(clock))
     trainer.train()
     clock.tell()

@@ -32,7 +32,10 @@ class StepClock:
         """Print what was measured."""
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        print(json.dumps({"tokens_per_second": self._speeds, "losses": self._losses, "peak_rss_bytes": peak}))
+        told: dict[str, Any] = {"tokens_per_second": self._speeds, "losses": self._losses, "peak_rss_bytes": peak}
+        if torch.cuda.is_available():
+            told["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        print(json.dumps(told))
 
     def _stepped(self, *_: Any) -> None:
         now = time.perf_counter()

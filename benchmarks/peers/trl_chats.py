@@ -8,8 +8,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.peers.huggingface_trainers import InOrder, Starter, settings
-from benchmarks.peers.step_clock import StepClock
+from benchmarks.peers.huggingface_trainers import InOrder, settings, train
 
 
 class ChatTrainer(InOrder, SFTTrainer):
@@ -27,19 +26,15 @@ def main() -> None:
     parser.add_argument("--packing", action="store_true")
     given = parser.parse_args()
 
-    clock = StepClock()
     options: dict[str, Any] = settings(given.accumulation, given.lr, compiles=False)
     options["per_device_train_batch_size"] = given.micro_batch_size
-    trainer: Any = ChatTrainer(
+    trainer = ChatTrainer(
         AutoModelForCausalLM.from_pretrained(given.model_name, dtype=torch.float32),
         SFTConfig(**options, max_length=given.max_length, packing=given.packing),
         train_dataset=load_dataset("json", data_files=given.dataset, split="train"),
         processing_class=AutoTokenizer.from_pretrained(given.model_name),
     )
-    trainer.clock = clock
-    trainer.add_callback(Starter(clock))
-    trainer.train()
-    clock.tell()
+    train(trainer)
 
 
 if __name__ == "__main__":

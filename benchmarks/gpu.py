@@ -1,0 +1,173 @@
+"""Llama shapes on one GPU, in bf16 on rows of 4,096 tokens: model FLOPs utilization in every way to train them, beside
+transformers' Trainer, and the largest shape that trains.
+"""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from arguments import TrainArguments, parse
+from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
+from benchmarks.plan import write_rows
+from benchmarks.report import Report
+from fabric_train.errors import InputError
+from fabric_train.from_scratch import new_shape
+
+REPETITIONS = 2
+STEPS, WARM_UP_STEPS = 10, 4
+ACCUMULATION, LENGTH = 4, 4096
+LR = 1e-4
+SMALL, MIDDLE, LARGE = "llama-3.2-1b", "llama-3-8b", "llama-3-70b"
+ROWS = {SMALL: 4, MIDDLE: 1, LARGE: 1}  # of a micro-batch
+WAYS: dict[str, tuple[str, str]] = {  # preset, and options
+    f"{preset}, {parallelism}{', compiled' if compiled else ''}": (
+        preset,
+        f"--parallelism {parallelism} --compile {str(compiled).lower()}",
+    )
+    for preset in (SMALL, MIDDLE)
+    for parallelism in ("single", "fsdp", "fsdp2")
+    for compiled in (False, True)
+}
+PEERS = {f"{SMALL}, transformers": "", f"{SMALL}, transformers, compiled": "--compile"}
+LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # of width 8,192: the first number that trains is the largest shape
+LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """Of every step; ``mfu`` by the formula in ``fabric_train/flops.py``, None of the peer, which does not tell it."""
+
+    tokens_per_second: list[float]
+    mfu: list[float] | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class WaySummary:
+    """``mfu`` is of the median speed, None of a peer on a shape that none of ours has trained."""
+
+    tokens_per_second: Spread
+    mfu: float | None
+    peak_bytes: Spread
+
+
+@dataclass(frozen=True)
+class GpuSummary:
+    """``left_out`` gives the reasons; ``gpu`` is the device's name."""
+
+    gpu: str
+    ways: dict[str, WaySummary]
+    left_out: dict[str, str]
+
+
+def measure(work: Path) -> Report:
+    """Measure with the files in ``work``, relative to the project's root.
+
+    Raises:
+        InputError: there is no GPU here.
+        ChildProcessError: nothing trains.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("the benchmark gpu needs a GPU, and torch finds none here")
+    rows, config = work / "rows", work / "config"
+    write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION * max(ROWS.values()), length=LENGTH)
+    given = parse(TrainArguments, list(our_command(SMALL, "", rows, work / "unused").words[3:]))
+    new_shape(given.model, given.fsdp.auto_wrap_policy).config.save_pretrained(ROOT / config)
+    commands = {name: our_command(preset, options, rows, work / "run") for name, (preset, options) in WAYS.items()}
+    commands |= {name: _peer_command(option, rows, config) for name, option in PEERS.items()}
+    systems: dict[str, Callable[[], GpuRun]] = {
+        name: partial(_run_peer if name in PEERS else partial(_run_ours, work / "run"), command)
+        for name, command in commands.items()
+    }
+    left_out: dict[str, str] = {}
+    runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "gpu", left_out)
+    for layers in LAYERS_OF_LARGE:
+        name = f"{LARGE} with {layers} layers, single, 8-bit moments, full checkpointing"
+        commands[name] = our_command(LARGE, f"{LARGE_OPTIONS} --num_layers {layers}", rows, work / "run")
+        largest: dict[str, Callable[[], GpuRun]] = {name: partial(_run_ours, work / "run", commands[name])}
+        runs |= interleave(largest, {name: 1}, "gpu", left_out)
+        if name in runs:
+            break
+    settings = {
+        "precision": "bf16-true",
+        "length": LENGTH,
+        "accumulation": ACCUMULATION,
+        "rows of a micro-batch": ROWS,
+        "steps": STEPS,
+        "warm_up_steps": WARM_UP_STEPS,
+        "repetitions": REPETITIONS,
+    }
+    return Report("gpu", settings, commands, runs, _summarize(runs, left_out, torch.cuda.get_device_name()))
+
+
+def table(report: Report) -> Table:
+    """Show the medians."""
+    summary: GpuSummary = report.summary
+    title = f"{summary.gpu}, bf16, rows of {LENGTH} tokens, median of {REPETITIONS} runs"
+    shown = Table(
+        "system", "tokens/s", "lowest–highest", "MFU", "memory, GB", title=title, title_justify="left", box=box.SIMPLE
+    )
+    for name, way in summary.ways.items():
+        speeds = way.tokens_per_second
+        between = f"{speeds.lowest:,.0f}–{speeds.highest:,.0f}"
+        memory = f"{way.peak_bytes.median / 1e9:.1f}"
+        shown.add_row(name, f"{speeds.median:,.0f}", between, f"{way.mfu:.1%}" if way.mfu else "", memory)
+    for name, reason in summary.left_out.items():
+        shown.add_row(name, "–", "", "", reason[-80:])
+    return shown
+
+
+def our_command(preset: str, options: str, rows: Path, target: Path) -> Command:
+    """Return the command that trains a preset of random weights into the run folder ``target``."""
+    words = f"python -m benchmarks.peers.steps_alone --config configs/{preset}.yaml --train_data_dir {rows}"
+    words += f" --output_dir {target} --accelerator cuda --devices 1 --precision bf16-true --max_step {STEPS}"
+    words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {ACCUMULATION}"
+    words += f" --lr {LR} --lr_schedule constant --loggers csv {options}"
+    return Command(tuple(words.split()))
+
+
+def _peer_command(option: str, rows: Path, config: Path) -> Command:
+    words = f"python -m benchmarks.peers.huggingface_gpu --config {config} --train_data_dir {rows} --steps {STEPS}"
+    words += f" --accumulation {ACCUMULATION} --micro_batch_size {ROWS[SMALL]} --lr {LR} {option}"
+    return Command(tuple(words.split()))
+
+
+def _run_ours(target: Path, command: Command) -> GpuRun:
+    shutil.rmtree(ROOT / target, ignore_errors=True)
+    run(command)
+    with (ROOT / target / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        steps = list(csv.DictReader(file))
+    speeds, shares = ([float(step[column]) for step in steps] for column in ("tokens_per_second", "mfu"))
+    return GpuRun(speeds, shares, round(float(steps[-1]["peak_memory_gb"]) * 1e9))
+
+
+def _run_peer(command: Command) -> GpuRun:
+    told = json.loads(run(command).output.splitlines()[-1])
+    return GpuRun(told["tokens_per_second"], None, told["peak_device_bytes"])
+
+
+def _summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str) -> GpuSummary:
+    ours = {name: of_way for name, of_way in runs.items() if of_way[0].mfu}
+    if not ours:
+        raise ChildProcessError("; ".join(left_out.values()))
+    share_of_token = {  # of the peak, that a token a second is: the same whoever computes it
+        name.split(",")[0]: of_way[0].mfu[-1] / of_way[0].tokens_per_second[-1]
+        for name, of_way in ours.items()
+        if of_way[0].mfu
+    }
+    ways = {}
+    for name, of_way in runs.items():
+        speeds = spread([spread(found.tokens_per_second[WARM_UP_STEPS:]).median for found in of_way])
+        share = share_of_token.get(name.split(",")[0])
+        mfu = share * speeds.median if share else None
+        ways[name] = WaySummary(speeds, mfu, spread([found.peak_bytes for found in of_way]))
+    return GpuSummary(gpu, ways, left_out)

@@ -1,0 +1,41 @@
+"""transformers' Trainer on a GPU: a model of random weights, held and computed in bf16; prints its speed and memory as
+JSON.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from datasets import load_from_disk
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+from benchmarks.peers.huggingface_trainers import InOrder, settings, train
+
+
+class RowTrainer(InOrder, Trainer):
+    """The Trainer under the clock."""
+
+
+def main() -> None:
+    """Train on the first rows."""
+    parser = argparse.ArgumentParser()
+    for name in ("--config", "--train_data_dir"):
+        parser.add_argument(name, required=True)
+    for name in ("--steps", "--accumulation", "--micro_batch_size"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--compile", action="store_true")
+    given = parser.parse_args()
+
+    rows = load_from_disk(given.train_data_dir)["train"].select_columns("input_ids")
+    rows = rows.select(range(given.steps * given.accumulation * given.micro_batch_size))
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.config), dtype=torch.bfloat16)
+    options: dict[str, Any] = settings(given.accumulation, given.lr, compiles=given.compile)
+    options |= {"use_cpu": False, "per_device_train_batch_size": given.micro_batch_size, "optim": "adamw_torch_fused"}
+    labelled = rows.map(lambda row: {"labels": row["input_ids"]})
+    train(RowTrainer(model, TrainingArguments(**options), train_dataset=labelled, data_collator=default_data_collator))
+
+
+if __name__ == "__main__":
+    main()

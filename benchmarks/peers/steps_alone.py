@@ -1,0 +1,25 @@
+"""``fabric_train`` without the checkpoint that ends a run, and without asking whether there is room for one: of the
+largest models that train on a GPU it would not fit on every disk.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import fabric_train.__main__ as program
+from fabric_train.checkpoint import Checkpoints
+from fabric_train.errors import run_program
+
+
+def main() -> None:
+    """Train as the command line says."""
+    program._refuse_what_does_not_fit = lambda prepared: None
+    Checkpoints.save = _save_nothing  # type: ignore[method-assign]
+    program.main()
+
+
+def _save_nothing(saves: Checkpoints, state: Any, *_: Any, **__: Any) -> Path:
+    return saves.path(state)
+
+
+if __name__ == "__main__":
+    run_program(main)
