@@ -13,8 +13,8 @@ from rich.table import Table
 from benchmarks.measure import Command, Spread, interleave, run, spread
 from benchmarks.report import Report
 
-REPETITIONS = 3
-TIMED = 5  # in each process
+REPETITIONS = 2
+TIMED = 3  # in each process
 THREADS = 2
 OURS, PEER = "ours", "logits"
 FORMS = (PEER, "torch_sum", "torch_none", OURS)
