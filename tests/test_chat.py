@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -163,8 +164,12 @@ def test_the_assistants_contents_and_ends_of_turn_are_supervised_and_nothing_els
     assert document.num_characters == sum(len(message["content"]) for message in messages)
 
 
+# the text of a special token in a turn is text to us, and to transformers the token
+_without_special_text = st.text(max_size=8).filter(lambda text: not re.search("</?s>|<unk>", text))
+
+
 @settings(max_examples=20, deadline=None)
-@given(turns=st.lists(st.text(max_size=8), min_size=2, max_size=8).filter(lambda turns: len(turns) % 2 == 0))
+@given(turns=st.lists(_without_special_text, min_size=2, max_size=8).filter(lambda turns: len(turns) % 2 == 0))
 def test_a_template_without_control_token_in_the_header_is_marked_too(spm_dir: Path, turns: list[str]) -> None:
     messages = exchanges(*turns, "end", "it")
     document = encoded(encoder(spm_dir), messages)
