@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 _MEASURE = """
 import ctypes
-import fabric_train.__main__ as program
+import fabric_train.building as building
 from fabric_train import parallel
 from fabric_train.loading import Unread
 from fabric_train.model import load_model
@@ -20,7 +20,7 @@ def status(name):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-read, set_up = program._open, parallel.setup_model
+read, set_up = building._open, parallel.setup_model
 def measured_read(prepared):
     global before
     with open("/proc/self/clear_refs", "w") as file:
@@ -33,7 +33,7 @@ def measured_set_up(*args):
     model = set_up(*args)
     print("grown by", status("VmHWM") - before)
     return model
-program._open, parallel.setup_model = measured_read, measured_set_up
+building._open, parallel.setup_model = measured_read, measured_set_up
 """
 
 

@@ -106,13 +106,13 @@ def test_a_signal_before_training_ends_all_ranks_with_nothing_saved(
 ) -> None:
     stops = """
 import os, signal, time
-import fabric_train.__main__ as program
-load = program._open
+import fabric_train.building as building
+load = building._open
 def load_and_be_stopped(prepared):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
-program._open = load_and_be_stopped
+building._open = load_and_be_stopped
 """
     started = time.monotonic()
     stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
