@@ -9,12 +9,10 @@ import torch
 
 from fabric_train.stochastic_rounding import random_bits, round_by_chance
 
-FACTORS = ("decay", "gain of the first moment", "what stays of the second", "its gain", "rate", "scale", "epsilon")
-
 
 def factors(step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> list[float]:
-    """Return what ``compiled_step`` multiplies with in step ``step``, counted from 1 (arXiv:1711.05101), as ``FACTORS``
-    names it.
+    """Return what ``take_step`` computes with in step ``step``, counted from 1 (arXiv:1711.05101): what stays of the
+    weights, the first moment's gain, what stays of the second moment, its gain, rate, scale and epsilon.
     """
     beta1, beta2 = betas
     scale = (1 - beta2**step) ** -0.5
