@@ -29,7 +29,6 @@ from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import parallel, summary  # noqa: E402
 from fabric_train.attention import refuse_leaking  # noqa: E402
-from fabric_train.batches import TokenDataset  # noqa: E402
 from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
 from fabric_train.budget.forecast import Wanted  # noqa: E402
 from fabric_train.budget.report import report  # noqa: E402
@@ -57,6 +56,7 @@ from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
 from fabric_train.sizes import parse_size  # noqa: E402
 from fabric_train.stream import Stream  # noqa: E402
+from fabric_train.token_dataset import TokenDataset  # noqa: E402
 from fabric_train.trackers import tell_wandb_the_rest  # noqa: E402
 from fabric_train.validation import Evaluation  # noqa: E402
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train import parallel
-from fabric_train.batches import TokenDataset, TrainBatches, WindowSource, validation_batches
 from fabric_train.command_line import flatten
 from fabric_train.compilation import MOST_SHAPES
 from fabric_train.data_ranks import data_ranks
@@ -27,9 +26,11 @@ from fabric_train.ranks.step_border import Border, agree
 from fabric_train.step_guard import StepGuard
 from fabric_train.stream import LaneOrder, Stream, StreamBatches
 from fabric_train.telemetry import ProgressLine
+from fabric_train.token_dataset import TokenDataset
 from fabric_train.trackers import Outputs, open_loggers
 from fabric_train.untrained_tokens import note_on_end_of_turn
 from fabric_train.validation import Evaluation, evaluate
+from fabric_train.windows import TrainBatches, WindowSource, validation_batches
 
 Validate = Callable[[], Evaluation | None]
 

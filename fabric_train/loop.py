@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.batches import Window, WindowSource
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.data_ranks import data_ranks
 from fabric_train.errors import RunError
@@ -26,6 +25,7 @@ from fabric_train.ranks.step_border import Border, agree, ask
 from fabric_train.step_guard import StepGuard, Verdict
 from fabric_train.telemetry import Metrics, Stopwatch, Work, peak_memory_gb
 from fabric_train.validation import Evaluation
+from fabric_train.windows import Window, WindowSource
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

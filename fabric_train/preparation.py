@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from fabric_train import checkpoint as checkpoints
 from fabric_train import devices, parallel
 from fabric_train.attention import refuse_unusable
-from fabric_train.batches import TokenDataset, WindowOrder, open_dataset
 from fabric_train.compilation import refuse_without_compiler
 from fabric_train.complete_folder import refuse_dead_link, refuse_inside
 from fabric_train.errors import InputError
@@ -21,6 +20,8 @@ from fabric_train.plan import Plan, make_plan
 from fabric_train.resumption import check_resumption
 from fabric_train.stream import Stream, open_stream
 from fabric_train.tensor_parallel import refuse_uncuttable
+from fabric_train.token_dataset import TokenDataset, open_dataset
+from fabric_train.windows import WindowOrder
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

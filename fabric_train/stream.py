@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fabric_train.batches import Batch, Rows, TokenDataset, Window, make_batch, positions
+from fabric_train.batches import Batch, make_batch
 from fabric_train.corpus.chats.chat_format import recognise
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes, LaneStand
@@ -29,6 +29,8 @@ from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, open_encode
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.errors import InputError
 from fabric_train.ranks.signals import leave_signals_to_rank
+from fabric_train.token_dataset import Rows, TokenDataset
+from fabric_train.windows import Window, positions
 
 _PART_BYTES = 64 << 20
 _HASHED_BYTES = 1 << 20  # at each end of a file

@@ -17,10 +17,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from arguments import TrainArguments, parse
 from fabric_train import parallel
-from fabric_train.batches import Batch, Window
+from fabric_train.batches import Batch
 from fabric_train.gradient_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL
+from fabric_train.windows import Window
 
 VOCABULARY = 5
 _NOT = IGNORED_LABEL

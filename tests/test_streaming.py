@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_training import SETTINGS, kill_with_ranks, timeless
 
 from arguments import TrainArguments, parse
-from fabric_train.batches import Batch, Rows, Window
+from fabric_train.batches import Batch
 from fabric_train.corpus.lanes import Cursor, Lanes, LaneStand, deal
 from fabric_train.corpus.reading.sources import StreamSource
 from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
@@ -29,6 +29,8 @@ from fabric_train.errors import InputError
 from fabric_train.preparation import prepare
 from fabric_train.rows_hash import hash_of
 from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
+from fabric_train.token_dataset import Rows
+from fabric_train.windows import Window
 
 ROOT = Path(__file__).resolve().parent.parent
 

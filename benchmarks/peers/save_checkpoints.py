@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from arguments import TrainArguments, parse
 from fabric_train import parallel
-from fabric_train.batches import Batch, Window
+from fabric_train.batches import Batch
 from fabric_train.checkpoint import Checkpoints, DataOrder, Description, TrainerState
 from fabric_train.gradient_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.model import load_model, read_shape
 from fabric_train.optimizer import build_optimizer, decayed_names
 from fabric_train.ranks.step_border import Border, agree
+from fabric_train.windows import Window
 
 NUM_SAVES = 4  # the first, which allocates, is told apart
 WARM_UP_STEPS = 1

@@ -1,0 +1,187 @@
+"""Token dataset on disk → its splits, whose rows come as batches."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from fabric_train.batches import Batch, pad_rows
+from fabric_train.corpus.manifest import Manifest, read_manifest
+from fabric_train.corpus.packing.token_folder import refuse_foreign_files
+from fabric_train.errors import InputError, absent_folder, first_line
+from fabric_train.loss import IGNORED_LABEL
+from fabric_train.names_in_data import refuse_foreign_links
+
+VALIDATION_NAMES = ("validation", "valid")
+
+
+class Rows(torch.utils.data.Dataset):
+    """One split of a token dataset: its rows by index, an index list at a time.
+
+    With ``isolate_documents``, and where the split has ``document_starts``, the batches keep its documents apart.
+    """
+
+    def __init__(self, split: datasets.Dataset, isolate_documents: bool = True) -> None:
+        self.split = split
+        self.has_labels = "labels" in split.column_names
+        self.has_borders = "document_starts" in split.column_names
+        self.isolates = isolate_documents and self.has_borders
+        columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.isolates)]
+        self._table = split.select_columns(columns).with_format("arrow")
+        self._lengths = pc.list_value_length(split.data.column("input_ids")).to_numpy()
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def longest(self) -> int:
+        """Tokens in the longest row."""
+        return int(self._lengths.max())
+
+    def shortest(self) -> int:
+        """Tokens in the shortest row."""
+        return int(self._lengths.min())
+
+    def lengths(self) -> set[int]:
+        """The different numbers of tokens that rows have."""
+        return set(np.unique(self._lengths).tolist())
+
+    def id_range(self, column: str = "input_ids") -> tuple[int, int]:
+        """Lowest and highest token id there is in a column, unsupervised labels left out; reads the whole split."""
+        extremes = []
+        for chunk in self.split.data.column(column).chunks:
+            tokens = chunk.flatten()
+            if column == "labels":
+                tokens = tokens.filter(pc.not_equal(tokens, IGNORED_LABEL))
+            if len(tokens):
+                extremes += pc.min_max(tokens).as_py().values()
+        return min(extremes, default=0), max(extremes, default=0)
+
+    def row_with_borders_outside(self) -> int | None:
+        """The first row in which documents begin elsewhere than at its tokens, in order; reads all their beginnings."""
+        if not self.has_borders:
+            return None
+        first = 0
+        for chunk in self.split.data.column("document_starts").chunks:
+            starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
+            rows = np.repeat(np.arange(len(counts)), counts)
+            wrong = (starts < 0) | (starts >= self._lengths[first + rows])
+            wrong[1:] |= (np.diff(rows) == 0) & (np.diff(starts) <= 0)
+            if wrong.any():
+                return int(first + rows[wrong.argmax()])
+            first += len(counts)
+        return None
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the rows as one batch, shorter rows padded at the end with unsupervised tokens."""
+        table = self._table[list(indices)]
+        labels = _lists(table, "labels" if self.has_labels else "input_ids")
+        starts = _lists(table, "document_starts") if self.isolates else []
+        return pad_rows(_lists(table, "input_ids"), labels, starts)
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """A token dataset on disk: ``train`` and, where it was split, ``validation``."""
+
+    folder: Path
+    train: Rows
+    validation: Rows | None
+
+    @functools.cached_property
+    def manifest(self) -> Manifest | None:
+        """What ``manifest.json`` says; None for an older folder without one. See ``read_manifest`` for the errors."""
+        return read_manifest(self.folder)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether training keeps the documents of a row apart."""
+        return self.train.isolates
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the manifest, or for an older folder without one the train split's fingerprint in ``datasets``."""
+        manifest = self.folder / "manifest.json"
+        if manifest.is_file():
+            return hashlib.sha256(manifest.read_bytes()).hexdigest()
+        return self.train.split._fingerprint
+
+    @property
+    def attachments(self) -> tuple[Path, ...]:
+        """What a checkpoint copies, so that it can be exported and used on its own."""
+        return tuple(path for path in (self.folder / "manifest.json", self.folder / "tokenizer") if path.exists())
+
+
+def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
+    """Open the folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
+
+    Args:
+        folder: of the token dataset.
+        isolate_documents: whether batches keep the documents of a row apart, where the folder says where they begin.
+
+    Raises:
+        InputError: where it is no such folder, has no rows or columns that hold no tokens.
+    """
+    path = Path(folder)
+    if not (path / "dataset_dict.json").is_file():
+        there = "the folder holds no dataset_dict.json" if path.is_dir() else absent_folder(path)
+        raise InputError(f"--train_data_dir {folder}: {there}; make one with tokenize_dataset.py --output_dir {folder}")
+    refuse_foreign_files(path, "tokenize again")
+    try:
+        splits = datasets.load_from_disk(folder)
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
+    except (
+        ArithmeticError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # what datasets raises for JSON of another shape
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
+    except IndexError as error:  # what datasets raises for a split that it saved without rows, and so without a file
+        raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
+    if "train" not in splits:
+        raise InputError(
+            f"--train_data_dir {folder}: no train split, only {', '.join(splits)}; make one with tokenize_dataset.py"
+        )
+    validation = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
+    for name, split in (("train", splits["train"]), ("validation", validation)):
+        fault = _fault_of_columns(split) if split is not None else None
+        if fault:
+            raise InputError(f"--train_data_dir {folder}: {name} has {fault}; tokenize again with tokenize_dataset.py")
+    if len(splits["train"]) == 0:
+        raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
+    has_validation = validation is not None and len(validation) > 0
+    held_out = Rows(validation, isolate_documents) if has_validation else None
+    refuse_foreign_links(path / "tokenizer")  # checkpoints get a copy
+    return TokenDataset(path, Rows(splits["train"], isolate_documents), held_out)
+
+
+def _fault_of_columns(split: datasets.Dataset) -> str | None:
+    """Name what keeps a split's columns from being tokens and, where there are any, their labels."""
+    if "input_ids" not in split.column_names:
+        return f"no column input_ids, only {', '.join(split.column_names)}"
+    columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]
+    for name in columns:
+        kind = split.data.column(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if not is_list or not pa.types.is_integer(kind.value_type):
+            return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
+        if any(chunk.null_count or chunk.flatten().null_count for chunk in split.data.column(name).chunks):
+            return f"gaps (nulls) in its column {name}"
+    lengths = [pc.list_value_length(split.data.column(name)).to_numpy() for name in columns if "start" not in name]
+    if len(lengths) == 2 and (lengths[0] != lengths[1]).any():
+        first = int((lengths[0] != lengths[1]).argmax())
+        return f"rows whose labels are not as many as their input_ids, row {first} first"
+    return None
+
+
+def _lists(table: pa.Table, column: str) -> list[np.ndarray]:
+    return [row.values.to_numpy(zero_copy_only=False) for row in table.column(column)]

@@ -1,0 +1,192 @@
+"""Rows → the micro-batches of each window, the rows that one optimizer step consumes over all ranks.
+
+The order of the rows is a function of (seed, epoch) and the window a function of the step, both without regard to the
+ranks.
+A window of 5 rows, micro-batches of 1 row, 2 ranks:
+
+    rows in order   17 4 23 8 11
+    rank 0          [17] [23] [11]
+    rank 1          [4]  [8]  []      an empty micro-batch: the rank takes part, and counts nothing
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from fabric_train.batches import Batch
+from fabric_train.ranks.signals import leave_signals_to_rank
+from fabric_train.rows_hash import hash_of
+from fabric_train.token_dataset import Rows
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one rank computes in one optimizer step.
+
+    ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all
+    ranks], are the window's rows in their order: indices into the train split, or a stream's lanes. ``cursors`` are
+    where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells. ``rows_hash`` is that of the
+    order after this window; None for a stream.
+    """
+
+    step: int
+    epoch: int
+    ends_epoch: bool
+    rows: np.ndarray
+    micro_batch_size: int
+    batches: list[Batch]
+    cursors: np.ndarray | None = None
+    rows_hash: str | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all ranks."""
+        return len(self.rows)
+
+    def rows_of(self, batch: int, world_size: int, rank: int) -> list[int]:
+        """Return which of ``rows`` are micro-batch number ``batch`` of a rank."""
+        place = positions(batch, self.micro_batch_size, world_size, rank)
+        return self.rows[place.start : place.stop].tolist()
+
+
+class WindowSource(Protocol):
+    """Where the loop gets its windows from."""
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
+
+
+def positions(batch: int, micro_batch_size: int, world_size: int, rank: int) -> range:
+    """Return which rows of a full window are micro-batch number ``batch`` of a rank."""
+    begin = (batch * world_size + rank) * micro_batch_size
+    return range(begin, begin + micro_batch_size)
+
+
+@dataclass(frozen=True)
+class WindowOrder:
+    """Which rows every rank takes at every step."""
+
+    num_rows: int
+    rows_per_window: int
+    micro_batch_size: int
+    world_size: int
+    rank: int
+    seed: int
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """The last window of an epoch holds what is left."""
+        return math.ceil(self.num_rows / self.rows_per_window)
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the rows [num_rows] of an epoch in their order, each once: a function of seed and epoch alone."""
+        return _permutation(self.num_rows, self.seed, epoch)
+
+    def num_rows_in(self, window: int) -> int:
+        """Rows of the epoch's window ``window``, over all ranks."""
+        return min(self.rows_per_window, self.num_rows - window * self.rows_per_window)
+
+    def rows_in(self, epoch: int, window: int) -> np.ndarray:
+        """The rows of a window, over all ranks."""
+        start = window * self.rows_per_window
+        return self.epoch_order(epoch)[start : start + self.rows_per_window]
+
+    def rows_hash(self, step: int) -> str:
+        """Hash the rows of all windows up to a step, in their order: the same whatever the ranks and micro-batches."""
+        rows_hash = ""
+        for done in range(step):
+            rows_hash = hash_of(self.rows_in(*divmod(done, self.windows_per_epoch)), rows_hash)
+        return rows_hash
+
+    def num_batches_in(self, window: int) -> int:
+        """Micro-batches of the window on each rank, the same on all since they compute together."""
+        return math.ceil(self.num_rows_in(window) / (self.micro_batch_size * self.world_size))
+
+    def batches(self, epoch: int, first_window: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches, as row indices, from a window of an epoch to the epoch's end."""
+        for window in range(first_window, self.windows_per_epoch):
+            rows = self.rows_in(epoch, window)
+            for batch in range(self.num_batches_in(window)):
+                place = positions(batch, self.micro_batch_size, self.world_size, self.rank)
+                yield rows[place.start : place.stop].tolist()
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """The windows of a run on this rank, read ahead by ``num_workers`` processes."""
+
+    rows: Rows
+    order: WindowOrder
+    num_workers: int
+    pin_memory: bool
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
+        per_epoch = self.order.windows_per_epoch
+        step, rows_hash = after_step, self.order.rows_hash(after_step)
+        while step < last_step:
+            epoch, first = divmod(step, per_epoch)
+            stop = min(per_epoch, first + last_step - step)
+            batches = iter(_loader(self.rows, _Epoch(self.order, epoch, first), self.num_workers, self.pin_memory))
+            for window in range(first, stop):
+                step += 1
+                rows = self.order.rows_in(epoch, window)
+                rows_hash = hash_of(rows, rows_hash)
+                yield Window(
+                    step=step,
+                    epoch=epoch,
+                    ends_epoch=window == per_epoch - 1,
+                    rows=rows,
+                    micro_batch_size=self.order.micro_batch_size,
+                    batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
+                    rows_hash=rows_hash,
+                )
+
+
+def validation_batches(
+    rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, num_workers: int
+) -> DataLoader:
+    """Return this rank's share of a split, each row once over all ranks; as many batches on every rank, at most
+    ``limit``.
+    """
+    num_batches = math.ceil(len(rows) / (batch_size * world_size))
+    starts = [(batch * world_size + rank) * batch_size for batch in range(min(num_batches, limit or num_batches))]
+    indices = [list(range(start, min(start + batch_size, len(rows)))) for start in starts]
+    return _loader(rows, indices, num_workers, pin_memory=False)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    order: WindowOrder
+    epoch: int
+    first_window: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.order.batches(self.epoch, self.first_window)
+
+
+def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
+    return DataLoader(
+        rows,
+        batch_sampler=indices,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        prefetch_factor=8 if num_workers else None,
+        worker_init_fn=leave_signals_to_rank,
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """``Rows.__getitems__`` has made the batch already."""
+    return batch
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
