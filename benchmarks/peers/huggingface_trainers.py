@@ -61,7 +61,7 @@ def train(trainer: Any) -> None:
 def settings(accumulation: int, lr: float, *, compiles: bool) -> dict[str, Any]:
     """Return what either trainer is given for a pass over the rows in micro-batches of one row."""
     return {
-        "output_dir": "unused",
+        "output_dir": ".cache/unused",  # which it makes
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": accumulation,
         "num_train_epochs": 1,
