@@ -3,9 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +12,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from forked_runs import ForkedRun, ForkedRuns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_training import SETTINGS, kill_with_ranks, timeless
+from test_training import SETTINGS, timeless
 
 from arguments import TrainArguments, parse
 from fabric_train.batches import Batch
@@ -31,8 +29,6 @@ from fabric_train.rows_hash import hash_of
 from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 from fabric_train.token_dataset import Rows
 from fabric_train.windows import Window
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def letters(text: str) -> np.ndarray:
@@ -398,8 +394,8 @@ def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], sp
 class Run:
     """Starts runs of the tiny model on a stream."""
 
-    def __init__(self, folder: Path, model: Path, file: Path, tokens: Path) -> None:
-        self.folder, self.file = folder, file
+    def __init__(self, folder: Path, model: Path, file: Path, tokens: Path, runs: ForkedRuns) -> None:
+        self.folder, self.file, self.runs = folder, file, runs
         self.given = {**SETTINGS, "model_name": model, "streaming_dataset": file, "train_data_dir": tokens}
         self.given |= {"max_length": 64, "max_step": 8, "save_step_interval": 3, "num_workers": 2}
 
@@ -414,28 +410,24 @@ class Run:
         assert not any("\n" in fault for fault in error.value.faults)
         return error.value.faults
 
-    def start(self, name: str, num_ranks: int = 1, port: int = 0, **options: object) -> "subprocess.Popen[str]":
-        line = self.line(name, options)
-        fabric = [str(Path(sys.executable).with_name("fabric")), "run", "--main-port", str(port)]
-        fabric += ["--devices", str(num_ranks), str(ROOT / "fabric_train")]
-        command = [sys.executable, "-m", "fabric_train"] if num_ranks == 1 else fabric
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([*command, *line], cwd=self.folder, env=environment, **pipes)
+    def start(self, name: str, num_ranks: int = 1, **options: object) -> ForkedRun:
+        return self.runs.start(self.line(name, options), num_ranks, cwd=self.folder)
 
-    def __call__(self, name: str, num_ranks: int = 1, port: int = 0, **options: object) -> Path:
-        process = self.start(name, num_ranks, port, **options)
-        output = process.communicate(timeout=200)[0]
-        assert process.returncode == 0, output[-4000:]
+    def __call__(self, name: str, num_ranks: int = 1, **options: object) -> Path:
+        self.start(name, num_ranks, **options).finish(200)
         return self.folder / name
 
 
 @pytest.fixture(scope="module")
 def run(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path, slices: list[str]
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    slices: list[str],
+    forked_runs: ForkedRuns,
 ) -> Run:
     folder = tmp_path_factory.mktemp("streams")
-    return Run(folder, tiny_model_dir, write_jsonl(folder / "texts.jsonl", slices), tiny_tokens_dir)
+    return Run(folder, tiny_model_dir, write_jsonl(folder / "texts.jsonl", slices), tiny_tokens_dir, forked_runs)
 
 
 @pytest.fixture(scope="module")
@@ -445,13 +437,11 @@ def uninterrupted(run: Run) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_with_the_very_metrics_of_the_uninterrupted_one(run: Run, uninterrupted: Path) -> None:
-    process = run.start("killed")
+    started = run.start("killed")
     wanted = run.folder / "killed" / "checkpoints" / "step-00000003"
-    deadline = time.monotonic() + 100
-    while not wanted.is_dir() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    kill_with_ranks(process)
-    assert wanted.is_dir()
+    assert started.wait_until(wanted.is_dir)
+    started.kill()
+    assert started.wait() == [-9]
     assert not (run.folder / "killed" / "checkpoints" / "step-00000008").exists()
     resumed = run("killed", resume="true", num_workers=0)
     assert timeless(resumed) == timeless(uninterrupted)
@@ -463,11 +453,9 @@ def test_a_killed_run_resumes_with_the_very_metrics_of_the_uninterrupted_one(run
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_under_two_ranks_and_without_the_models_name(
-    run: Run, uninterrupted: Path, free_port: Callable[[], int]
-) -> None:
+def test_a_stream_goes_on_under_two_ranks_and_without_the_models_name(run: Run, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / "step-00000003"
-    resumed = run("two-ranks", 2, free_port(), checkpoint=checkpoint, parallelism="fsdp", model_name="no/such-model")
+    resumed = run("two-ranks", 2, checkpoint=checkpoint, parallelism="fsdp", model_name="no/such-model")
     ours, theirs = ([row[:1] + row[2:4] + row[7:] for row in timeless(one)] for one in (resumed, uninterrupted))
     assert [row[0] for row in ours] == ["4", "5", "6", "7", "8"]
     for row, same in zip(ours, theirs[3:], strict=True):
@@ -487,9 +475,9 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
 
 @pytest.mark.slow
 def test_a_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
-    process = run.start("few", total_batch_size=64)
-    output = process.communicate(timeout=100)[0]
-    assert process.returncode == 2
+    started = run.start("few", total_batch_size=64)
+    assert started.wait(100) == [2]
+    output = started.stdout() + started.stderr()
     assert "error: --streaming_dataset: 40 documents with text do for as many rows of a step, which has 64" in output
     assert "Traceback" not in output
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from forked_runs import ForkedRun, ForkedRuns
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -41,65 +42,57 @@ SETTINGS = {
     "num_workers": 0,
     "loggers": "csv",
 }
-FreePort = Callable[[], int]
 
 
 class Trainer:
-    """Starts runs of the tiny model on the tiny token dataset."""
+    """Starts runs of the tiny model on the tiny token dataset: forked ranks, or those that ``fabric run`` starts."""
 
-    def __init__(self, folder: Path, model: Path, tokens: Path, free_port: FreePort) -> None:
-        self.folder, self.model, self.tokens, self._free_port = folder, model, tokens, free_port
+    def __init__(self, folder: Path, model: Path, tokens: Path, runs: ForkedRuns) -> None:
+        self.folder, self.model, self.tokens, self._runs = folder, model, tokens, runs
 
-    def command(self, run: str, num_ranks: int, options: dict[str, object]) -> list[str]:
+    def words(self, run: str, options: dict[str, object]) -> list[str]:
         given = {"train_data_dir": self.tokens, "model_name": self.model, **SETTINGS, **options}
         line = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-        line += ["--accelerator", "cpu", "--output_dir", str(self.folder / run)]
-        if num_ranks == 1:
-            return [sys.executable, "-m", "fabric_train", *line]
-        fabric = [str(Path(sys.executable).with_name("fabric")), "run", "--main-port", str(self._free_port())]
-        return [*fabric, "--devices", str(num_ranks), str(ROOT / "fabric_train"), *line]
+        return [*line, "--accelerator", "cpu", "--output_dir", str(self.folder / run)]
 
     def __call__(self, run: str, num_ranks: int = 2, **options: object) -> Path:
-        finished = self.start(run, num_ranks, **options)
-        output = finished.communicate(timeout=300)[0]
-        assert finished.returncode == 0, output[-4000:]
+        self.start(run, num_ranks, **options).finish(300)
         return self.folder / run
 
-    def start(self, run: str, num_ranks: int = 2, **options: object) -> "subprocess.Popen[str]":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def start(self, run: str, num_ranks: int = 2, **options: object) -> ForkedRun:
+        return self._runs.start(self.words(run, options), num_ranks, cwd=self.folder)
+
+    def launch(self, run: str, **options: object) -> "subprocess.Popen[str]":
+        """Start two ranks under FSDP with ``fabric run``."""
+        fabric = [str(Path(sys.executable).with_name("fabric")), "run", "--main-port", str(self._runs.free_port())]
+        program = [*fabric, "--devices", "2", str(ROOT / "fabric_train")]
         return subprocess.Popen(
-            self.command(run, num_ranks, options),
+            [*program, *self.words(run, {"parallelism": "fsdp", **options})],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=self.folder,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-
-@pytest.fixture(scope="module")
-def ports() -> FreePort:
-    import socket
-
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
-    return find
+    def launch_to_its_end(self, run: str, **options: object) -> Path:
+        launched = self.launch(run, **options)
+        output = launched.communicate(timeout=300)[0]
+        assert launched.returncode == 0, output[-4000:]
+        return self.folder / run
 
 
 @pytest.fixture(scope="module")
 def trainer(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path, ports: FreePort
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
 ) -> Trainer:
-    return Trainer(tmp_path_factory.mktemp("runs"), tiny_model_dir, tiny_tokens_dir, ports)
+    return Trainer(tmp_path_factory.mktemp("runs"), tiny_model_dir, tiny_tokens_dir, forked_runs)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(trainer: Trainer) -> Path:
     """A run under FSDP on two ranks that nobody stops."""
-    return trainer("uninterrupted", parallelism="fsdp", state_dict_type="full")
+    return trainer.launch_to_its_end("uninterrupted", state_dict_type="full")
 
 
 def kill_with_ranks(process: "subprocess.Popen[str]") -> None:
@@ -204,7 +197,7 @@ def test_a_checkpoint_stands_on_its_own_and_is_plain_hugging_face(trainer: Train
 def test_a_run_killed_by_sigkill_resumes_with_the_very_losses_of_the_uninterrupted_one(
     trainer: Trainer, uninterrupted: Path
 ) -> None:
-    process = trainer.start("killed", parallelism="fsdp")
+    process = trainer.launch("killed")
     wanted = trainer.folder / "killed" / "checkpoints" / "step-00000004"
     deadline = time.monotonic() + 200
     while not wanted.is_dir() and process.poll() is None and time.monotonic() < deadline:
@@ -212,7 +205,7 @@ def test_a_run_killed_by_sigkill_resumes_with_the_very_losses_of_the_uninterrupt
     kill_with_ranks(process)
     assert wanted.is_dir()
     assert not (trainer.folder / "killed" / "checkpoints" / f"step-{MAX_STEP:08d}").exists()
-    resumed = trainer("killed", parallelism="fsdp", resume="true")
+    resumed = trainer.launch_to_its_end("killed", resume="true")
     assert timeless(resumed) == timeless(uninterrupted)
     last = f"checkpoints/step-{MAX_STEP:08d}"
     for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
@@ -247,10 +240,9 @@ def test_a_sharded_checkpoint_goes_on_under_other_ranks_and_parallelism(
 
 def test_a_finished_run_says_so_and_ends_with_0(trainer: Trainer, uninterrupted: Path) -> None:
     before = timeless(uninterrupted)
-    process = trainer.start("uninterrupted", 1, resume="true")
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 0
-    assert "nothing is left to train" in output
+    run = trainer.start("uninterrupted", 1, resume="true")
+    run.finish()
+    assert "nothing is left to train" in run.stdout() + run.stderr()
     assert timeless(uninterrupted) == before
 
 
@@ -263,9 +255,9 @@ def test_weights_alone_start_a_new_run(trainer: Trainer, uninterrupted: Path) ->
 
 def test_other_data_than_the_checkpoints_are_refused_by_name(trainer: Trainer, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / "step-00000004"
-    process = trainer.start("other", 1, checkpoint=checkpoint, seed=1, total_batch_size=10)
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 2
+    run = trainer.start("other", 1, checkpoint=checkpoint, seed=1, total_batch_size=10)
+    assert run.wait() == [2]
+    output = run.stdout() + run.stderr()
     assert "--seed differs: 0 there, 1 here" in output
     assert "the rows of one optimizer step differ" in output
     assert "Traceback" not in output
