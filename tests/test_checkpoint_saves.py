@@ -97,7 +97,6 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Pat
         ("fsdp2", 3, {"micro_batch_size": 1}),
         ("fsdp2", 2, {"sharding_strategy": "SHARD_GRAD_OP"}),
         ("fsdp2", 4, {**IN_TWO_MACHINES}),
-        ("fsdp2", 2, {"tensor_parallel_size": 2}),
         ("fsdp2", 4, {"tensor_parallel_size": 2}),
         ("fsdp2", 4, {**IN_TWO_MACHINES, "tensor_parallel_size": 2}),
         ("ddp", 2, {}),

@@ -14,7 +14,7 @@ from fabric_train.token_dataset import open_dataset
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+NUM_ROWS = 160  # that a run trains on, more than two epochs
 TOLERANCE = 1e-5  # relative, in fp32
 
 
@@ -40,6 +40,10 @@ class Cut:
     @property
     def rows(self) -> int:
         return self.num_ranks // self.tensor_parallel_size * self.micro_batch_size * self.accumulation
+
+    @property
+    def steps(self) -> int:
+        return NUM_ROWS // self.rows
 
 
 CUTS = [
@@ -105,17 +109,17 @@ def test_however_a_window_is_cut_its_loss_and_gradient_norm_are_those_of_plain_p
         "num_nodes": cut.num_nodes,
         "micro_batch_size": cut.micro_batch_size,
         "total_batch_size": cut.rows,
-        "max_step": STEPS,
+        "max_step": cut.steps,
         "lr": LR,
         "grad_clip": GRAD_CLIP,
     }
     before = on_nodes(cut.num_ranks // cut.num_nodes) if cut.num_nodes > 1 else ""
     forked_runs.start(argv(model, tokens, tmp_path / "run", **given), cut.num_ranks, before=before).finish(300)
-    losses, norms = plain_pytorch(model, tokens, cut.rows, STEPS)
+    losses, norms = plain_pytorch(model, tokens, cut.rows, cut.steps)
     logged = metrics(tmp_path / "run")
     assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=TOLERANCE)
     assert [float(row["grad_norm"]) for row in logged] == pytest.approx(norms, rel=TOLERANCE)
-    assert sum(norm > GRAD_CLIP for norm in norms) > STEPS / 2  # it does clip
+    assert sum(norm > GRAD_CLIP for norm in norms) > cut.steps / 2  # it does clip
 
 
 def test_the_windows_that_are_compared_are_hard_to_weigh(tokens: Path) -> None:
@@ -124,4 +128,4 @@ def test_the_windows_that_are_compared_are_hard_to_weigh(tokens: Path) -> None:
     assert {0, 1, 23} <= set(counts)  # rows with no supervised token, with one and with all
     assert any(len(starts) > 1 for starts in rows.split["document_starts"])
     assert len(rows) % CUTS[0].rows  # the last window of an epoch is short
-    assert len(rows) / CUTS[0].rows * 2 < STEPS
+    assert 2 * len(rows) < NUM_ROWS

@@ -95,9 +95,9 @@ def test_killed_at_any_chosen_moment_a_run_goes_on_as_if_nothing_had_happened(
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_kills", "options"),
     [
-        ("ddp", 2, 10, {"parallelism": "ddp", "num_workers": 2}),
-        ("single", 1, 10, {"parallelism": "single", "log_step_interval": 3}),
-        ("shards", 2, 10, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
+        ("ddp", 2, 4, {"parallelism": "ddp", "num_workers": 2}),
+        ("single", 1, 4, {"parallelism": "single", "log_step_interval": 3}),
+        ("shards", 2, 4, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
         ("tensor", 2, 2, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 12}),
     ],
 )
