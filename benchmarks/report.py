@@ -106,12 +106,18 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit that was measured, with ``-dirty`` where files differ from it; None outside a repository."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    """Return the commit that was measured, with ``-dirty`` where files other than results and documents differ from
+    it; None outside a repository.
+    """
     try:
-        finished = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True
-        )
+        commit = _git("describe", "--always", "--abbrev=12", "--exclude=*")
+        differs = _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results", ":!docs")
     except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no repository
         return None
+    return commit + "-dirty" * bool(differs)
+
+
+def _git(*words: str) -> str:
+    environment = {**os.environ, "LC_ALL": "C"}
+    finished = subprocess.run(["git", *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return finished.stdout.strip()
