@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.forked_runs import ForkedRun, ForkedRuns
 from benchmarks.measure import ROOT, Command
 from benchmarks.report import Report
+from demo import real_data
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
 STEPS = 4
@@ -30,15 +31,16 @@ program.keep_freed_memory = lambda: ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train the model."""
+    """A way to train the small model, or with ``is_real`` SmolLM2-135M."""
 
     parallelism: str
     num_ranks: int
     options: tuple[str, ...] = ()
+    is_real: bool = False
 
     def __str__(self) -> str:
         given = [word.removeprefix("--") for word in self.options]
-        return " ".join([f"{self.parallelism} × {self.num_ranks}", *given])
+        return " ".join([f"{self.parallelism} × {self.num_ranks}", *given, *(["SmolLM2-135M"] * self.is_real)])
 
 
 CASES = (
@@ -55,6 +57,11 @@ CASES = (
     Case("fsdp2", 2, ("--gradient_accumulation_steps", "2")),
     Case("fsdp2", 2, ("--precision", "bf16-mixed", "--gradient_accumulation_steps", "2")),
     Case("fsdp2", 4),
+    # what is sharded outweighs here what a rank gathers
+    *(
+        Case(parallelism, ranks, is_real=True)
+        for parallelism, ranks in (("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2))
+    ),
 )
 
 
@@ -88,13 +95,14 @@ def measure(work: Path) -> Report:
         ChildProcessError: a run failed, or the plan is wrong by more than it may be.
     """
     folder = ROOT / work
-    model, tokens = write_model(folder / "model"), write_rows(folder / "tokens")
+    small, tokens = write_model(folder / "model"), write_rows(folder / "tokens")
+    models = {case: real_data.smollm2() if case.is_real else small for case in CASES}
     runs = ForkedRuns(folder / "said")
     results = {}
     try:
         for number, case in enumerate(CASES):
             print(f"plan: {case}", flush=True)
-            place = folder / str(number)
+            place, model = folder / str(number), models[case]
             planned = plan_of(runs, case, model, tokens, place)
             measured, usual = (
                 resident(runs, case, model, tokens, place / name, before)
@@ -108,7 +116,12 @@ def measure(work: Path) -> Report:
     if largest > TOLERANCE:
         raise ChildProcessError(f"the plan is wrong by {largest:.1%}, more than {TOLERANCE:.0%}: {results}")
     settings = {"parameters": 28_000_000, "layers": LAYERS, "width": WIDTH, "length": LENGTH, "steps": STEPS}
-    commands = {str(case): Command(tuple(_argv(case, model, tokens, folder))) for case in CASES}
+    commands = {
+        str(case): Command(
+            ("python", "-m", "fabric_train", *_argv(case, models[case].relative_to(ROOT), work / "tokens", work))
+        )
+        for case in CASES
+    }
     return Report("plan", settings, commands, results, PlanSummary(largest))
 
 

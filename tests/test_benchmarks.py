@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import struct
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from arguments import TokenizeArguments, TrainArguments, parse
 from benchmarks import gpu, packages, precision
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT
+from benchmarks.report import RESULTS
 from benchmarks.systems import PEERS, our_command, peer_command
 from benchmarks.token_rows import read_datatrove, read_litdata
 from demo import real_data
@@ -34,6 +36,12 @@ def test_a_peer_is_given_the_options_that_its_script_names(name: str) -> None:
     script = (ROOT / words[1]).read_text(encoding="utf-8")
     given_options = {word for word in words if word.startswith("--")}
     assert given_options == set(re.findall(r'"(--\w+)"', script))
+
+
+@pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_commands_of_a_result_name_no_folder_of_the_machine_they_ran_on(result: Path) -> None:
+    commands = json.loads(result.read_text(encoding="utf-8"))["commands"].values()
+    assert [word for command in commands for word in shlex.split(command) if word.startswith("/")] == []
 
 
 @given(st.integers(DOCUMENT_CHARACTERS, 4 * DOCUMENT_CHARACTERS), st.integers(1, 12))
