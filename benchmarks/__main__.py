@@ -24,7 +24,7 @@ from benchmarks import (
     training,
 )
 from benchmarks.measure import ROOT
-from benchmarks.report import Report, this_machine, write_report
+from benchmarks.report import Report, checked_out_commit, this_machine, write_report
 from demo import real_data
 from fabric_train.errors import InputError, run_program
 
@@ -78,7 +78,7 @@ def main() -> None:
         raise InputError(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
 
     console = Console(highlight=False, soft_wrap=True)
-    machine = this_machine()
+    machine, commit = this_machine(), checked_out_commit()  # before anything is measured: it may change meanwhile
     if machine.load_average > _IDLE * machine.cores:
         busy = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores: what else runs here "
         console.print(busy + "slows what is measured", style="yellow")
@@ -90,7 +90,7 @@ def main() -> None:
                 report = BENCHMARKS[name].measure(Path(folder).relative_to(ROOT))
             except real_data.FetchError as error:
                 raise ConnectionError(str(error)) from error
-        path = write_report(report, machine)
+        path = write_report(report, machine, commit)
         console.print(BENCHMARKS[name].table(report))
         console.print(f"written {path.relative_to(ROOT)}")
 

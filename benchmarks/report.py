@@ -75,14 +75,26 @@ def this_machine() -> Machine:
     )
 
 
-def write_report(report: Report, machine: Machine) -> Path:
+def checked_out_commit() -> str | None:
+    """Return the commit that is checked out, with ``-dirty`` where files other than results and documents differ from
+    it; None outside a repository.
+    """
+    try:
+        commit = _git("describe", "--always", "--abbrev=12", "--exclude=*")
+        differs = _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results", ":!docs")
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no repository
+        return None
+    return commit + "-dirty" * bool(differs)
+
+
+def write_report(report: Report, machine: Machine, commit: str | None) -> Path:
     """Write ``results/NAME-DATE-MACHINE.json``, in place of an earlier one of that day, and return its path."""
     now = datetime.now(timezone.utc)
     content = {
         "benchmark": report.name,
         "date": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit,
         "machine": asdict(machine),
         "versions": {name: version(name) for name in _VERSIONS_OF},
         "settings": dict(report.settings),
@@ -103,18 +115,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """Return the commit that was measured, with ``-dirty`` where files other than results and documents differ from
-    it; None outside a repository.
-    """
-    try:
-        commit = _git("describe", "--always", "--abbrev=12", "--exclude=*")
-        differs = _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results", ":!docs")
-    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no repository
-        return None
-    return commit + "-dirty" * bool(differs)
 
 
 def _git(*words: str) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arguments import TokenizeArguments, TrainArguments, parse
-from benchmarks import gpu, packages, precision
+from benchmarks import gpu, packages, precision, report
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT
-from benchmarks.report import RESULTS
 from benchmarks.systems import PEERS, our_command, peer_command
 from benchmarks.token_rows import read_datatrove, read_litdata
 from demo import real_data
@@ -38,10 +38,34 @@ def test_a_peer_is_given_the_options_that_its_script_names(name: str) -> None:
     assert given_options == set(re.findall(r'"(--\w+)"', script))
 
 
-@pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("result", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_commands_of_a_result_name_no_folder_of_the_machine_they_ran_on(result: Path) -> None:
     commands = json.loads(result.read_text(encoding="utf-8"))["commands"].values()
     assert [word for command in commands for word in shlex.split(command) if word.startswith("/")] == []
+
+
+def test_a_result_names_its_commit_and_whether_code_differs_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.checked_out_commit() is None
+    files = [tmp_path / name for name in ("benchmarks/results/memory.json", "docs/memory.md", "benchmarks/memory.py")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    for file in files[:2]:
+        file.write_text("2")
+    commit = report.checked_out_commit()
+    assert commit is not None
+    assert not commit.endswith("-dirty")
+    files[2].write_text("2")
+    assert report.checked_out_commit() == f"{commit}-dirty"
 
 
 @given(st.integers(DOCUMENT_CHARACTERS, 4 * DOCUMENT_CHARACTERS), st.integers(1, 12))
