@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from unequal_rows import argv, write_model, write_rows
 from arguments import TrainArguments, parse
 from benchmarks import plan as benchmark
 from benchmarks.plan import Case
-from fabric_train.budget.activations import MicroBatch, trace_activations
+from fabric_train.budget.activations import MicroBatch, _trace, trace_activations
 from fabric_train.budget.fitting import faults_of
 from fabric_train.budget.forecast import Wanted
 from fabric_train.budget.layout import Layout, Units
@@ -23,7 +24,7 @@ from fabric_train.model import ModelShape, read_shape
 from fabric_train.plan import Plan
 from fabric_train.sizes import parse_size
 
-UNITS = Units(num_layers=10, layer=100, rest=200)
+UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,13 @@ def test_a_traced_micro_batch_grows_by_what_layers_keep_and_checkpointing_keeps_
     assert 16 * hidden < full.kept < 16 * hidden + 12 * logits
     assert plain.at_end < plain.most
     assert full.most - full.kept <= plain.most - plain.kept + 20 * hidden
+
+
+def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> None:
+    arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
+    batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False)
+    told = trace_activations(llama, arguments, batch)
+    assert astuple(told) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
 
 
 def test_isolated_documents_cost_their_mask(llama: ModelShape) -> None:

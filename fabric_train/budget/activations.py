@@ -42,7 +42,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one device, gradients of one parameter at a time included.
+    """Bytes of one micro-batch on one device, gradients of one parameter at a time included, but for those of embedding
+    and head, which are the strategy's business (``memory``).
 
     ``kept`` by all layers from the forward to the backward pass; ``most`` is the largest sum at any moment, as a rule
     when the loss is worked out or differentiated; ``at_end`` the largest in the backward pass of the first layer.
@@ -78,11 +79,10 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
         return _trace(shape, depth, arguments, batch)
     more, fewer = (_trace(shape, layers, arguments, batch) for layers in (_TRACED_LAYERS, _TRACED_LAYERS - 1))
     left = depth - _TRACED_LAYERS
-    return Activations(
-        kept=more.kept + left * (more.kept - fewer.kept),
-        most=more.most + left * (more.most - fewer.most),
-        at_end=more.at_end,
-    )
+    kept = more.kept + left * (more.kept - fewer.kept)
+    # few layers may hold most in a backward pass, where many do at the loss
+    most = max(more.most + left * (more.most - fewer.most), kept)
+    return Activations(kept, most, more.at_end)
 
 
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
@@ -94,6 +94,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         model.train()
         layers = [module for module in model.modules() if type(module) in shape.layer_classes]
         live = _LiveBytes(model)
+        _freeze_vocabulary(model)
         _drop_gradients(model, layers, live)
         if arguments.model.precision != "16-mixed":  # as parallel.setup_model does
             let_head_compute_loss(model)
@@ -120,6 +121,14 @@ def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     return config
 
 
+def _freeze_vocabulary(model: Any) -> None:
+    """Compute no gradients of embedding and head, and of what is looked up in the embedding all the same."""
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if module is not None:
+            module.requires_grad_(False)
+    model.get_input_embeddings().register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
+
+
 def _drop_gradients(model: nn.Module, layers: list[nn.Module], live: "_LiveBytes") -> None:
     """Let go of each gradient when it is whole: who keeps them is the strategy's business. Mark where the backward pass
     has come to the first layer.
@@ -134,7 +143,8 @@ def _drop_gradients(model: nn.Module, layers: list[nn.Module], live: "_LiveBytes
                 live.restart()
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(drop)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
 
 
 def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:

@@ -22,15 +22,20 @@ _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # the latter with a sc
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of parameters: of each of ``num_layers`` repeated layers, and of what is outside of them."""
+    """Numbers of parameters: of each of ``num_layers`` repeated layers, and of what is outside of them, the ``head``
+    among it, which the embedding is as well if ``is_tied``.
+    """
 
     num_layers: int
     layer: int
     rest: int
+    head: int
+    is_tied: bool
 
     def part(self, num_parts: int) -> "Units":
         """Return what one of so many ranks has that cut every parameter among them."""
-        return Units(self.num_layers, self.layer // num_parts, self.rest // num_parts)
+        layer, rest, head = (numel // num_parts for numel in (self.layer, self.rest, self.head))
+        return Units(self.num_layers, layer, rest, head, self.is_tied)
 
     @property
     def total(self) -> int:
@@ -85,7 +90,9 @@ def read_units(shape: "ModelShape") -> Units:
     layers = [module for module in model.modules() if type(module) in shape.layer_classes]
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
     inside = sum(_numel(layer) for layer in layers)
-    return Units(len(layers), largest, _numel(model) - inside)
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    return Units(len(layers), largest, _numel(model) - inside, 0 if head is None else _numel(head), is_tied)
 
 
 def make_layout(arguments: "TrainArguments", plan: "Plan", parallelism: str) -> Layout:

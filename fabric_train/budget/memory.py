@@ -54,9 +54,11 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
     shard = 0 if layout.offloads else units.total // layout.num_shards
     held = {"weights": layout.held * shard, "optimizer": layout.states * shard}
     gradients = layout.held * shard
+    at_loss = activations.most + REDUCED_BYTES * units.head  # whose gradient comes with the loss, summed in fp32
+    at_end = activations.at_end + _beside_gradients(units, layout)
     phases = (
-        Phase("loss", {**held, **_at_loss(units, layout, gradients), "activations": activations.most}),
-        Phase("backward pass", {**held, **_at_end(units, layout, gradients), "activations": activations.at_end}),
+        Phase("loss", {**held, **_at_loss(units, layout, gradients), "activations": at_loss}),
+        Phase("backward pass", {**held, **_at_end(units, layout, gradients), "activations": at_end}),
         Phase("optimizer step", {**held, "gradients": gradients}),
     )
     return Budget(phases, saved // layout.world_size if saves_in_background else 0, saved)
@@ -82,6 +84,17 @@ def _at_end(units: Units, layout: Layout, gradients: int) -> dict[str, int]:
         "gathered weights": _gathered(units, layout),
         "communication": working,
     }
+
+
+def _beside_gradients(units: Units, layout: Layout) -> int:
+    """What there is of embedding's and head's gradients at the end beside those that are held, or sent.
+
+    Of a tied weight autograd holds back the head's until the embedding's is there, and adds them. DDP copies the sum
+    into a bucket.
+    """
+    if layout.is_sharded:
+        return 0
+    return layout.held * units.head * (units.is_tied + (layout.name == "ddp"))
 
 
 def _gathered(units: Units, layout: Layout) -> int:
