@@ -1,4 +1,4 @@
-"""Runs through the real command lines: every parallelism against plain PyTorch; kill and resume; refusals."""
+"""Whole runs, of forked ranks or by ``fabric run``: every parallelism beside plain PyTorch; kill, resume; refusals."""
 
 import csv
 import json
