@@ -169,6 +169,17 @@ def test_gradients_summed_over_devices_each_micro_batch_are_held_in_shards(llama
         assert each.budget.phases[0].parts["gradients"] == 2 * parameters // 4
 
 
+def test_gradients_of_a_tied_vocabulary_are_counted_by_the_strategy_alone(llama: ModelShape) -> None:
+    """Beside what is held, single has the embedding's until it is added, ddp the sum as well until a bucket has it."""
+    at_end = {
+        name: wanted(llama, ranks, 80, "--parallelism", name, "--precision", "32-true").forecast().budget.phases[1]
+        for name, ranks in (("fsdp", 2), ("single", 1), ("ddp", 2))
+    }
+    layers_alone, single, ddp = (phase.parts["activations"] for phase in at_end.values())
+    matrix = 4 * 128_256 * 2048
+    assert (single - layers_alone, ddp - layers_alone) == (matrix, 2 * matrix)
+
+
 def test_checkpoints_are_counted_as_a_run_leaves_them(llama: ModelShape) -> None:
     every_four = wanted(llama, 1, 80, "--parallelism", "single", "--save_step_interval", "4")
     assert every_four.num_checkpoints() == 3  # 4, 8 and the last, 10
