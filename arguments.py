@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from fabric_train.command_line import POSITIONAL, parse_arguments
-from fabric_train.errors import InputError
-from fabric_train.launch import launcher_arguments
-from fabric_train.sizes import parse_size
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import launcher_arguments
+from fabric_train.cli.parser import POSITIONAL, parse_arguments
+from fabric_train.files.sizes import parse_size
 
 if TYPE_CHECKING:
     PositiveInt: TypeAlias = int

@@ -9,11 +9,11 @@ from rich.table import Table
 
 from arguments import ConvertArguments, parse
 from fabric_train.checkpoint import find_whole_checkpoint, read_trainer_json
-from fabric_train.complete_folder import refuse_if_taken
-from fabric_train.errors import FAILURE, InputError, run_program
+from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.export.convert import convert
 from fabric_train.export.hub import PushError, push, refuse_push
 from fabric_train.export.verification import Report, VerificationError
+from fabric_train.files.atomic_folder import refuse_if_taken
 from fabric_train.model import quiet_transformers
 
 

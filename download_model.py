@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from arguments import DownloadArguments, parse
+from fabric_train.cli.errors import run_program
 from fabric_train.download import Wanted, download
-from fabric_train.errors import run_program
 from fabric_train.model import quiet_transformers
 
 

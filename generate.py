@@ -3,7 +3,7 @@
 import sys
 
 from arguments import GenerateArguments, parse
-from fabric_train.errors import run_program
+from fabric_train.cli.errors import run_program
 from fabric_train.generation import generate, load_for_generation
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fabric_train.errors import run_program
+from fabric_train.cli.errors import run_program
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -26,7 +26,7 @@ from benchmarks import (
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, checked_out_commit, this_machine, write_report
 from demo import real_data
-from fabric_train.errors import InputError, run_program
+from fabric_train.cli.errors import InputError, run_program
 
 
 @dataclass(frozen=True)

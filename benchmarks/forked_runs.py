@@ -291,7 +291,7 @@ def _run(rank: int, request: dict[str, Any]) -> NoReturn:
 
     import torch
 
-    from fabric_train.errors import run_program
+    from fabric_train.cli.errors import run_program
 
     torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ from arguments import TrainArguments, parse
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.plan import write_rows
 from benchmarks.report import Report
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.from_scratch import new_shape
 
 REPETITIONS = 2

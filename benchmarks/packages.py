@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.measure import ROOT
 from demo import real_data
-from fabric_train.complete_folder import complete_folder
+from fabric_train.files.atomic_folder import complete_folder
 
 _REQUIREMENTS = ROOT / "benchmarks" / "peers" / "requirements"
 

@@ -41,20 +41,20 @@ from fabric_train.building import (  # noqa: E402
     set_up_model,
     set_up_optimizer,
 )
-from fabric_train.command_line import flatten, to_yaml  # noqa: E402
-from fabric_train.complete_folder import write_at_once  # noqa: E402
+from fabric_train.cli.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
+from fabric_train.cli.launcher import global_rank  # noqa: E402
+from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
 from fabric_train.devices import resolve_accelerator, unused_gpus  # noqa: E402
-from fabric_train.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
+from fabric_train.files.atomic_folder import write_at_once  # noqa: E402
+from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
+from fabric_train.files.sizes import parse_size  # noqa: E402
 from fabric_train.garbage import collected_by_hand  # noqa: E402
 from fabric_train.host_memory import keep_freed_memory  # noqa: E402
-from fabric_train.launch import global_rank  # noqa: E402
-from fabric_train.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.loop import train  # noqa: E402
 from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
 from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
 from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
-from fabric_train.sizes import parse_size  # noqa: E402
 from fabric_train.stream import Stream  # noqa: E402
 from fabric_train.token_dataset import TokenDataset  # noqa: E402
 from fabric_train.trackers import tell_wandb_the_rest  # noqa: E402

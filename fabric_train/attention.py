@@ -9,8 +9,8 @@ import torch
 from lightning import Fabric
 
 from fabric_train.batches import isolate
+from fabric_train.cli.errors import InputError
 from fabric_train.compilation import refuse_without_compiler
-from fabric_train.errors import InputError
 from fabric_train.loss import next_token_logits
 
 if TYPE_CHECKING:

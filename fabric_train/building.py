@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train import parallel
-from fabric_train.command_line import flatten
+from fabric_train.cli.parser import flatten
 from fabric_train.compilation import MOST_SHAPES
 from fabric_train.data_ranks import data_ranks
 from fabric_train.from_scratch import open_new

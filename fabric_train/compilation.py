@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 MOST_SHAPES = 4
 """Rows of so few different lengths are compiled each for itself; of more, once for any length."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.corpus.tokenizers.tokenizer_identity import compare_tokenizers
-from fabric_train.errors import InputError
 from fabric_train.loss import IGNORED_LABEL
 from fabric_train.model import ModelShape
 from fabric_train.token_dataset import Rows, TokenDataset

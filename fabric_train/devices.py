@@ -4,8 +4,8 @@ import os
 
 from lightning.fabric.accelerators import CUDAAccelerator
 
-from fabric_train.errors import InputError
-from fabric_train.launch import is_launched, under_fabric_run
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import is_launched, under_fabric_run
 
 _PROCESSES_PER_CORE = 16  # more, each with a model of its own, are a slip and not a wish
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from fabric_train.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.loading import Unread, without_memory
 from fabric_train.model import ModelShape, shape_of, tied_weight_names
 

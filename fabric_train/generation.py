@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 
 from fabric_train.checkpoint import find_whole_checkpoint
-from fabric_train.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.model import build_model, load_model, quiet_transformers, read_shape
 from fabric_train.weights import open_weights
 

@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from fabric_train.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.model import ModelShape, load_model, refuse_misfit, refuse_wrong_weights
 from fabric_train.optimizer import original_name
 from fabric_train.own_part import flat_cuts, read_own_part

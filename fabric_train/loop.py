@@ -12,8 +12,8 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint import Checkpoints, TrainerState
+from fabric_train.cli.errors import RunError
 from fabric_train.data_ranks import data_ranks
-from fabric_train.errors import RunError
 from fabric_train.flops import ModelFlops
 from fabric_train.garbage import collect
 from fabric_train.gradient_norm import clip

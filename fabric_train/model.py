@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from fabric_train.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.flops import ModelFlops, model_flops
 from fabric_train.weights import refuse_unreadable_weights, shard_names
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fabric_train.cli.errors import InputError
 from fabric_train.contract import Verdict, compare_with_contract
-from fabric_train.errors import InputError
 from fabric_train.model import ModelShape
 from fabric_train.stream import Stream
 from fabric_train.token_dataset import TokenDataset

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from fabric_train import checkpoint as checkpoints
 from fabric_train import devices, parallel
 from fabric_train.attention import refuse_unusable
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import num_restarts
 from fabric_train.compilation import refuse_without_compiler
-from fabric_train.complete_folder import refuse_dead_link, refuse_inside
-from fabric_train.errors import InputError
+from fabric_train.files.atomic_folder import refuse_dead_link, refuse_inside
 from fabric_train.float8 import refuse_unusable_float8
 from fabric_train.from_scratch import new_shape
-from fabric_train.launch import num_restarts
 from fabric_train.model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.plan import Plan, make_plan
 from fabric_train.resumption import check_resumption

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning import Fabric
 from lightning.fabric.strategies.launchers import subprocess_script
 
-from fabric_train.errors import FAILURE, InputError, end_run, leave
-from fabric_train.launch import as_launcher, global_rank, mind_children, num_restarts
+from fabric_train.cli.errors import FAILURE, InputError, end_run, leave
+from fabric_train.cli.launcher import as_launcher, global_rank, mind_children, num_restarts
 from fabric_train.ranks.signals import STOPPED, outside_of_training
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, faults_of_data, read_trainer_json
-from fabric_train.command_line import flatten
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import flatten
 from fabric_train.optimizer import learning_rate
 from fabric_train.plan import Plan
 

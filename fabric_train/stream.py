@@ -18,6 +18,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabric_train.batches import Batch, make_batch
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.chats.chat_format import recognise
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.lanes import Cursor, LaneRow, Lanes, LaneStand
@@ -27,7 +28,6 @@ from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
 from fabric_train.corpus.tokenizers.reference import Reference, find_difference
 from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.errors import InputError
 from fabric_train.ranks.signals import leave_signals_to_rank
 from fabric_train.token_dataset import Rows, TokenDataset
 from fabric_train.windows import Window, positions

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PretrainedConfig
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

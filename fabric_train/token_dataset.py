@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 import torch
 
 from fabric_train.batches import Batch, pad_rows
+from fabric_train.cli.errors import InputError, absent_folder, first_line
 from fabric_train.corpus.manifest import Manifest, read_manifest
 from fabric_train.corpus.packing.token_folder import refuse_foreign_files
-from fabric_train.errors import InputError, absent_folder, first_line
+from fabric_train.files.safe_paths import refuse_foreign_links
 from fabric_train.loss import IGNORED_LABEL
-from fabric_train.names_in_data import refuse_foreign_links
 
 VALIDATION_NAMES = ("validation", "valid")
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fabric_train.complete_folder import write_at_once
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
+from fabric_train.files.atomic_folder import write_at_once
 from fabric_train.telemetry import CSVLogger, Logger, Metrics, measured, read_metrics
 
 

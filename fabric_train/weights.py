@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fabric_train.errors import InputError, first_line
-from fabric_train.git_lfs import refuse_pointer
-from fabric_train.names_in_data import plain_name
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.files.git_lfs import refuse_pointer
+from fabric_train.files.safe_paths import plain_name
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Where a header says in which place of the full tensor each piece begins."""

@@ -16,7 +16,7 @@ from unequal_rows import argv, metrics, write_model, write_rows
 from arguments import TrainArguments, parse
 from fabric_train import parallel
 from fabric_train.activations import checkpoint_layers
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 LAYERS, LENGTH = 6, 256
 LINEARS = 7  # of a layer: q, k, v, o, gate, up, down

@@ -27,8 +27,8 @@ from arguments import (
     TrainingArguments,
     parse,
 )
-from fabric_train.command_line import flatten, parse_arguments, to_yaml
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 GROUPS: dict[str, Any] = get_type_hints(TrainArguments)

@@ -32,7 +32,7 @@ from arguments import (
     TrainArguments,
     parse,
 )
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.batches import Batch, isolate
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.loss import IGNORED_LABEL, count_supervised, find_targets
 from fabric_train.token_dataset import Rows, open_dataset
 from fabric_train.windows import TrainBatches, Window, WindowOrder, validation_batches

@@ -19,10 +19,10 @@ from fabric_train.budget.fitting import faults_of
 from fabric_train.budget.forecast import Wanted
 from fabric_train.budget.layout import Layout, Units
 from fabric_train.budget.traffic import collectives_of_step
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
+from fabric_train.files.sizes import parse_size
 from fabric_train.model import ModelShape, read_shape
 from fabric_train.plan import Plan
-from fabric_train.sizes import parse_size
 
 UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.complete_folder import complete_folder
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
+from fabric_train.files.atomic_folder import complete_folder
 
 
 def test_the_folder_has_its_name_only_after_the_block(tmp_path: Path) -> None:
@@ -63,7 +63,8 @@ def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_kept(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from fabric_train.complete_folder import complete_folder\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from fabric_train.files.atomic_folder import complete_folder\n"
         "with complete_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )

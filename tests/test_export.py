@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert_to_hf
-from fabric_train.complete_folder import complete_folder
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
+from fabric_train.files.atomic_folder import complete_folder
 
 SHARD_SIZE = "100KB"
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainArguments, parse
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.float8 import convert_layers, refuse_unusable_float8
 
 

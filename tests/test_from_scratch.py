@@ -11,7 +11,7 @@ from forked_runs import ForkedRuns
 from unequal_rows import LENGTH, VOCABULARY, argv, metrics, write_rows
 
 from arguments import ModelArguments, TrainArguments, parse
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.from_scratch import new_shape, open_new
 from fabric_train.model import DEFAULT_LAYER_CLASS
 from fabric_train.weights import Weights

@@ -9,7 +9,7 @@ import torch
 from checkpoint_examples import run_with_two_checkpoints
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
 from fabric_train.generation import Generated, encode_prompt, generate, load_for_generation
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from arguments import InspectArguments, parse
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus import inspect
 from fabric_train.corpus.packing.token_folder import RowBatch, open_splits
 from fabric_train.corpus.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
 from fabric_train.corpus.tokenizers.vocabulary import load_vocabulary
-from fabric_train.errors import InputError
 from fabric_train.inspection.examination import Examination, Expectation
 from fabric_train.inspection.report import make_report
 

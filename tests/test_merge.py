@@ -9,9 +9,9 @@ from typing import Any
 import datasets
 import pytest
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus import inspect, merge
 from fabric_train.corpus.manifest import Manifest, read_manifest
-from fabric_train.errors import InputError
 
 IGNORED = -100
 COLUMNS = ("input_ids", "document_starts", "labels")

@@ -14,11 +14,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.reading.files import Reader, split_file
 from fabric_train.corpus.reading.sources import StreamSource, open_sources
 from fabric_train.corpus.unfinished import DOWNLOADS, unfinished_folder
-from fabric_train.errors import InputError
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
 

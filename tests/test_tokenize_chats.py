@@ -11,7 +11,7 @@ from token_datasets import manifest_of, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
 import tokenize_dataset
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.token_dataset import open_dataset
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(30)]

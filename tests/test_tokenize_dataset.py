@@ -23,9 +23,9 @@ from token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jso
 from transformers import AutoTokenizer
 
 import tokenize_dataset
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.manifest import read_manifest
 from fabric_train.corpus.tokenizers.piece_encoder import PieceEncoder
-from fabric_train.errors import InputError
 
 Write = Callable[[Path], object]
 
@@ -402,7 +402,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_is_finished(tmp_pat
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"  # as a full disk: the write fails
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
-        "import tokenize_dataset; from fabric_train.errors import run_program; run_program(tokenize_dataset.main)"
+        "import tokenize_dataset; from fabric_train.cli.errors import run_program; run_program(tokenize_dataset.main)"
     )
     argv = ["--dataset", source, "--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out"]
     done = subprocess.run(

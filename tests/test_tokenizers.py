@@ -15,13 +15,13 @@ import sentencepiece
 import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
 from fabric_train.corpus.tokenizers.llama3_ranks import SPECIAL_TOKENS, read_ranks
 from fabric_train.corpus.tokenizers.sentencepiece_bpe import HARD_STRINGS
 from fabric_train.corpus.tokenizers.split_pattern import LLAMA3_PATTERN
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.corpus.tokenizers.tokenizer_folder import read_plain_folder
-from fabric_train.errors import InputError
 
 
 @pytest.fixture(scope="module")

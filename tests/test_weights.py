@@ -8,7 +8,7 @@ import torch
 from checkpoint_examples import run_with_two_checkpoints, trained_weights
 from safetensors.torch import save_file
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.model import build_model, read_shape
 from fabric_train.weights import CheckpointTensors, open_weights
 

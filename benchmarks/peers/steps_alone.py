@@ -7,7 +7,7 @@ from typing import Any
 
 import fabric_train.__main__ as program
 from fabric_train.checkpoint import Checkpoints
-from fabric_train.errors import run_program
+from fabric_train.cli.errors import run_program
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 
 from fabric_train.budget.forecast import Forecast
-from fabric_train.sizes import show_size
+from fabric_train.files.sizes import show_size
 
 if TYPE_CHECKING:
     from fabric_train.plan import Plan

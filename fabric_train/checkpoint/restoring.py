@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fabric_train.checkpoint.state import read_trainer_json
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.low_precision_adamw import MOMENTS, restore_moments
 from fabric_train.optimizer import original_name
 from fabric_train.own_part import FlatCut, flat_cuts, read_own_part

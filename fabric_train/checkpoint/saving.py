@@ -20,8 +20,8 @@ from fabric_train.checkpoint.held import Held, held_optimizer, held_weights, who
 from fabric_train.checkpoint.layout import Write, full_writes, sharded_writes
 from fabric_train.checkpoint.state import FORMAT, Description, TrainerState
 from fabric_train.checkpoint.writing import Background, Staging, Writing
-from fabric_train.complete_folder import give_name, temporary_for, this_process
-from fabric_train.errors import RunError, describe_failure, describe_os_error
+from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
+from fabric_train.files.atomic_folder import give_name, temporary_for, this_process
 from fabric_train.loss import gather_over_data_ranks
 from fabric_train.ranks.agreement import first_text
 

@@ -13,7 +13,7 @@ import torch
 
 from fabric_train.checkpoint.checksums import CHUNK_BYTES, Piece, PieceHasher, hash_file, is_part, write_part
 from fabric_train.checkpoint.layout import Write
-from fabric_train.complete_folder import sync
+from fabric_train.files.atomic_folder import sync
 
 _ALIGNMENT = 16  # of tensors in the buffer, a multiple of every element's size
 

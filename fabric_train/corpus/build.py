@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fabric_train.complete_folder import complete_folder, refuse_if_taken
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.redaction import redacted
 from fabric_train.corpus.encoding import Caps, Encoded, available_cores, encode_sources, find_formats
 from fabric_train.corpus.manifest import (
     Ledger,
@@ -30,8 +31,7 @@ from fabric_train.corpus.shards import HASH_BYTES, SourceFormat
 from fabric_train.corpus.tokenizers.identity import IdentityCheck
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.corpus.unfinished import DOWNLOADS, unfinished_folder
-from fabric_train.errors import InputError
-from fabric_train.redaction import redacted
+from fabric_train.files.atomic_folder import complete_folder, refuse_if_taken
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments

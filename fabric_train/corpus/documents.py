@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 
 @dataclass(frozen=True)

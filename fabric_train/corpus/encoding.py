@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.chats.chat_format import columns, other_shape, recognise
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.manifest import BAD_ROW, SourceRecord
@@ -31,7 +32,6 @@ from fabric_train.corpus.tokenizers.identity import IdentityCheck
 from fabric_train.corpus.tokenizers.text_encoder import open_encoder
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer
 from fabric_train.corpus.workers import Workers
-from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arguments import InspectArguments, parse
-from fabric_train.errors import FAILURE, run_program
+from fabric_train.cli.errors import FAILURE, run_program
 from fabric_train.inspection.page import to_html
 from fabric_train.inspection.report import Report, make_report
 from fabric_train.inspection.terminal import print_report

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 from fabric_train.rows_hash import hash_of
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fabric_train.errors import InputError
-from fabric_train.json_types import check_types
-from fabric_train.names_in_data import plain_name
+from fabric_train.cli.errors import InputError
+from fabric_train.files.json_types import check_types
+from fabric_train.files.safe_paths import plain_name
 
 FORMAT = 2
 FILE_NAME = "manifest.json"

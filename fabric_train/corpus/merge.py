@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arguments import MergeArguments, parse
-from fabric_train.complete_folder import complete_folder, refuse_if_taken, refuse_inside
+from fabric_train.cli.errors import InputError, run_program
 from fabric_train.corpus.manifest import (
     FILE_NAME,
     Ledger,
@@ -28,8 +28,8 @@ from fabric_train.corpus.manifest import (
     write_manifest,
 )
 from fabric_train.corpus.packing.token_folder import Split, open_splits, read_arrow
-from fabric_train.errors import InputError, run_program
-from fabric_train.names_in_data import copy_folder
+from fabric_train.files.atomic_folder import complete_folder, refuse_if_taken, refuse_inside
+from fabric_train.files.safe_paths import copy_folder
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 

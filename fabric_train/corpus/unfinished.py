@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.reading.download import PART
-from fabric_train.errors import InputError
-from fabric_train.lock import hold_lock
+from fabric_train.files.lock import hold_lock
 
 DOWNLOADS = "downloads"
 """Where in it files lie that were fetched."""

@@ -14,11 +14,11 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fabric_train.checkpoint import read_trainer_state
-from fabric_train.complete_folder import complete_folder, refuse_inside
 from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import Report, verify_in_fresh_process
+from fabric_train.files.atomic_folder import complete_folder, refuse_inside
+from fabric_train.files.safe_paths import copy_folder
 from fabric_train.model import read_shape
-from fabric_train.names_in_data import copy_folder
 from fabric_train.weights import open_weights
 
 

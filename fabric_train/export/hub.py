@@ -6,7 +6,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 
 class PushError(RuntimeError):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from fabric_train.errors import FAILURE, InputError, run_program
+from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.model import build_model, quiet_transformers, read_shape, tied_weight_names
 from fabric_train.weights import CheckpointTensors, open_weights
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.manifest import Manifest, Settings, load_manifest
 from fabric_train.corpus.packing.token_folder import open_splits
 from fabric_train.corpus.tokenizers.vocabulary import Vocabulary, load_vocabulary
-from fabric_train.errors import InputError
 from fabric_train.inspection.examination import Complaint, Counts, Examination, Expectation
 from fabric_train.inspection.row_view import RowView, view_rows, with_continuations
 

@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 
-from fabric_train.errors import end_run
-from fabric_train.launch import launcher_process
+from fabric_train.cli.errors import end_run
+from fabric_train.cli.launcher import launcher_process
 
 STOPPED = 75
 """Exit code: stopped by a signal, to be started again with ``--resume true``."""

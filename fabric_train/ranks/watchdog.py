@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from lightning import Fabric
 
-from fabric_train.errors import FAILURE, end_through, leave, say
+from fabric_train.cli.errors import FAILURE, end_through, leave, say
 from fabric_train.ranks.progress import Mark, Phase, Progress
 from fabric_train.ranks.signals import stop_signals
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus import manifest
 from fabric_train.corpus.chats.chat_format import Chat, read_chat
 from fabric_train.corpus.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
 from fabric_train.corpus.chats.control_tokens import ControlTokens
 from fabric_train.corpus.documents import BadRowError, EncodedDocument
-from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

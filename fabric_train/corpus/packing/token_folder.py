@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fabric_train.errors import InputError, absent_folder, first_line
-from fabric_train.names_in_data import plain_name
+from fabric_train.cli.errors import InputError, absent_folder, first_line
+from fabric_train.files.safe_paths import plain_name
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, whatever the batches are that the files were written in
 

@@ -5,10 +5,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.redaction import redacted
 from fabric_train.corpus.progress import Pulse
 from fabric_train.corpus.reading.files import is_readable, readable_suffixes
-from fabric_train.errors import InputError
-from fabric_train.redaction import redacted
 
 PART = ".part"
 """What the name of a file ends with that is not fetched to its end."""

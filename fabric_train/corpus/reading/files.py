@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.corpus.documents import BadRowError
-from fabric_train.errors import InputError, first_line
 
 Row = Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 
 def is_hub_name(value: str) -> bool:

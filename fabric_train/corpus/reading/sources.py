@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.redaction import redacted
 from fabric_train.corpus.documents import BadRowError
 from fabric_train.corpus.manifest import SourceFile, SourceRecord
 from fabric_train.corpus.reading.files import (
@@ -22,8 +24,6 @@ from fabric_train.corpus.reading.files import (
     split_file,
 )
 from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
-from fabric_train.errors import InputError, first_line
-from fabric_train.redaction import redacted
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.tokenizers.split_pattern import LLAMA3_PATTERN
-from fabric_train.errors import InputError
 
 NUM_RANKS = 128_000
 NUM_SPECIAL_TOKENS = 256

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, proc
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 BPE_MODEL = 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

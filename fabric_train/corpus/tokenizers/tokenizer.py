@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.corpus.reading.hub import hub_fault, is_hub_name
 from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
 from fabric_train.corpus.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
-from fabric_train.errors import InputError, first_line
-from fabric_train.git_lfs import refuse_pointer
+from fabric_train.files.git_lfs import refuse_pointer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

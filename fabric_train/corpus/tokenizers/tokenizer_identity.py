@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
-from fabric_train.errors import InputError
 
 _PARTS = ("merges", "normalizer", "pre_tokenizer")
 # beside the vocabulary itself: what split patterns and normalizers treat differently

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fabric_train.cli.errors import InputError
 from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
-from fabric_train.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
-from fabric_train.errors import InputError
-from fabric_train.launch import Given
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import Given
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 _MARK = ".incomplete-"
 

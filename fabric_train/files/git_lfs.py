@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 
 def refuse_pointer(file: Path) -> None:

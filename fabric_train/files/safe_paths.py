@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 
 def plain_name(name: object, listing: Path) -> str:

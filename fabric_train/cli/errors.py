@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from fabric_train.launch import end_children, global_rank
-from fabric_train.redaction import redacted
+from fabric_train.cli.launcher import end_children, global_rank
+from fabric_train.cli.redaction import redacted
 
 INPUT_ERROR = 2
 FAILURE = 1

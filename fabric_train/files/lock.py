@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from fabric_train.errors import InputError
+from fabric_train.cli.errors import InputError
 
 
 @contextmanager
