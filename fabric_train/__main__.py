@@ -17,7 +17,7 @@ from typing import Any
 # ``fabric run`` puts this package's own folder first on the path, where its modules would shadow others of their name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
-from fabric_train.ranks.signals import STOPPED, describe, stop_signals  # noqa: E402
+from fabric_train.distributed.signals import STOPPED, describe, stop_signals  # noqa: E402
 
 if __name__ == "__main__":
     stop_signals.listen()  # before the imports that follow, which take seconds
@@ -27,7 +27,7 @@ from rich.console import Console  # noqa: E402
 
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
-from fabric_train import parallel, summary  # noqa: E402
+from fabric_train import summary  # noqa: E402
 from fabric_train.attention import refuse_leaking  # noqa: E402
 from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
 from fabric_train.budget.forecast import Wanted  # noqa: E402
@@ -44,16 +44,17 @@ from fabric_train.building import (  # noqa: E402
 from fabric_train.cli.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
-from fabric_train.devices import resolve_accelerator, unused_gpus  # noqa: E402
+from fabric_train.distributed import strategy as parallel  # noqa: E402
+from fabric_train.distributed.devices import resolve_accelerator, unused_gpus  # noqa: E402
+from fabric_train.distributed.heartbeat import Phase, Progress  # noqa: E402
+from fabric_train.distributed.host_memory import keep_freed_memory  # noqa: E402
+from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
 from fabric_train.files.atomic_folder import write_at_once  # noqa: E402
 from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.files.sizes import parse_size  # noqa: E402
 from fabric_train.garbage import collected_by_hand  # noqa: E402
-from fabric_train.host_memory import keep_freed_memory  # noqa: E402
 from fabric_train.loop import train  # noqa: E402
 from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
-from fabric_train.ranks.progress import Phase, Progress  # noqa: E402
-from fabric_train.ranks.watchdog import watch_ranks  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
 from fabric_train.stream import Stream  # noqa: E402
 from fabric_train.token_dataset import TokenDataset  # noqa: E402

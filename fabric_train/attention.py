@@ -10,7 +10,7 @@ from lightning import Fabric
 
 from fabric_train.batches import isolate
 from fabric_train.cli.errors import InputError
-from fabric_train.compilation import refuse_without_compiler
+from fabric_train.distributed.compile import refuse_without_compiler
 from fabric_train.loss import next_token_logits
 
 if TYPE_CHECKING:

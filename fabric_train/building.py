@@ -9,20 +9,20 @@ from lightning import Fabric
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train import parallel
 from fabric_train.cli.parser import flatten
-from fabric_train.compilation import MOST_SHAPES
-from fabric_train.data_ranks import data_ranks
+from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.compile import MOST_SHAPES
+from fabric_train.distributed.data_ranks import data_ranks
+from fabric_train.distributed.heartbeat import Phase, Progress
+from fabric_train.distributed.shards import flat_cuts
+from fabric_train.distributed.signals import stop_signals
+from fabric_train.distributed.step_sync import Border, agree
 from fabric_train.from_scratch import open_new
 from fabric_train.loading import Unread, open_checkpoint, open_pretrained
 from fabric_train.loop import Run
 from fabric_train.optimizer import build_optimizer, decayed_names
-from fabric_train.own_part import flat_cuts
 from fabric_train.preparation import PACKAGES, Prepared, window_order
 from fabric_train.profiling import ProfiledWindows
-from fabric_train.ranks.progress import Phase, Progress
-from fabric_train.ranks.signals import stop_signals
-from fabric_train.ranks.step_border import Border, agree
 from fabric_train.step_guard import StepGuard
 from fabric_train.stream import LaneOrder, Stream, StreamBatches
 from fabric_train.telemetry import ProgressLine

@@ -13,15 +13,15 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.cli.errors import RunError
-from fabric_train.data_ranks import data_ranks
+from fabric_train.distributed.data_ranks import data_ranks
+from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.heartbeat import Phase, Progress
+from fabric_train.distributed.signals import stop_signals
+from fabric_train.distributed.step_sync import Border, agree, ask
 from fabric_train.flops import ModelFlops
 from fabric_train.garbage import collect
-from fabric_train.gradient_norm import clip
 from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, sum_over_ranks, summed_loss
 from fabric_train.optimizer import learning_rate, set_learning_rate
-from fabric_train.ranks.progress import Phase, Progress
-from fabric_train.ranks.signals import stop_signals
-from fabric_train.ranks.step_border import Border, agree, ask
 from fabric_train.step_guard import StepGuard, Verdict
 from fabric_train.telemetry import Metrics, Stopwatch, Work, peak_memory_gb
 from fabric_train.validation import Evaluation

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fabric_train.distributed.shards import FlatCut
 from fabric_train.low_precision_adamw import LowPrecisionAdamW
-from fabric_train.own_part import FlatCut
 from fabric_train.stochastic_rounding import place_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from lightning import Fabric
 
 from fabric_train.batches import Batch, pad_rows
 from fabric_train.cli.errors import InputError
-from fabric_train.data_ranks import data_ranks
-from fabric_train.gradient_norm import clip
+from fabric_train.distributed.data_ranks import data_ranks
+from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, gather_over_ranks
 from fabric_train.optimizer import original_name

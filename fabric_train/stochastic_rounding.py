@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.own_part import FlatCut
+from fabric_train.distributed.shards import FlatCut
 
 
 @dataclass(frozen=True)

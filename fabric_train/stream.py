@@ -28,7 +28,7 @@ from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
 from fabric_train.corpus.tokenizers.reference import Reference, find_difference
 from fabric_train.corpus.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
 from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.ranks.signals import leave_signals_to_rank
+from fabric_train.distributed.signals import leave_signals_to_rank
 from fabric_train.token_dataset import Rows, TokenDataset
 from fabric_train.windows import Window, positions
 

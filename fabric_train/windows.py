@@ -19,7 +19,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from fabric_train.batches import Batch
-from fabric_train.ranks.signals import leave_signals_to_rank
+from fabric_train.distributed.signals import leave_signals_to_rank
 from fabric_train.rows_hash import hash_of
 from fabric_train.token_dataset import Rows
 

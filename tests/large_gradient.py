@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from arguments import TrainArguments, parse
-from fabric_train import parallel
-from fabric_train.gradient_norm import clip
+from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.grad_norm import clip
 
 SHAPE = (20_001, 512)  # uneven, so that the ranks' parts differ
 

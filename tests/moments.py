@@ -17,7 +17,7 @@ SETTINGS = {
 }
 _AT_A_POINT = """
 import os, signal, time
-from fabric_train.ranks.progress import Phase, Progress
+from fabric_train.distributed.heartbeat import Phase, Progress
 
 def at(self, phase, index=0, step=None, mark=Progress.at):
     mark(self, phase, index, step)

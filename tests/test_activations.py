@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unequal_rows import argv, metrics, write_model, write_rows
 
 from arguments import TrainArguments, parse
-from fabric_train import parallel
-from fabric_train.activations import checkpoint_layers
 from fabric_train.cli.errors import InputError
+from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.activation_checkpoint import checkpoint_layers
 
 LAYERS, LENGTH = 6, 256
 LINEARS = 7  # of a layer: q, k, v, o, gate, up, down

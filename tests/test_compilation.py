@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fabric_train.compilation import compile_layers
+from fabric_train.distributed.compile import compile_layers
 from fabric_train.loss import summed_loss
 from fabric_train.model import load_model, read_shape
 

@@ -8,7 +8,7 @@ from conftest import RunProgram
 FAULTS_OF_FREED_MEMORY = """
 import resource, sys
 import numpy as np
-from fabric_train.host_memory import keep_freed_memory
+from fabric_train.distributed.host_memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 _MEASURE = """
 import ctypes
 import fabric_train.building as building
-from fabric_train import parallel
+from fabric_train.distributed import strategy as parallel
 from fabric_train.loading import Unread
 from fabric_train.model import load_model
 

@@ -11,7 +11,7 @@ from forked_runs import ForkedRuns
 from lightning import Fabric
 
 from fabric_train.batches import Batch
-from fabric_train.gradient_norm import clip
+from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, count_supervised, summed_loss
 from fabric_train.windows import Window

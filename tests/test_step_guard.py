@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
 from fabric_train.batches import Batch
-from fabric_train.gradient_norm import clip
+from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.step_guard import SpikeRule, StepGuard
 from fabric_train.windows import Window, WindowOrder

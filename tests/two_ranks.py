@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arguments import TrainArguments, parse
-from fabric_train import parallel
 from fabric_train.batches import Batch
-from fabric_train.gradient_norm import clip
+from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.model import load_model, read_shape
 from fabric_train.optimizer import build_optimizer, decayed_names

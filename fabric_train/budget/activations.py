@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fabric_train.activations import checkpoint_layers
+from fabric_train.distributed.activation_checkpoint import checkpoint_layers
 from fabric_train.head_loss import let_head_compute_loss
 from fabric_train.loss import Targets, summed_loss
 

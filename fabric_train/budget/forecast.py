@@ -8,7 +8,7 @@ from fabric_train.budget.layout import Layout, Units, make_layout, read_units
 from fabric_train.budget.memory import Budget, make_budget
 from fabric_train.budget.resources import process_memory
 from fabric_train.budget.traffic import Collective, collectives_of_step
-from fabric_train.parallel import compute_dtype, weights_dtype
+from fabric_train.distributed.strategy import compute_dtype, weights_dtype
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fabric_train.distributed.shards import FlatCut, flat_cuts
+from fabric_train.distributed.strategy import named_parameters
 from fabric_train.low_precision_adamw import MOMENTS, local_moments, moments_dtype
 from fabric_train.optimizer import original_name
-from fabric_train.own_part import FlatCut, flat_cuts
-from fabric_train.parallel import named_parameters
 
 
 @dataclass(frozen=True)

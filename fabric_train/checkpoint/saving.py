@@ -21,12 +21,12 @@ from fabric_train.checkpoint.layout import Write, full_writes, sharded_writes
 from fabric_train.checkpoint.state import FORMAT, Description, TrainerState
 from fabric_train.checkpoint.writing import Background, Staging, Writing
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
+from fabric_train.distributed.collectives import first_text
 from fabric_train.files.atomic_folder import give_name, temporary_for, this_process
 from fabric_train.loss import gather_over_data_ranks
-from fabric_train.ranks.agreement import first_text
 
 if TYPE_CHECKING:
-    from fabric_train.ranks.step_border import Border
+    from fabric_train.distributed.step_sync import Border
 
 
 class SaveError(RunError):

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from lightning import Fabric
 
 from fabric_train.cli.errors import FAILURE, end_through, leave, say
-from fabric_train.ranks.progress import Mark, Phase, Progress
-from fabric_train.ranks.signals import stop_signals
+from fabric_train.distributed.heartbeat import Mark, Phase, Progress
+from fabric_train.distributed.signals import stop_signals
 
 PATIENCE = 10
 """Times --rank_timeout that a rank may keep the others waiting where that is lawful: see ``progress.Mark.lasts``."""

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning import Fabric
 
-from fabric_train.host_memory import onto
+from fabric_train.distributed.host_memory import onto
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, InputError, end_run, leave
 from fabric_train.cli.launcher import as_launcher, global_rank, mind_children, num_restarts
-from fabric_train.ranks.signals import STOPPED, outside_of_training
+from fabric_train.distributed.signals import STOPPED, outside_of_training
 
 
 def meet(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:

@@ -23,18 +23,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train import flops
-from fabric_train.activations import checkpoint_layers
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
-from fabric_train.compilation import compile_layers
-from fabric_train.devices import count_devices, first_index, resolve_accelerator
-from fabric_train.float8 import convert_layers, refuse_older_gpu
-from fabric_train.fully_sharded import MeshStrategy, shard_model
+from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from fabric_train.distributed.compile import compile_layers
+from fabric_train.distributed.devices import count_devices, first_index, resolve_accelerator
+from fabric_train.distributed.float8 import convert_layers, refuse_older_gpu
+from fabric_train.distributed.fsdp import MeshStrategy, shard_model
+from fabric_train.distributed.rendezvous import meet
+from fabric_train.distributed.tensor_parallel import cut_layers
+from fabric_train.distributed.watchdog import PATIENCE
 from fabric_train.head_loss import add_rows_of_tokens, let_head_compute_loss
 from fabric_train.loading import Materialization, read_weights
-from fabric_train.ranks.watchdog import PATIENCE
-from fabric_train.rendezvous import meet
-from fabric_train.tensor_parallel import cut_layers
 from fabric_train.weights import Weights
 
 if TYPE_CHECKING:
