@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from arguments import TokenizeArguments
-    from fabric_train.corpus.build import Outcome
-    from fabric_train.corpus.manifest import SourceRecord
+    from fabric_train.tokenization.build import Outcome
+    from fabric_train.tokenization.manifest import SourceRecord
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,11 +35,11 @@ def main(argv: list[str] | None = None) -> None:
 
     arguments = parse(TokenizeArguments, argv)
 
-    from fabric_train.corpus.tokenizers.identity import IdentityCheck
+    from fabric_train.tokenization.tokenizers.parity_check import IdentityCheck
 
     with _terminated_as_interrupted(), IdentityCheck() as check:
         check.start_early(arguments.tokenizer_name)
-        from fabric_train.corpus.build import build_token_dataset
+        from fabric_train.tokenization.build import build_token_dataset
 
         outcome = build_token_dataset(arguments, check)
     _print_summary(arguments, outcome)

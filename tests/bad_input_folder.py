@@ -20,8 +20,8 @@ MODULES = {
     "tokenize": "tokenize_dataset",
     "convert": "convert_to_hf",
     "generate": "generate",
-    "inspect": "fabric_train.corpus.inspect",
-    "merge": "fabric_train.corpus.merge",
+    "inspect": "fabric_train.tokenization.inspect.__main__",
+    "merge": "fabric_train.tokenization.merge",
 }
 TEXTS = [
     f"Document {number} says that {number} and one are {number + 1}, and then it says so again." for number in range(40)

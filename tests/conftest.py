@@ -63,7 +63,7 @@ def llama3_tokenizer_model() -> Path:
 @pytest.fixture(scope="session")
 def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model: Path) -> Path:
     """Llama-3's tokenizer as a Hugging Face folder, without a chat template."""
-    from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer
+    from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
     folder = tmp_path_factory.mktemp("llama-3")
     load_tokenizer(str(llama3_tokenizer_model)).save(folder)

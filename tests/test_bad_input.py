@@ -811,7 +811,7 @@ def test_a_port_in_use_is_told_in_a_line(there: Path, forked_runs: ForkedRuns) -
 
 def failing(forked_runs: ForkedRuns, folder: Path, error: str, *more: str) -> tuple[int | None, str]:
     """Let a program fail in a place that no check guards; return its exit code and what it said."""
-    before = f"import fabric_train.corpus.inspect as program\ndef fail(_): raise {error}\nprogram._examine = fail"
+    before = f"import {MODULES['inspect']} as program\ndef fail(_): raise {error}\nprogram._examine = fail"
     run = forked_runs.start(["tokens", *more], 1, cwd=folder, before=before, program=MODULES["inspect"])
     return run.wait()[0], run.stderr()
 

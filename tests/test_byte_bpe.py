@@ -16,12 +16,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from fabric_train.corpus.tokenizers import long_texts, piece_encoder
-from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
-from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
-from fabric_train.corpus.tokenizers.hard_strings import HARD_STRINGS
-from fabric_train.corpus.tokenizers.split_pattern import _NUMERIC, QWEN2_PATTERN
-from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers import long_texts, piece_encoder
+from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
+from fabric_train.tokenization.tokenizers.split_pattern import _NUMERIC, QWEN2_PATTERN
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus import manifest
-from fabric_train.corpus.chats.chat import ChatEncoder
-from fabric_train.corpus.chats.chat_format import columns, read_chat, recognise
-from fabric_train.corpus.documents import BadRowError, EncodedDocument
-from fabric_train.corpus.tokenizers.hard_strings import HARD_STRINGS
-from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization import manifest
+from fabric_train.tokenization.chats.chat import ChatEncoder
+from fabric_train.tokenization.chats.chat_format import columns, read_chat, recognise
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument
+from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

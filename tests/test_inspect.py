@@ -1,4 +1,4 @@
-"""python -m fabric_train.corpus.inspect: what is counted is what lies there, and what is wrong is named."""
+"""python -m fabric_train.tokenization.inspect: what is counted is what lies there, and what is wrong is named."""
 
 import json
 import re
@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from arguments import InspectArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus import inspect
-from fabric_train.corpus.packing.token_folder import RowBatch, open_splits
-from fabric_train.corpus.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
-from fabric_train.corpus.tokenizers.vocabulary import load_vocabulary
-from fabric_train.inspection.examination import Examination, Expectation
-from fabric_train.inspection.report import make_report
+from fabric_train.tokenization.inspect import __main__ as inspect
+from fabric_train.tokenization.inspect.examination import Examination, Expectation
+from fabric_train.tokenization.inspect.report import make_report
+from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
+from fabric_train.tokenization.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
+from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 
 BOS, EOS, IGNORED = 0, 1, -100  # of the tiny tokenizer
 HARD = "<script>alert('x')</script> &amp; \"é\" 你好 😀\t\x1b[31m \u202edrawkcab\r\n  end"
@@ -59,7 +59,7 @@ def copy(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
 def test_a_dataset_as_tokenize_dataset_writes_it_has_nothing_to_complain_of(
     tiny_tokens_dir: Path, run_program: Any
 ) -> None:
-    finished = run_program("-m", "fabric_train.corpus.inspect", tiny_tokens_dir)
+    finished = run_program("-m", "fabric_train.tokenization.inspect", tiny_tokens_dir)
     assert (finished.returncode, finished.stderr) == (0, "")
     ledger = json.loads((tiny_tokens_dir / "manifest.json").read_text())["ledger"]
     for name, key in [("tokens in", "tokens_in"), ("supervised", "tokens_supervised"), ("rows", "rows")]:
@@ -71,7 +71,7 @@ def test_a_dataset_as_tokenize_dataset_writes_it_has_nothing_to_complain_of(
 
 
 def test_help_says_what_the_exit_code_means(run_program: Any) -> None:
-    finished = run_program("-m", "fabric_train.corpus.inspect", "--help")
+    finished = run_program("-m", "fabric_train.tokenization.inspect", "--help")
     assert finished.returncode == 0
     assert "DATASET_DIR" in finished.stdout
     assert "exit code is 0, or 1 where there is something to complain of" in " ".join(finished.stdout.split())
@@ -406,7 +406,7 @@ def test_what_cannot_be_read_is_told_in_a_line(copy: Path, tmp_path: Path, wrong
 
 
 def test_batches_are_small_whatever_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.corpus.packing.token_folder._TOKENS_PER_BATCH", 10)
+    monkeypatch.setattr("fabric_train.tokenization.packing.token_folder._TOKENS_PER_BATCH", 10)
     rows = [list(range(length)) for length in (3, 4, 5, 1, 9, 2)]
     split = open_splits(save(tmp_path / "many", None, train={"input_ids": rows}))["train"]
     batches = list(split.batches())

@@ -1,4 +1,4 @@
-"""python -m fabric_train.corpus.merge: the rows of all, one manifest that balances, or a line and nothing."""
+"""python -m fabric_train.tokenization.merge: the rows of all, one manifest that balances, or a line and nothing."""
 
 import json
 import re
@@ -10,8 +10,9 @@ import datasets
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus import inspect, merge
-from fabric_train.corpus.manifest import Manifest, read_manifest
+from fabric_train.tokenization import merge
+from fabric_train.tokenization.inspect import __main__ as inspect
+from fabric_train.tokenization.manifest import Manifest, read_manifest
 
 IGNORED = -100
 COLUMNS = ("input_ids", "document_starts", "labels")
@@ -203,7 +204,7 @@ def test_a_dataset_given_twice_and_one_alone_are_refused(tmp_path: Path, tiny_to
 
 
 def test_it_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, other: Path, run_program: Any) -> None:
-    command = ("-m", "fabric_train.corpus.merge", tiny_tokens_dir, other, "--output_dir", tmp_path / "out")
+    command = ("-m", "fabric_train.tokenization.merge", tiny_tokens_dir, other, "--output_dir", tmp_path / "out")
     finished = run_program(*command)
     assert (finished.returncode, finished.stderr) == (0, "")
     finished = run_program(*command)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from fabric_train.corpus.manifest import LAST_INCOMPLETE_ROW
-from fabric_train.corpus.packing.arrow_folder import write_dataset_dict, write_split
-from fabric_train.corpus.packing.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
-from fabric_train.corpus.packing.spooled import SpooledDocuments, SpooledFile
+from fabric_train.tokenization.manifest import LAST_INCOMPLETE_ROW
+from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_split
+from fabric_train.tokenization.packing.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
+from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
 
 PACKINGS: tuple[Packing, ...] = ("concat", "best_fit", "none")
 PAD = 999_999
@@ -298,7 +298,7 @@ def document_of(task: Task, token: int) -> int:
 
 
 def test_more_files_are_read_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.corpus.packing.spooled._MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("fabric_train.tokenization.packing.spooled._MAX_OPEN_FILES", 1)
     documents = spool(tmp_path, [4] * 6, [(2, False), (2, False)])
     order = np.array([5, 0, 3, 1, 4, 2])
     write_split(tmp_path / "train", documents, plan_rows(documents.lengths, order, "concat", 4, 0), PAD)
@@ -346,8 +346,8 @@ def test_the_files_are_those_that_datasets_itself_would_write(tmp_path: Path, ov
 
 
 def test_rows_go_on_in_further_files_when_one_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.corpus.packing.arrow_folder._TOKENS_PER_BATCH", 8)
-    monkeypatch.setattr("fabric_train.corpus.packing.arrow_folder._BYTES_PER_FILE", 64)
+    monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._TOKENS_PER_BATCH", 8)
+    monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._BYTES_PER_FILE", 64)
     documents = spool(tmp_path, [44], [])
     write_split(tmp_path / "train", documents, plan_rows(documents.lengths, np.arange(1), "concat", 4, 0), PAD)
     names = [f"data-0000{index}-of-00003.arrow" for index in range(3)]

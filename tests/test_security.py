@@ -229,7 +229,7 @@ def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_says(place:
 
 def test_a_secret_in_an_error_is_not_said(place: Path, start: Start) -> None:
     before = (
-        "import fabric_train.corpus.inspect as program, os\n"
+        "import fabric_train.tokenization.inspect.__main__ as program, os\n"
         "address = 'https://me:pazzword@host/a?sig=zignature'\n"
         "def fail(_): raise ValueError(f'401 for {address}: ' + os.environ['HF_TOKEN'])\n"
         "program._examine = fail"

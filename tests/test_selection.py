@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus.selection import draw_validation, mix
+from fabric_train.tokenization.selection import draw_validation, mix
 
 A = [f"a{number} from the first source" for number in range(30)]
 B = [f"b{number} from another source, which has longer documents" for number in range(10)]

@@ -15,10 +15,10 @@ import pytest
 from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus.documents import BadRowError
-from fabric_train.corpus.reading.files import Reader, split_file
-from fabric_train.corpus.reading.sources import StreamSource, open_sources
-from fabric_train.corpus.unfinished import DOWNLOADS, unfinished_folder
+from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.reading.files import Reader, split_file
+from fabric_train.tokenization.reading.sources import StreamSource, open_sources
+from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
 
@@ -133,7 +133,7 @@ def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished
             (folder / DOWNLOADS / name).write_bytes(bytes(num_bytes))
             raise InputError("no document")
 
-    monkeypatch.setattr("fabric_train.corpus.unfinished._WORTH_KEEPING_BYTES", 100)
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 100)
     for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
         with pytest.raises(InputError):
             fail(name, num_bytes)

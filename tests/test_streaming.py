@@ -20,14 +20,14 @@ from test_training import SETTINGS, timeless
 from arguments import TrainArguments, parse
 from fabric_train.batches import Batch
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus.lanes import Cursor, Lanes, LaneStand, deal
-from fabric_train.corpus.reading.sources import StreamSource
-from fabric_train.corpus.tokenizers.byte_bpe import ByteBPE
-from fabric_train.corpus.tokenizers.text_encoder import FastEncoder
+from fabric_train.data.lanes import Cursor, Lanes, LaneStand, deal
 from fabric_train.preparation import prepare
 from fabric_train.rows_hash import hash_of
 from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 from fabric_train.token_dataset import Rows
+from fabric_train.tokenization.reading.sources import StreamSource
+from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
 from fabric_train.windows import Window
 
 

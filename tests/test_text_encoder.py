@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from fabric_train.corpus.tokenizers import long_texts
-from fabric_train.corpus.tokenizers.long_texts import AfterLines, BeforeBlanks, Part, WholeTexts, find_cutter
-from fabric_train.corpus.tokenizers.reference import Reference
-from fabric_train.corpus.tokenizers.reference import find_difference as find_difference_from
-from fabric_train.corpus.tokenizers.text_encoder import FastEncoder, TextEncoder, open_encoder, with_borders
-from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer
-from fabric_train.corpus.tokenizers.tokenizer_json import read_tokenizer_json
+from fabric_train.tokenization.tokenizers import long_texts
+from fabric_train.tokenization.tokenizers.long_texts import AfterLines, BeforeBlanks, Part, WholeTexts, find_cutter
+from fabric_train.tokenization.tokenizers.reference import Reference
+from fabric_train.tokenization.tokenizers.reference import find_difference as find_difference_from
+from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, TextEncoder, open_encoder, with_borders
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_json import read_tokenizer_json
 
 
 def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, texts: list[str]) -> str | None:

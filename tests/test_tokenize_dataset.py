@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus.manifest import read_manifest
-from fabric_train.corpus.tokenizers.piece_encoder import PieceEncoder
+from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.tokenization.tokenizers.piece_encoder import PieceEncoder
 
 Write = Callable[[Path], object]
 
@@ -103,7 +103,7 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
-    monkeypatch.setattr("fabric_train.corpus.shards._SMALLEST", 5_000)  # sixty shards
+    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._SMALLEST", 5_000)  # sixty shards
     results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
     assert results[0] == results[1] == results[2]
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
@@ -128,7 +128,7 @@ def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
 
     monkeypatch.setattr(PieceEncoder, "encode", encode_but_for_one_word)
     monkeypatch.setattr(PieceEncoder, "quicken", remember)
-    monkeypatch.setattr("fabric_train.corpus.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
+    monkeypatch.setattr("fabric_train.tokenization.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
     assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
     used = manifest_of(tmp_path / "out").tokenizer.encoder
     assert used.startswith("encode_batch_fast: ids differ") if word == "winter" else used == "tiktoken"
@@ -384,7 +384,7 @@ def test_two_runs_for_one_folder_do_not_meet(tmp_path: Path, tiny_model_dir: Pat
 def test_a_source_that_has_changed_is_encoded_anew(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fabric_train.corpus.unfinished._WORTH_KEEPING_BYTES", 0)
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 0)
     first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
     with pytest.raises(InputError, match=r"b\.jsonl, line 2"):
@@ -453,7 +453,7 @@ def test_a_damaged_manifest_is_refused_and_an_absent_one_is_none(tiny_tokens_dir
 
 def test_manifests_are_read_without_heavy_libraries() -> None:
     program = (
-        "import sys; import fabric_train.corpus.manifest, fabric_train.corpus.encoding\n"
+        "import sys; import fabric_train.tokenization.manifest, fabric_train.tokenization.encoding\n"
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -16,12 +16,12 @@ import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
-from fabric_train.corpus.tokenizers.fast_tokenizer import load_fast
-from fabric_train.corpus.tokenizers.llama3_ranks import SPECIAL_TOKENS, read_ranks
-from fabric_train.corpus.tokenizers.sentencepiece_bpe import HARD_STRINGS
-from fabric_train.corpus.tokenizers.split_pattern import LLAMA3_PATTERN
-from fabric_train.corpus.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.corpus.tokenizers.tokenizer_folder import read_plain_folder
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.llama3_ranks import SPECIAL_TOKENS, read_ranks
+from fabric_train.tokenization.tokenizers.sentencepiece_bpe import HARD_STRINGS
+from fabric_train.tokenization.tokenizers.split_pattern import LLAMA3_PATTERN
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import read_plain_folder
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,8 @@ def test_a_tokenizer_json_is_taken_as_it_stands_and_keeps_its_chat_template(smol
 
 def test_a_plain_folder_is_loaded_and_saved_without_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from fabric_train.corpus.tokenizers.tokenizer import load_tokenizer; "
+        "import sys; from pathlib import Path\n"
+        "from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer\n"
         f"load_tokenizer({str(smollm2_dir)!r}).save(Path({str(tmp_path / 'saved')!r})); "
         "print(*sorted({'transformers', 'tokenizers', 'torch'} & sys.modules.keys()))"
     )

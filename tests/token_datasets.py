@@ -8,7 +8,7 @@ import datasets
 from transformers import AutoTokenizer
 
 import tokenize_dataset
-from fabric_train.corpus.manifest import Manifest, read_manifest
+from fabric_train.tokenization.manifest import Manifest, read_manifest
 
 TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]
 

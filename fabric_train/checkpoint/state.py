@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.corpus.lanes import LaneStand
+from fabric_train.data.lanes import LaneStand
 from fabric_train.files.json_types import check_types
 
 FORMAT = 2

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from arguments import TrainingArguments
 from fabric_train.checkpoint import TrainerState, read_trainer_json, read_trainer_state
-from fabric_train.corpus.manifest import Manifest, read_manifest
+from fabric_train.tokenization.manifest import Manifest, read_manifest
 
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
 

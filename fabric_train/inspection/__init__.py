@@ -1,1 +1,0 @@
-"""Token dataset → what is in it, for eyes: counted, held against its manifest, shown row by row."""

@@ -1,0 +1,308 @@
+"""The way from sources to a token dataset: open, encode, choose, pack, write down what was done."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.redaction import redacted
+from fabric_train.files.atomic_folder import complete_folder, refuse_if_taken
+from fabric_train.tokenization.encoded_shards import HASH_BYTES, SourceFormat
+from fabric_train.tokenization.encoding import Caps, Encoded, available_cores, encode_sources, find_formats
+from fabric_train.tokenization.manifest import (
+    Ledger,
+    Manifest,
+    Settings,
+    SourceRecord,
+    SplitLedger,
+    TokenizerRecord,
+    write_manifest,
+)
+from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_split
+from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
+from fabric_train.tokenization.reading.sources import Source, open_sources, sha256
+from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
+from fabric_train.tokenization.tokenizers.parity_check import IdentityCheck
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
+
+if TYPE_CHECKING:
+    from arguments import TokenizeArguments
+
+_VERSIONS_OF = ("fabric-train", "tokenizers", "tiktoken", "transformers", "datasets", "numpy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was built: its manifest, lines for the user, and the seconds and processes that encoding took."""
+
+    manifest: Manifest
+    notes: tuple[str, ...]
+    encode_seconds: float
+    num_proc: int
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Documents of a collection in the order in which they are packed, repeats among them."""
+
+    collection: Collection
+    order: np.ndarray
+
+
+def build_token_dataset(arguments: "TokenizeArguments", check: IdentityCheck) -> Outcome:
+    """Write the token dataset that ``arguments`` describe; the folder is there when it is whole, or not at all.
+
+    ``check`` may have begun to load the tokenizer.
+
+    Raises:
+        InputError: sources, tokenizer or output folder cannot be used, or there is less text than one row.
+    """
+    target = Path(arguments.output_dir).expanduser()
+    refuse_if_taken(target)
+    tokenizer = load_tokenizer(arguments.tokenizer_name)
+    num_proc = arguments.num_proc or available_cores()
+    with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
+        train_sources, held_out = _open(arguments, unfinished / DOWNLOADS)
+        sources = [*train_sources, *held_out]
+        tokenizer.save(folder / "tokenizer")
+        formats = find_formats(sources, folder / "tokenizer", arguments)
+        hashes = {file.name: sha256(file) for file in sorted((folder / "tokenizer").iterdir())}
+        started = time.monotonic()
+        caps = _caps(arguments)
+        encoded = encode_sources(
+            sources, formats, tokenizer, folder / "tokenizer", hashes, unfinished, arguments, num_proc, caps, check
+        )
+        seconds = time.monotonic() - started
+        collections = _collect(encoded, unfinished, sources, arguments, caps)
+        splits = _choose(collections, train_sources, arguments)
+        ledgers = _write_splits(splits, folder, tokenizer, arguments)
+        manifest = Manifest(
+            ledger=_ledger(collections, splits, ledgers),
+            sources=tuple(_source_records(encoded, collections, splits, arguments)),
+            tokenizer=_tokenizer_record(tokenizer, hashes, encoded.encoder, formats),
+            settings=_settings(arguments),
+            versions={name: version(name) for name in _VERSIONS_OF},
+        )
+        write_manifest(folder, manifest)
+    return Outcome(manifest, tuple(_notes(encoded, formats)), seconds, num_proc)
+
+
+def _open(arguments: "TokenizeArguments", downloads: Path) -> tuple[list[Source], list[Source]]:
+    """Open the sources of --dataset and of --validation_dataset."""
+    train = open_sources(arguments.dataset, "--dataset", arguments.stream, downloads)
+    held_out = open_sources(arguments.validation_dataset or [], "--validation_dataset", arguments.stream, downloads)
+    for source in (*train, *held_out):
+        print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
+    return train, held_out
+
+
+def _caps(arguments: "TokenizeArguments") -> Caps:
+    """Return where reading may end: duplicates are known at the end alone, and --weights samples from everything."""
+    reads_all = arguments.deduplicate or arguments.weights is not None
+    max_tokens = None if reads_all else arguments.max_tokens
+    return Caps(len(arguments.dataset), None if reads_all else arguments.max_documents, max_tokens)
+
+
+def _collect(
+    encoded: Encoded, folder: Path, sources: Sequence[Source], arguments: "TokenizeArguments", caps: Caps
+) -> list[Collection]:
+    """Put the shards of --dataset and, where it is given, of --validation_dataset together.
+
+    Raises:
+        InputError: a source without any document.
+    """
+    _refuse_empty(sources, encoded, caps.num_sources)
+    max_tokens = None if arguments.weights else arguments.max_tokens
+    seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
+    collections: list[Collection] = []
+    for is_train in (True, False):
+        chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < caps.num_sources) == is_train]
+        shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
+        if is_train:
+            collections.append(collect(folder, shards, records, arguments.max_documents, max_tokens, seen))
+            seen = None if seen is None else collections[0].hashes
+        elif arguments.validation_dataset:
+            collections.append(collect(folder, shards, records, None, None, seen))
+    return collections
+
+
+def _refuse_empty(sources: Sequence[Source], encoded: Encoded, num_train: int) -> None:
+    """Raise InputError for sources that were read and have no document; a cap may have ended before the last ones."""
+    num_documents: Counter[int] = Counter()
+    bad_rows: dict[int, str] = {}
+    for shard, record in zip(encoded.shards, encoded.records, strict=True):
+        num_documents[shard.source] += len(record.documents)
+        if record.first_bad_row:
+            bad_rows.setdefault(shard.source, record.first_bad_row)
+    last_read = max((shard.source for shard in encoded.shards if shard.source < num_train), default=num_train)
+    faults = [
+        f"{source.name}: no document with any text in it"
+        + (f"; the first bad row: {bad_rows[number]}" if number in bad_rows else "")
+        for number, source in enumerate(sources)
+        if not num_documents[number] and (number <= last_read or number >= num_train)
+    ]
+    if faults:
+        raise InputError(*faults)
+
+
+def _choose(
+    collections: Sequence[Collection], sources: Sequence[Source], arguments: "TokenizeArguments"
+) -> dict[str, _Split]:
+    """Draw the split and, with --weights, the sample of train/.
+
+    Raises:
+        InputError: --weights gives a source a share that has no document for training.
+    """
+    collection = collections[0]
+    share = 0.0 if arguments.validation_dataset else arguments.validation_split
+    in_validation = draw_validation(len(collection.kept), share, arguments.seed)
+    train = collection.kept[~in_validation]
+    if arguments.weights:
+        own = collection.sources[train]
+        without = [source.name for number, source in enumerate(sources) if not (own == number).any()]
+        if without:
+            raise InputError(f"--weights: no document for training in {', '.join(without)}")
+        lengths = collection.documents.lengths[train]
+        train = train[mix(lengths, own, arguments.weights, arguments.max_tokens, arguments.seed)]
+    splits = {"train": _Split(collection, train)}
+    if arguments.validation_dataset:
+        splits["validation"] = _Split(collections[1], collections[1].kept)
+    elif share > 0:
+        splits["validation"] = _Split(collection, collection.kept[in_validation])
+    return splits
+
+
+def _write_splits(
+    splits: dict[str, _Split], folder: Path, tokenizer: CorpusTokenizer, arguments: "TokenizeArguments"
+) -> dict[str, SplitLedger]:
+    """Pack each split and write it; return its ledger.
+
+    Raises:
+        InputError: a split has less than a row.
+    """
+    plans = {
+        name: plan_rows(
+            split.collection.documents.lengths, split.order, arguments.packing, arguments.max_length, arguments.overlap
+        )
+        for name, split in splits.items()
+    }
+    faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
+    if faults:
+        raise InputError(*faults)
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ledgers = {}
+    for name, plan in plans.items():
+        num_supervised = write_split(folder / name, splits[name].collection.documents, plan, padding)
+        ledgers[name] = _split_ledger(splits[name], plan, num_supervised)
+    write_dataset_dict(folder, splits)
+    return ledgers
+
+
+def _split_ledger(split: _Split, plan: RowPlan, num_supervised: int) -> SplitLedger:
+    return SplitLedger(
+        documents=len(split.order),
+        characters=int(split.collection.characters[split.order].sum()),
+        tokens_in=plan.tokens_in,
+        tokens_repeated=plan.tokens_repeated,
+        tokens_in_rows=plan.tokens_in_rows,
+        tokens_padding=plan.tokens_padding,
+        tokens_supervised=num_supervised,
+        tokens_dropped=plan.tokens_dropped,
+        rows=plan.num_rows,
+    )
+
+
+def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArguments") -> str:
+    without = " or --validation_split 0" if name == "validation" else ""
+    return (
+        f"{name} has {plan.tokens_in:,} tokens in {len(split.order):,} documents, less than one row of "
+        f"{arguments.max_length:,}; give more documents, a smaller --max_length{without}"
+    )
+
+
+def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledgers: dict[str, SplitLedger]) -> Ledger:
+    skipped: Counter[str] = Counter()
+    tokens_cut: Counter[str] = Counter()
+    for collection in collections:
+        skipped.update(collection.skipped)
+        tokens_cut.update(collection.tokens_cut)
+    num_kept = sum(len(collection.kept) for collection in collections)
+    num_distinct = sum(len(np.unique(split.order)) for split in splits.values())
+    return Ledger(
+        splits=ledgers,
+        documents_read=sum(collection.num_read for collection in collections),
+        documents_kept=num_kept,
+        documents_skipped=dict(skipped),
+        documents_repeated=sum(len(split.order) for split in splits.values()) - num_distinct,
+        documents_unsampled=num_kept - num_distinct,
+        tokens_cut=dict(tokens_cut),
+    )
+
+
+def _source_records(
+    encoded: Encoded, collections: Sequence[Collection], splits: dict[str, _Split], arguments: "TokenizeArguments"
+) -> list[SourceRecord]:
+    """Return the sources with what was kept of them and how often it is in train/."""
+    records = []
+    for number, record in enumerate(encoded.sources):
+        collection = collections[0] if number < len(arguments.dataset) else collections[-1]
+        own = collection.kept[collection.sources[collection.kept] == number]
+        train = splits["train"].order
+        sampled = int((splits["train"].collection.sources[train] == number).sum())
+        available = len(own) - sum(
+            int((split.collection.sources[split.order] == number).sum())
+            for name, split in splits.items()
+            if name != "train" and split.collection is collections[0]
+        )
+        weight = arguments.weights[number] if arguments.weights and number < len(arguments.dataset) else None
+        records.append(
+            replace(
+                record,
+                documents=len(own),
+                tokens=int(collection.documents.lengths[own].sum()),
+                weight=weight,
+                epochs=round(sampled / available, 4) if weight is not None else 1.0,
+            )
+        )
+    return records
+
+
+def _settings(arguments: "TokenizeArguments") -> Settings:
+    values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    if arguments.validation_dataset:  # an address may hold a password
+        values["validation_dataset"] = [redacted(name) for name in arguments.validation_dataset]
+    return Settings(**values)
+
+
+def _tokenizer_record(
+    tokenizer: CorpusTokenizer, hashes: dict[str, str], encoder: str, formats: Sequence[SourceFormat]
+) -> TokenizerRecord:
+    chat = next((format_.chat for format_ in formats if format_.chat is not None), None)
+    return TokenizerRecord(
+        name=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        sha256=hashes,
+        encoder=encoder,
+        chat_template_sha256=None if chat is None else chat.chat_template_sha256,
+        end_of_turn_token_id=None if chat is None else chat.end_of_turn_token_id,
+    )
+
+
+def _notes(encoded: Encoded, formats: Sequence[SourceFormat]) -> list[str]:
+    notes = [encoded.encoder] if encoded.encoder != "tiktoken" else []
+    for format_ in dict.fromkeys(formats):
+        notes += format_.chat.notes if format_.chat is not None else ()
+    bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")
+    return [*notes, *([f"the first bad row left out: {bad}"] if bad else [])]

@@ -1,0 +1,224 @@
+"""Chats and instructions to tokens, as the chat template has them, and labels where the assistant speaks."""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization import manifest
+from fabric_train.tokenization.chats.chat_format import Chat, read_chat
+from fabric_train.tokenization.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
+from fabric_train.tokenization.chats.control_tokens import ControlTokens
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class ChatEncoder:
+    """Chats and instructions to tokens with labels.
+
+    The tokens are those of the tokenizer's ``apply_chat_template``: BOS where the template writes it, nothing added. A
+    chat that does not end with a control token, as most end with the end-of-turn token, gets EOS.
+
+    Args:
+        tokenizer_folder: a Hugging Face tokenizer folder with ``tokenizer.json``.
+        data_format: shape of the rows; auto finds it out of each row.
+        train_on: what is supervised: the assistant's turns, all tokens, or the assistant's last turn. In prompt and
+            completion, the turns of the prompt are not.
+        too_long: which turns a chat beyond ``max_length`` tokens loses.
+            cut_end: those at the end, so that a turn of the assistant is the last one, unless all are supervised.
+            cut_start: those after the system's, so that a turn of the user comes first.
+            drop: the chat is left out.
+        max_length: None is no limit.
+        with_tiktoken: encode with tiktoken if it can have the tokenizer's ids; the ids are the same without it.
+
+    Attributes:
+        chat_template: the template used, as text, and ``chat_template_sha256``.
+        end_of_turn_token_id: the token that ends the assistant's turns, None where the template writes none.
+        notes: lines that a user should read.
+
+    Raises:
+        InputError: the tokenizer's chat template cannot be used and Llama-3's neither.
+    """
+
+    def __init__(
+        self,
+        tokenizer_folder: Path,
+        data_format: str,
+        train_on: str,
+        too_long: str,
+        max_length: int | None,
+        with_tiktoken: bool = True,
+    ) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+        self._data_format, self._train_on, self._too_long = data_format, train_on, too_long
+        self._max_length = max_length
+        self._template, notes = _choose_template(tokenizer, tokenizer_folder, train_on)
+        self.notes = (*notes, *_notes(tokenizer, self._template))
+        self.chat_template = self._template.source
+        self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
+        self._eos_token_id: int = tokenizer.eos_token_id
+        control = {token: tokenizer.convert_tokens_to_ids(token) for token in self._template.control_tokens}
+        self.end_of_turn_token_id: int | None = control.get(self._template.end_of_turn or "")
+        self._tokens = ControlTokens(tokenizer_folder / "tokenizer.json", control, with_tiktoken)
+
+    def encode(self, record: Mapping[str, Any]) -> EncodedDocument | str:
+        """Encode a row; return the ledger's reason where it is left out: EMPTY, TOO_LONG or NOTHING_SUPERVISED.
+
+        Raises:
+            BadRowError: the row is of another shape, or the template cannot render or mark it.
+        """
+        chat = read_chat(record, self._data_format)
+        if not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages):
+            return manifest.EMPTY
+        turns = self._supervised_turns(chat)
+        if not turns:
+            return manifest.NOTHING_SUPERVISED
+        everything = range(len(chat.messages))
+        self._refuse_unrendered(chat)
+        whole = self._encode(chat, everything, turns)
+        if self._max_length is None or len(whole.input_ids) <= self._max_length:
+            return whole
+        if self._too_long == "drop":
+            return manifest.TOO_LONG
+        kept = self._longest_part(chat, self._max_length)
+        if kept is None:
+            return manifest.TOO_LONG
+        if not turns.intersection(kept):
+            return manifest.NOTHING_SUPERVISED
+        part = self._encode(chat, kept, turns)
+        return replace(part, num_tokens_cut=len(whole.input_ids) - len(part.input_ids))
+
+    def _supervised_turns(self, chat: Chat) -> frozenset[int]:
+        """Return the indices of the supervised messages."""
+        if self._train_on == "all":
+            return frozenset(range(len(chat.messages)))
+        spoken = [
+            index
+            for index, message in enumerate(chat.messages)
+            if message["role"] == "assistant" and index >= chat.num_given
+        ]
+        return frozenset(spoken[-1:] if self._train_on == "last" else spoken)
+
+    def _encode(self, chat: Chat, kept: Sequence[int], turns: Collection[int]) -> EncodedDocument:
+        """Encode the messages ``kept`` as a conversation of their own; ``turns`` are supervised where they are kept."""
+        messages = [chat.messages[index] for index in kept]
+        shielded, tools = self._tokens.shield(messages), self._tokens.shield(chat.tools)
+        if self._train_on == "all":
+            text = self._template.render(shielded, tools)
+            input_ids, supervised = self._tokens.encode(text, [])
+        else:
+            marked = [position for position, index in enumerate(kept) if index in turns]
+            text, spans = self._template.mark(shielded, tools, marked)
+            input_ids, supervised = self._tokens.encode(text, spans)
+        if not self._template.ends_with_control_token(text):
+            input_ids = np.append(input_ids, np.int32(self._eos_token_id))
+            supervised = np.append(supervised, kept[-1] in turns)
+        return EncodedDocument(
+            input_ids=input_ids,
+            supervised=None if self._train_on == "all" else supervised,
+            num_characters=sum(len(message["content"]) for message in messages),
+        )
+
+    def _longest_part(self, chat: Chat, max_length: int) -> Sequence[int] | None:
+        """Return the messages that a conversation is cut to; None where not even its shortest part fits."""
+        roles = [message["role"] for message in chat.messages]
+        if self._too_long == "cut_end":
+            always = 0
+            ends = [end for end in range(1, len(roles)) if roles[end - 1] == "assistant" or self._train_on == "all"]
+            parts = [range(end) for end in ends]
+        else:
+            always = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+            begins = [begin for begin in range(always + 1, len(roles)) if roles[begin] == "user"]
+            parts = [range(begin, len(roles)) for begin in reversed(begins)]
+
+        def num_tokens(part: range) -> int:
+            return len(self._encode(chat, [*range(always), *part], ()).input_ids)
+
+        num_fitting = bisect_right(parts, max_length, key=num_tokens)
+        return [*range(always), *parts[num_fitting - 1]] if num_fitting else None
+
+    def _refuse_unrendered(self, chat: Chat) -> None:
+        """Refuse tools and calls of tools that the template leaves out without a word."""
+        calls = any("tool_calls" in message for message in chat.messages)
+        if not (calls or chat.tools):
+            return
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in chat.messages]
+        whole = self._template.render(chat.messages, chat.tools)
+        if calls and self._template.render(bare, chat.tools) == whole:
+            raise BadRowError(
+                "the chat template leaves out its tool_calls; use the tokenizer of a model that has tools"
+            )
+        if chat.tools and self._template.render(chat.messages) == whole:
+            raise BadRowError("the chat template leaves out its tools; use the tokenizer of a model that has tools")
+
+
+def _choose_template(
+    tokenizer: "PreTrainedTokenizerFast", folder: Path, train_on: str
+) -> tuple[ChatTemplate, tuple[str, ...]]:
+    """Return the tokenizer's own template or Llama-3's, and what there is to say about the choice."""
+    own, fault = None, "has no chat template"
+    if tokenizer.chat_template:
+        try:
+            own = _template(tokenizer, _source(tokenizer, folder))
+        except BadRowError as error:
+            fault = f"has a chat template of no use ({error})"
+    if own:
+        fault = "has a chat template that cannot mark the assistant's tokens"
+        turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]
+        if own.can_mark(["user", "assistant", "user", "assistant"], turns):
+            return own, ()
+    if all(token in tokenizer.get_added_vocab() for token in LLAMA3_CONTROL_TOKENS):
+        return _template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}: Llama-3's is used",)
+    if own and own.can_mark(["user", "assistant"], [1]):
+        return own, (
+            "the tokenizer's chat template renders turns otherwise once others follow: chats in which the assistant "
+            "speaks more than once are refused; --train_on last takes them",
+        )
+    raise InputError(
+        f"{folder}: the tokenizer {fault}; give a tokenizer of an instruct model, or put chat_template.jinja into "
+        "its folder"
+    )
+
+
+def _source(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> str:
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        raise InputError(
+            f"{folder}: the tokenizer has several chat templates and none is the default; put the one to use into "
+            "chat_template.jinja in its folder"
+        ) from None
+
+
+def _template(tokenizer: "PreTrainedTokenizerFast", source: str) -> ChatTemplate:
+    added = tokenizer.added_tokens_decoder.values()
+    return ChatTemplate(
+        source,
+        tokenizer.special_tokens_map,
+        [token.content for token in added],
+        [token.content for token in added if token.special],
+    )
+
+
+def _notes(tokenizer: "PreTrainedTokenizerFast", template: ChatTemplate) -> list[str]:
+    notes = []
+    text = template.render([{"role": "user", "content": "Hi"}])
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("Hi")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if adds_bos and not text.startswith(tokenizer.bos_token):
+        notes.append(f"the chat template writes no {tokenizer.bos_token}: chats begin without it")
+    if "strftime_now" in template.source:
+        notes.append("the chat template may write today's date: chats tokenized on another day may differ")
+    if template.end_of_turn is None:
+        notes.append(
+            f"the chat template ends turns with no token of its own: only chats end, with {tokenizer.eos_token}"
+        )
+    return notes

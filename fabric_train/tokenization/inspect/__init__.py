@@ -1,0 +1,4 @@
+"""Show a token dataset: count its rows, compare them with the manifest, print rows.
+
+Read ``report.py`` first.
+"""

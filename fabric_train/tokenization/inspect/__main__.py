@@ -1,0 +1,46 @@
+"""Show what is in a token dataset and what is wrong with it: python -m fabric_train.tokenization.inspect DIR."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from arguments import InspectArguments, parse
+from fabric_train.cli.errors import FAILURE, run_program
+from fabric_train.tokenization.inspect.page import to_html
+from fabric_train.tokenization.inspect.report import Report, make_report
+from fabric_train.tokenization.inspect.terminal import print_report
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Show the report, and write it as a page where one is asked for.
+
+    Raises:
+        InputError: it is no token dataset, a damaged one, or lacks the split or the rows asked for.
+        SystemExit: there is something to complain of.
+    """
+    arguments = parse(InspectArguments, argv)
+    report = _examine(arguments)
+    print_report(report, Console())
+    if arguments.html is not None:
+        Path(arguments.html).write_text(to_html(report), encoding="utf-8")
+        print(f"written {arguments.html}", file=sys.stderr)
+    if report.complaints:
+        sys.exit(FAILURE)
+
+
+def _examine(arguments: InspectArguments) -> Report:
+    folder = Path(arguments.dataset_dir).expanduser()
+    rows = range(arguments.start, arguments.start + arguments.rows)
+    console = Console(stderr=True)
+    columns = (TextColumn("reading rows"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+        return make_report(
+            folder, arguments.split, rows, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,254 @@
+"""What lies in the rows of a split: counted in one pass, and what is wrong with it.
+
+Shapes: N tokens in a batch, R rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fabric_train.tokenization.inspect.document_rules import DocumentCounter, Pieces
+from fabric_train.tokenization.packing.token_folder import RowBatch
+
+IGNORED_LABEL = -100  # fabric_train.loss has it too, and imports torch
+_TOLERATED_UNKNOWN = 0.001
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the manifest and the tokenizer let expect of the rows; None where neither says so.
+
+    ``ends`` are the ids that end a document: EOS, and the end of a turn in chats, behind which a template may write one
+    more token, a line end; ``is_ended`` says that the documents are known to have been written so. ``fillers`` are the
+    ids that padding may consist of. ``overlap`` is the number of tokens that a row repeats when it goes on with a
+    document. Where rows are not ``in_sequence``, a document that is longer than a row may go on in any other row, so
+    that pieces are all that can be told.
+    """
+
+    max_length: int | None
+    overlap: int
+    in_sequence: bool
+    vocab_size: int | None
+    bos_token_id: int | None
+    unk_token_id: int | None
+    ends: tuple[int, ...]
+    is_ended: bool
+    fillers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """Something that is wrong with a split, how often, and the first row where it is; None where it is in no row."""
+
+    split: str
+    text: str
+    first_row: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.first_row is None else f", first in row {self.first_row:,}"
+        return f"{self.split}: {self.text}{where}"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted.
+
+    ``tokens`` are those in rows without padding. ``lengths`` says how many documents have how many tokens; it is None
+    where the split does not store document borders. ``documents_over_rows`` lie in several rows, ``documents_cut`` have
+    no end in the split, and of ``pieces`` it is not known whether they are whole documents.
+    """
+
+    rows: int
+    tokens: int
+    padding: int
+    supervised: int
+    lengths: Mapping[int, int] | None
+    documents_over_rows: int
+    documents_cut: int
+    pieces: int
+
+    @property
+    def documents(self) -> int | None:
+        """Documents that begin in the split."""
+        return None if self.lengths is None else sum(self.lengths.values())
+
+
+@dataclass
+class Examination:
+    """Takes a split's batches in order; then gives what was counted and the complaints.
+
+    ``expected`` may change between batches, by ``begin_part``.
+    """
+
+    split: str
+    expected: Expectation
+    rows: int = 0
+    tokens: int = 0
+    padding: int = 0
+    supervised: int = 0
+    has_borders: bool = True
+    documents: DocumentCounter = field(default_factory=DocumentCounter)
+    _found: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, batch: RowBatch) -> None:
+        """Count the rows of the batch that follows."""
+        supervised = np.ones(len(batch.input_ids), bool) if batch.labels is None else batch.labels != IGNORED_LABEL
+        ends = content_ends(batch, self.expected)
+        self.rows += len(batch.offsets) - 1
+        self.tokens += int((ends - batch.offsets[:-1]).sum())
+        self.padding += int((batch.offsets[1:] - ends).sum())
+        self.supervised += int(supervised.sum())
+        self._check_rows(batch, supervised)
+        self._check_tokens(batch, supervised, ends)
+        if batch.document_starts is None or batch.start_rows is None:
+            self.has_borders = False
+        else:
+            self._follow_documents(batch, ends)
+
+    def begin_part(self, expected: Expectation) -> None:
+        """Let rows follow that were written on their own: no document goes on in them."""
+        self.documents.finish()
+        self.expected = expected
+
+    def finish(self) -> tuple[Counts, list[Complaint]]:
+        """Return the counts, and the complaints in the order in which they were first met."""
+        self.documents.finish()
+        if self.documents.first_without_end is not None:
+            found = (self.documents.without_end, self.documents.first_without_end)
+            self._found["documents without EOS at their end"] = found
+        counts = Counts(
+            rows=self.rows,
+            tokens=self.tokens,
+            padding=self.padding,
+            supervised=self.supervised,
+            lengths=self.documents.lengths if self.has_borders else None,
+            documents_over_rows=self.documents.over_rows,
+            documents_cut=self.documents.cut,
+            pieces=self.documents.pieces,
+        )
+        unknown = self._found.get(_UNKNOWN, (0, 0))[0]
+        if unknown <= self.tokens * _TOLERATED_UNKNOWN:
+            self._found.pop(_UNKNOWN, None)
+        texts = {kind: f"{kind}: {count:,}" for kind, (count, _) in self._found.items()}
+        if _UNKNOWN in texts:
+            texts[_UNKNOWN] += f", {unknown / self.tokens:.2%} of all"
+        return counts, [Complaint(self.split, text, self._found[kind][1]) for kind, text in texts.items()]
+
+    def _note(self, kind: str, rows: np.ndarray) -> None:
+        """Count a complaint once for each element of ``rows``, the row of each case."""
+        if len(rows):
+            count, first = self._found.get(kind, (0, int(rows.min())))
+            self._found[kind] = (count + len(rows), min(first, int(rows.min())))
+
+    def _check_rows(self, batch: RowBatch, supervised: np.ndarray) -> None:
+        lengths = np.diff(batch.offsets)
+        if self.expected.max_length is not None:
+            wrong = np.flatnonzero(lengths != self.expected.max_length)
+            self._note(f"rows that are not {self.expected.max_length:,} tokens long", batch.first_row + wrong)
+        running = np.concatenate(([0], np.cumsum(supervised)))
+        # the first token of a row is nobody's target: nothing stands before it
+        second = np.minimum(batch.offsets[:-1] + 1, batch.offsets[1:])
+        targets = running[batch.offsets[1:]] - running[second]
+        self._note("rows without any supervised token", batch.first_row + np.flatnonzero(targets == 0))
+
+    def _check_tokens(self, batch: RowBatch, supervised: np.ndarray, ends: np.ndarray) -> None:
+        ids = batch.input_ids
+        outside = ids < 0
+        if self.expected.vocab_size is not None:
+            outside |= ids >= self.expected.vocab_size
+        self._note("ids outside the vocabulary", batch.first_row + _rows_at(batch, np.flatnonzero(outside)))
+        if batch.labels is not None:
+            others = np.flatnonzero(supervised & (batch.labels != ids))
+            self._note(
+                "labels of another token than the one at their position", batch.first_row + _rows_at(batch, others)
+            )
+        if self.expected.unk_token_id is not None:
+            unknown = np.flatnonzero(ids == self.expected.unk_token_id)
+            rows = _rows_at(batch, unknown)
+            self._note(_UNKNOWN, batch.first_row + rows[unknown < ends[rows]])
+
+    def _follow_documents(self, batch: RowBatch, ends: np.ndarray) -> None:
+        """Find the pieces between borders and rows' ends, and hand them on."""
+        starts, start_rows = self._valid_starts(batch, ends)
+        self._check_starts(batch, starts, start_rows)
+        row_begins = batch.offsets[:-1]
+        goes_on = np.flatnonzero((ends > row_begins) & ~np.isin(row_begins, starts))
+        begins = np.concatenate([starts, row_begins[goes_on]])
+        order = np.argsort(begins, kind="stable")
+        begins = begins[order]
+        rows = np.concatenate([start_rows, goes_on])[order]
+        stops = np.minimum(np.append(begins[1:], len(batch.input_ids)), ends[rows])
+        pieces = Pieces(
+            rows=batch.first_row + rows,
+            lengths=stops - begins,
+            begins=(np.arange(len(order)) < len(starts))[order],
+            is_inside=stops < batch.offsets[1:][rows],
+            ends_exactly=self._is_end(batch.input_ids[stops - 1]),
+            ends_nearly=self._is_end(batch.input_ids[np.maximum(stops - 2, begins)]),
+        )
+        if self.expected.in_sequence:
+            self.documents.add(pieces, self.expected.overlap)
+        else:
+            self.documents.add_alone(pieces)
+
+    def _is_end(self, tokens: np.ndarray) -> np.ndarray:
+        """Return whether the tokens end documents; where none is known to, all do."""
+        return np.isin(tokens, self.expected.ends) if self.expected.ends else np.ones(len(tokens), bool)
+
+    def _valid_starts(self, batch: RowBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where documents start in the batch, int64, and in which row; complain of borders that cannot be."""
+        assert batch.document_starts is not None
+        assert batch.start_rows is not None
+        positions, rows = batch.document_starts.astype(np.int64), batch.start_rows
+        begins = batch.offsets[:-1][rows]
+        is_valid = (positions >= 0) & (begins + positions < ends[rows])
+        is_valid[1:] &= (rows[1:] != rows[:-1]) | (positions[1:] > positions[:-1])
+        self._note("document borders outside their row or out of order", batch.first_row + rows[~is_valid])
+        starts = np.unique(begins[is_valid] + positions[is_valid])
+        return starts, _rows_at(batch, starts)
+
+    def _check_starts(self, batch: RowBatch, starts: np.ndarray, rows: np.ndarray) -> None:
+        bos = self.expected.bos_token_id
+        second = starts + 1
+        limits = batch.offsets[rows + 1] if self.expected.overlap else len(batch.input_ids)  # else it may be repeated
+        is_inside = (second < limits) & ~np.isin(second, starts)
+        starts, second, rows = starts[is_inside], second[is_inside], rows[is_inside]
+        if bos is not None:
+            is_double = (batch.input_ids[starts] == bos) & (batch.input_ids[second] == bos)
+            self._note("documents that begin with two BOS", batch.first_row + rows[is_double])
+
+
+_UNKNOWN = "unknown tokens"
+
+
+def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
+    """Return where each row's padding begins, int64 [R]: its last run of one unsupervised filler.
+
+    ``P`` is the filler, unsupervised tokens in lower case: ``A B c p p`` has two tokens of padding, ``A B P P P`` none.
+    Where the filler is EOS and the token before the run does not end a document, the run's first does.
+    """
+    begins, ends = batch.offsets[:-1], batch.offsets[1:]
+    result = ends.copy()
+    filled = np.flatnonzero(ends > begins)
+    if batch.labels is None or not len(filled):
+        return result
+    last = np.full(len(ends), -1, dtype=batch.input_ids.dtype)
+    last[filled] = batch.input_ids[ends[filled] - 1]
+    if not (np.isin(last[filled], expected.fillers) & (batch.labels[ends[filled] - 1] == IGNORED_LABEL)).any():
+        return result
+    is_padding = (batch.labels == IGNORED_LABEL) & (batch.input_ids == np.repeat(last, ends - begins))
+    content = np.where(is_padding, -1, np.arange(len(batch.input_ids)))
+    is_filler = np.isin(last[filled], expected.fillers)
+    stops = np.maximum(np.maximum.reduceat(content, begins[filled]) + 1, begins[filled])
+    result[filled[is_filler]] = stops[is_filler]
+    if expected.is_ended:
+        row = np.flatnonzero((result < ends) & (result > begins) & np.isin(last, expected.ends))
+        before = batch.input_ids[np.stack([result[row] - 1, np.maximum(result[row] - 2, begins[row])])]
+        result[row] += ~np.isin(before, expected.ends).any(axis=0)
+    return result
+
+
+def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
+    """Return the rows, from 0 in the batch, in which these positions lie."""
+    return np.searchsorted(batch.offsets, positions, side="right") - 1

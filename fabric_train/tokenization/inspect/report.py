@@ -1,0 +1,320 @@
+"""Token dataset → report: one pass over the rows, and the tables that terminal and page both show."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.inspect.examination import Complaint, Counts, Examination, Expectation
+from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations
+from fabric_train.tokenization.manifest import Manifest, Settings, load_manifest
+from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
+
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
+PERCENTILES = (5, 25, 50, 75, 95)
+_BARS = 10
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to say of a token dataset; ``split`` is the one whose ``rows`` and lengths are shown."""
+
+    folder: Path
+    manifest: Manifest | None
+    has_tokenizer: bool
+    counts: dict[str, Counts]
+    complaints: list[Complaint]
+    split: str
+    rows: list[RowView]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts: ``num_words`` columns of words, then numbers. ``depth`` indents each line's first text."""
+
+    columns: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+    depth: tuple[int, ...]
+    num_words: int = 1
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How many documents have from ``low`` to ``high`` tokens."""
+
+    low: int
+    high: int
+    count: int
+
+
+def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> Report:
+    """Read every split of ``folder``, and show ``rows`` of one; ``advance`` hears of rows read and rows in all.
+
+    Raises:
+        InputError: ``folder`` is no token dataset or a damaged one, or has no such split or row.
+    """
+    splits = open_splits(folder)
+    shown = next((name for name in SPLIT_NAMES[split] if name in splits), None)
+    if shown is None:
+        raise InputError(f"{folder}: no {split} split, only {', '.join(splits)}; give --split")
+    if rows and rows.start >= splits[shown].num_rows:
+        raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
+    manifest = load_manifest(folder)
+    vocabulary = load_vocabulary(folder / "tokenizer")
+    total = sum(entry.num_rows for entry in splits.values())
+    counts: dict[str, Counts] = {}
+    complaints = _complaints_of_files(folder, manifest)
+    views: list[RowView] = []
+    and_next = range(rows.start, rows.stop + 1) if rows else rows
+    done = 0
+    for name, entry in splits.items():
+        parts = _expectations(name, manifest, vocabulary)
+        examination = Examination(name, parts[0])
+        for batch in entry.batches():
+            if batch.first_row in parts:  # files are of one part each, and so are batches
+                examination.begin_part(parts[batch.first_row])
+            examination.add(batch)
+            if name == shown:
+                views += view_rows(batch, and_next, vocabulary, examination.expected)
+            done += len(batch.offsets) - 1
+            advance(done, total)
+        counts[name], found = examination.finish()
+        complaints += found
+    if manifest:
+        complaints += _complaints_of_ledger(manifest, counts)
+    return Report(folder, manifest, vocabulary is not None, counts, complaints, shown, with_continuations(views, rows))
+
+
+def _complaints_of_files(folder: Path, manifest: Manifest | None) -> list[Complaint]:
+    """Compare the tokenizer's files with those that the manifest names."""
+    named = manifest.tokenizer.sha256 if manifest else {}
+    complaints = []
+    for name, digest in named.items():
+        file = folder / "tokenizer" / name
+        if not file.is_file():
+            complaints.append(Complaint("tokenizer", f"{name} is missing"))
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            complaints.append(Complaint("tokenizer", f"{name} is not the file that the manifest names"))
+    return complaints
+
+
+def _complaints_of_ledger(manifest: Manifest, counts: dict[str, Counts]) -> list[Complaint]:
+    """Check the ledger's own sums, and compare it with what was counted."""
+    imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
+    complaints = [Complaint("manifest", f"the ledger does not balance: {imbalance}") for imbalance in imbalances]
+    for name in sorted({*manifest.ledger.splits} ^ {*counts}):
+        where = "not in the manifest" if name in counts else "in the manifest alone"
+        complaints.append(Complaint(name, f"the split is {where}"))
+    for name, count in counts.items():
+        if name not in manifest.ledger.splits:
+            continue
+        ledger = manifest.ledger.splits[name]
+        compared = [
+            ("rows", ledger.rows, count.rows),
+            ("tokens in rows", ledger.tokens_in_rows, count.tokens),
+            ("tokens of padding", ledger.tokens_padding, count.padding),
+            ("supervised tokens", ledger.tokens_supervised, count.supervised),
+        ]
+        complaints += [
+            Complaint(name, f"the ledger says {said:,} {what}, the rows hold {found:,}")
+            for what, said, found in compared
+            if said != found
+        ]
+        whole = (count.documents or 0) - count.pieces
+        if whole > ledger.documents:
+            text = f"the ledger says {ledger.documents:,} documents, in the rows begin {whole:,}"
+            complaints.append(Complaint(name, text))
+    return complaints
+
+
+def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary | None) -> dict[int, Expectation]:
+    """Return what the rows should be like, by the number of the first row for which it holds."""
+    if manifest is None or not manifest.parts:
+        return {0: _expectation(manifest.settings if manifest else None, manifest, vocabulary)}
+    expectations, row = {}, 0
+    for part in manifest.parts:
+        if part.rows.get(split):
+            expectations[row] = _expectation(part.settings, manifest, vocabulary)
+            row += part.rows[split]
+    return expectations or {0: _expectation(manifest.settings, manifest, vocabulary)}
+
+
+def _expectation(settings: Settings | None, manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
+    tokenizer = manifest.tokenizer if manifest else None
+    bos, eos, pad, unk = (
+        (vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.pad_token_id, vocabulary.unk_token_id)
+        if vocabulary
+        else (None, None, None, None)
+    )
+    size = tokenizer.vocab_size if tokenizer else None
+    return Expectation(
+        max_length=settings.max_length if settings else None,
+        overlap=settings.overlap if settings else 0,
+        in_sequence=settings is None or settings.packing != "best_fit",
+        vocab_size=vocabulary.size if vocabulary else size,
+        bos_token_id=tokenizer.bos_token_id if tokenizer else bos,
+        unk_token_id=None if unk in (bos, eos, pad) else unk,
+        ends=_known(tokenizer.eos_token_id, tokenizer.end_of_turn_token_id) if tokenizer else _known(eos),
+        is_ended=manifest is not None,
+        fillers=_known(pad, eos, tokenizer.eos_token_id if tokenizer else None),
+    )
+
+
+def verdict(report: Report) -> str:
+    """Say what has been found in order, for a report without complaints."""
+    counted = f"{sum(count.rows for count in report.counts.values()):,} rows counted"
+    if report.manifest is None:
+        return f"nothing to complain of, {counted}; there is no ledger to compare them with"
+    return f"nothing to complain of, {counted}; the ledger balances, and the rows hold what it says"
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """Return what the dataset is, as names and values."""
+    manifest = report.manifest
+    lines = [("rows", ", ".join(f"{count.rows:,} {name}" for name, count in report.counts.items()))]
+    if manifest is None:
+        return [*lines, ("manifest", "none: an older folder; what follows is counted in its rows")]
+    tokenizer = manifest.tokenizer
+    all_settings = [part.settings for part in manifest.parts] or [manifest.settings]
+
+    def setting(name: str) -> str:
+        return " and ".join(dict.fromkeys(str(getattr(settings, name)) for settings in all_settings))
+
+    begin = f"begins with {tokenizer.bos_token}" if tokenizer.bos_token else "begins without BOS"
+    if manifest.parts:
+        lines.append(("merged from", ", ".join(part.name for part in manifest.parts)))
+    lines += [
+        ("row length", f"{setting('max_length')} tokens, packing {setting('packing')}, overlap {setting('overlap')}"),
+        ("documents", f"data format {setting('data_format')}; text {begin} and ends with {tokenizer.eos_token}"),
+        ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, encoded by {tokenizer.encoder}"),
+    ]
+    if tokenizer.chat_template_sha256:
+        template = tokenizer.chat_template_sha256[:12]
+        lines.append(("chats", f"supervised by --train_on {setting('train_on')}; template {template}"))
+    return [*lines, ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))]
+
+
+def ledger_table(report: Report) -> Table:
+    """Return the ledger, a column for each split and one for all; for an older folder, what was counted."""
+    names = tuple(report.counts)
+    lines: list[tuple[int, tuple[str, ...]]] = []
+
+    def line(depth: int, name: str, total: int | None, per_split: list[int] | None = None) -> None:
+        values = ["" if total is None else f"{total:,}"]
+        values += ["" for _ in names] if per_split is None else [f"{value:,}" for value in per_split]
+        lines.append((depth, (name, *values)))
+
+    def summed(depth: int, name: str, per_split: list[int]) -> None:
+        line(depth, name, sum(per_split), per_split)
+
+    if report.manifest is None:
+        counts = list(report.counts.values())
+        if all(count.documents is not None for count in counts):
+            summed(0, "documents", [count.documents or 0 for count in counts])
+        summed(0, "tokens in rows", [count.tokens for count in counts])
+        summed(1, "supervised", [count.supervised for count in counts])
+        summed(0, "padding", [count.padding for count in counts])
+        summed(0, "rows", [count.rows for count in counts])
+    else:
+        ledger = report.manifest.ledger
+        splits = [ledger.splits[name] for name in names if name in ledger.splits]
+        names = tuple(name for name in names if name in ledger.splits)
+        line(0, "documents read", ledger.documents_read)
+        for reason, count in ledger.documents_skipped.items():
+            line(1, f"skipped: {_words(reason)}", count)
+        line(1, "kept", ledger.documents_kept)
+        if ledger.documents_repeated or ledger.documents_unsampled:
+            line(1, "repeated by --weights", ledger.documents_repeated)
+            line(1, "left out by --weights", ledger.documents_unsampled)
+        for reason, count in ledger.tokens_cut.items():
+            line(0, f"tokens cut off chats: {_words(reason)}", count)
+        summed(0, "documents in the split", [split.documents for split in splits])
+        summed(0, "characters", [split.characters for split in splits])
+        summed(0, "tokens in", [split.tokens_in for split in splits])
+        summed(1, "repeated for --overlap", [split.tokens_repeated for split in splits])
+        for reason in sorted({reason for split in splits for reason in split.tokens_dropped}):
+            summed(1, f"dropped: {_words(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
+        summed(0, "tokens in rows", [split.tokens_in_rows for split in splits])
+        summed(1, "supervised", [split.tokens_supervised for split in splits])
+        summed(0, "padding", [split.tokens_padding for split in splits])
+        summed(0, "rows", [split.rows for split in splits])
+    return Table(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
+
+
+def source_table(manifest: Manifest) -> Table:
+    """Return the sources with what was kept of each."""
+    columns = ("source", "kind", "files", "documents", "tokens", "weight", "epochs")
+    lines = tuple(
+        (
+            source.name,
+            _words(source.kind),
+            f"{len(source.files):,}" if source.files else "",
+            f"{source.documents:,}",
+            f"{source.tokens:,}",
+            "" if source.weight is None else f"{source.weight:g}",
+            f"{source.epochs:.3g}",
+        )
+        for source in manifest.sources
+    )
+    return Table(columns, lines, (0,) * len(lines), num_words=2)
+
+
+def histogram(counts: Counts) -> list[Bar]:
+    """Return the documents by length: octaves where lengths spread widely, else ten equal steps."""
+    lengths = counts.lengths
+    if not lengths:
+        return []
+    low, high = min(lengths), max(lengths)
+    if high >= 32 * max(low, 1):
+        edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
+    else:
+        width = -(-(high - low + 1) // _BARS)
+        edges = list(range(low, high + 1 + width, width))
+    numbers = np.array(list(lengths))
+    weights = np.array(list(lengths.values()))
+    found, _ = np.histogram(numbers, bins=edges, weights=weights)
+    bars = zip(edges, edges[1:], found, strict=False)
+    return [Bar(first, min(stop - 1, high), int(count)) for first, stop, count in bars if first <= high]
+
+
+def length_facts(counts: Counts) -> list[tuple[str, int]]:
+    """Return minimum, percentiles, maximum and mean of the documents' lengths in tokens."""
+    if not counts.lengths or not counts.documents:
+        return []
+    numbers = np.array(sorted(counts.lengths))
+    running = np.cumsum([counts.lengths[int(number)] for number in numbers])
+    ranks = [max(1, -(-counts.documents * percentile // 100)) for percentile in PERCENTILES]
+    at = [int(numbers[np.searchsorted(running, rank)]) for rank in ranks]
+    total = sum(length * count for length, count in counts.lengths.items())
+    names = [f"{percentile} %" for percentile in PERCENTILES]
+    return [
+        ("shortest", int(numbers[0])),
+        *zip(names, at, strict=True),
+        ("longest", int(numbers[-1])),
+        ("mean", round(total / counts.documents)),
+    ]
+
+
+def length_notes(report: Report) -> list[str]:
+    """Return how the documents of the split that is shown lie over the rows' ends, in sentences."""
+    counts = report.counts[report.split]
+    ledger = report.manifest.ledger.splits.get(report.split) if report.manifest else None
+    documents = counts.documents or 0
+    if counts.pieces and ledger and documents != ledger.documents:
+        return [f"best_fit cuts documents that are longer than a row: these are {documents:,} pieces of documents."]
+    notes = [f"{counts.documents_over_rows:,} of {documents:,} documents go on in a next row."]
+    if counts.documents_cut:
+        notes.append(f"Cut where the rows end: {counts.documents_cut:,}.")
+    return notes
+
+
+def _words(reason: str) -> str:
+    return reason.replace("_", " ")
+
+
+def _known(*ids: int | None) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token for token in ids if token is not None))

@@ -1,0 +1,158 @@
+"""The report on a terminal; every colour has a sign beside it, for those who see none."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fabric_train.tokenization.inspect.report import (
+    Report,
+    Table,
+    facts,
+    histogram,
+    ledger_table,
+    length_facts,
+    length_notes,
+    source_table,
+    verdict,
+)
+from fabric_train.tokenization.inspect.row_view import Piece, RowView, Token, visible
+
+_BAR_WIDTH = 40
+_LONGEST_STRETCH = 400  # tokens of one kind that are shown; of more, the middle is left out
+_SHOWN_BEFORE, _SHOWN_AFTER = 250, 50
+_STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow"}
+_BORDER = "bold cyan"
+_SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print everything; the complaints come last, where a terminal stands still."""
+    console.rule(Text(f"token dataset {report.folder}"), align="left", style="dim")
+    _print_facts(facts(report), console)
+    console.print(_rich_table(ledger_table(report)))
+    if report.manifest and report.manifest.sources:
+        console.print(_rich_table(source_table(report.manifest)))
+    _print_lengths(report, console)
+    if report.rows:
+        _print_legend(console)
+    for row in report.rows:
+        _print_row(row, report.split, console)
+    console.rule(Text("complaints"), align="left", style="dim")
+    for complaint in report.complaints:
+        console.print(Text(f"✗ {complaint}", style="bold red"), soft_wrap=True)
+    if not report.complaints:
+        console.print(Text(f"✓ {verdict(report)}", style="bold green"), soft_wrap=True)
+
+
+def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
+    grid = RichTable.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for name, value in lines:
+        grid.add_row(Text(name), Text(visible(value)))
+    console.print(grid)
+
+
+def _rich_table(table: Table) -> RichTable:
+    shown = RichTable(box=box.SIMPLE)
+    for index, name in enumerate(table.columns):
+        is_words = index < table.num_words
+        shown.add_column(
+            Text(name),
+            justify="left" if is_words else "right",
+            overflow="fold",
+            no_wrap=not is_words,
+            header_style="dim",
+        )
+    for depth, line in zip(table.depth, table.lines, strict=True):
+        first, *others = (Text(visible(text)) for text in line)
+        shown.add_row(Text("  " * depth) + first, *others)
+    return shown
+
+
+def _print_lengths(report: Report, console: Console) -> None:
+    counts = report.counts[report.split]
+    console.rule(Text(f"document lengths in {report.split}, in tokens"), align="left", style="dim")
+    if counts.lengths is None:
+        console.print("unknown: this dataset does not store where documents begin")
+        return
+    bars = histogram(counts)
+    most = max((bar.count for bar in bars), default=1) or 1
+    names = [f"{bar.low:,}–{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in bars]
+    name_width = max((len(name) for name in names), default=0)
+    for bar, name in zip(bars, names, strict=True):
+        block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
+        console.print(Text(f"{name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
+    percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts))
+    for line in (percentiles, *length_notes(report)):
+        console.print(Text(line))
+
+
+def _print_legend(console: Console) -> None:
+    console.rule(Text("rows as the model sees them"), align="left", style="dim")
+    console.print(
+        Text.assemble(
+            ("supervised", _SUPERVISED),
+            "  ",
+            ("‹not supervised›", _UNSUPERVISED),
+            "  ",
+            ("┃", _BORDER),
+            " document border  ",
+            ("┆", _BORDER),
+            " goes on from or in another row  ",
+            ("<bos or eos>", _STYLES["bos"]),
+            "  ",
+            ("<other special>", _STYLES["special"]),
+            "  ",
+            ("░ padding", _PADDING),
+            "  ↵ line end  ⇥ tab  ⋯ left out here",
+        )
+    )
+
+
+def _print_row(row: RowView, split: str, console: Console) -> None:
+    console.print()
+    head = f"{split}, row {row.index:,}: {row.num_tokens:,} tokens, {row.num_supervised:,} supervised"
+    console.print(Text(head + (f", {row.num_padding:,} of padding" if row.num_padding else ""), style="bold"))
+    shown = Text()
+    for piece in row.pieces:
+        if piece.begins is not None:
+            shown.append("┃" if piece.begins else "┆", _BORDER)
+        _append_piece(shown, piece)
+    if row.goes_on:
+        shown.append("┆", _BORDER)
+    if row.num_padding:
+        shown.append(f"░ {row.num_padding:,} × {visible(row.padding)}", _PADDING)
+    console.print(shown)
+
+
+def _append_piece(shown: Text, piece: Piece) -> None:
+    for stretch in _stretches(piece.tokens):
+        is_supervised = stretch[0].is_supervised
+        shown.append("" if is_supervised else "‹", _UNSUPERVISED)
+        for token in stretch if len(stretch) <= _LONGEST_STRETCH else stretch[:_SHOWN_BEFORE]:
+            _append_token(shown, token)
+        if len(stretch) > _LONGEST_STRETCH:
+            left_out = sum(len(token.ids) for token in stretch[_SHOWN_BEFORE:-_SHOWN_AFTER])
+            shown.append(f" ⋯ {left_out:,} tokens ⋯ ", "italic")
+            for token in stretch[-_SHOWN_AFTER:]:
+                _append_token(shown, token)
+        shown.append("" if is_supervised else "›", _UNSUPERVISED)
+
+
+def _append_token(shown: Text, token: Token) -> None:
+    plain = _SUPERVISED if token.is_supervised else _UNSUPERVISED
+    shown.append(visible(token.text), _STYLES.get(token.role, plain))
+
+
+def _stretches(tokens: Iterable[Token]) -> list[list[Token]]:
+    """Cut where supervision begins or ends."""
+    stretches: list[list[Token]] = []
+    for token in tokens:
+        if not stretches or stretches[-1][-1].is_supervised != token.is_supervised:
+            stretches.append([])
+        stretches[-1].append(token)
+    return stretches

@@ -1,0 +1,256 @@
+"""Token datasets → one with the rows of all:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow as pa
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from arguments import MergeArguments, parse
+from fabric_train.cli.errors import InputError, run_program
+from fabric_train.files.atomic_folder import complete_folder, refuse_if_taken, refuse_inside
+from fabric_train.files.safe_paths import copy_folder
+from fabric_train.tokenization.manifest import (
+    FILE_NAME,
+    Ledger,
+    Manifest,
+    MergedPart,
+    SplitLedger,
+    TokenizerRecord,
+    changed_tokenizer,
+    read_manifest,
+    write_manifest,
+)
+from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
+
+_VERSIONS_OF = ("fabric-train", "pyarrow")
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """A token dataset to merge."""
+
+    folder: Path
+    manifest: Manifest
+    splits: dict[str, Split]
+
+    def parts(self) -> tuple[MergedPart, ...]:
+        """Return what it is made of: the parts that were merged into it, or else itself."""
+        if self.manifest.parts:
+            return self.manifest.parts
+        return (
+            MergedPart(
+                name=str(self.folder),
+                manifest_sha256=hashlib.sha256((self.folder / FILE_NAME).read_bytes()).hexdigest(),
+                rows={name: split.num_rows for name, split in self.splits.items()},
+                settings=self.manifest.settings,
+                versions=self.manifest.versions,
+            ),
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Merge as the command line says and print what was done.
+
+    Raises:
+        InputError: the datasets cannot be one; nothing has been written.
+    """
+    arguments = parse(MergeArguments, argv)
+    manifest, notes = merge([Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir))
+    console = Console()
+    rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
+    lines = (f"merged   {', '.join(part.name for part in manifest.parts)}", f"written  {arguments.output_dir}: {rows}")
+    for line in (*lines, *(f"note     {note}" for note in notes)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
+    """Write the rows of all ``folders``, in their order, as the token dataset ``target``, which is whole or not there.
+
+    Documents are not compared: one that is in two of them comes twice.
+
+    Returns:
+        The manifest, and lines a user should read: settings that differ, and files that were a source of several.
+
+    Raises:
+        InputError: one line for each dataset that cannot be read or differs from the first in what must be the same.
+    """
+    refuse_if_taken(target)
+    for folder in folders:
+        refuse_inside(target, folder)
+    merged = _open(folders)
+    first = merged[0]
+    faults = [fault for other in merged[1:] for fault in _differences(first, other)]
+    if not faults:  # then the tokenizers are one and the same
+        faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
+    if faults:
+        raise InputError(*faults)
+    parts = tuple(part for dataset in merged for part in dataset.parts())
+    manifest = Manifest(
+        ledger=_sum([dataset.manifest.ledger for dataset in merged]),
+        # a weight is a share of the part alone, whose settings keep it
+        sources=tuple(replace(source, weight=None) for dataset in merged for source in dataset.manifest.sources),
+        tokenizer=_tokenizer(merged),
+        settings=first.manifest.settings,
+        versions={name: version(name) for name in _VERSIONS_OF},
+        parts=parts,
+    )
+    num_bytes = sum(
+        file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
+    )
+    with complete_folder(target) as folder, _progress(num_bytes) as advance:
+        copy_folder(first.folder / "tokenizer", folder / "tokenizer")
+        for name in manifest.ledger.splits:
+            (folder / name).mkdir()
+            _join([dataset.splits[name] for dataset in merged if name in dataset.splits], folder / name, advance)
+        _write_json(folder / "dataset_dict.json", {"splits": list(manifest.ledger.splits)})
+        write_manifest(folder, manifest)
+    return manifest, [*_settings_that_differ(parts), *_sources_in_common(merged)]
+
+
+def _open(folders: Sequence[Path]) -> list[TokenDataset]:
+    opened: list[TokenDataset] = []
+    faults: list[str] = []
+    for folder in folders:
+        try:
+            splits, manifest = open_splits(folder), read_manifest(folder)
+        except InputError as error:
+            faults += error.faults
+            continue
+        if manifest is None:
+            faults.append(f"{folder}: no manifest.json, so nobody knows its tokenizer; make the token dataset anew")
+        elif sorted(splits) != sorted(manifest.ledger.splits):
+            faults.append(f"{folder}: its splits are not those of its manifest.json; make the token dataset anew")
+        elif any(folder.samefile(other.folder) for other in opened):
+            faults.append(f"{folder} is given twice: its documents would be")
+        else:
+            opened.append(TokenDataset(folder, manifest, splits))
+    if faults:
+        raise InputError(*faults)
+    return opened
+
+
+def _differences(first: TokenDataset, other: TokenDataset) -> Iterator[str]:
+    """Name what must be the same in both and is not."""
+    ours, theirs = first.manifest, other.manifest
+    if ours.settings.max_length != theirs.settings.max_length:
+        yield (
+            f"{other.folder}: rows of {theirs.settings.max_length:,} tokens, those of {first.folder} have "
+            f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
+        )
+    digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
+    names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
+    if names:
+        yield (
+            f"{other.folder}: its tokenizer is another than that of {first.folder}, {', '.join(names)} differ"
+            f"{'s' if len(names) == 1 else ''}; tokenize one of them again with the --tokenizer_name of the other"
+        )
+    templates = {ours.tokenizer.chat_template_sha256, theirs.tokenizer.chat_template_sha256} - {None}
+    if len(templates) == 2 and not names:
+        yield f"{other.folder}: its chats are rendered with another template than those of {first.folder}"
+    for name in first.splits.keys() & other.splits.keys():
+        if _without_labels(first.splits[name].schema) != _without_labels(other.splits[name].schema):
+            yield f"{other.folder}: {name} has other columns than that of {first.folder}; make the token dataset anew"
+
+
+def _without_labels(schema: pa.Schema) -> dict[str, pa.DataType]:
+    return {field.name: field.type for field in schema if field.name != "labels"}
+
+
+def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:
+    """Write the files of the splits one after another; where some have labels, the others get them."""
+    model = next((split for split in splits if "labels" in split.schema.names), splits[0])
+    files = [(file, split.schema.names == model.schema.names) for split in splits for file in split.files]
+    names = [f"data-{index:05d}-of-{len(files):05d}.arrow" for index in range(len(files))]
+    for name, (file, is_whole) in zip(names, files, strict=True):
+        if is_whole:
+            shutil.copyfile(file, folder / name)
+        else:
+            _copy_with_labels(file, folder / name, model.schema)
+        advance(file.stat().st_size)
+    described = json.loads((model.files[0].parent / "dataset_info.json").read_text(encoding="utf-8"))
+    _write_json(folder / "dataset_info.json", {"features": described["features"]})
+    states = [json.loads((split.files[0].parent / "state.json").read_text(encoding="utf-8")) for split in splits]
+    fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
+    digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
+    listed = {"_data_files": [{"filename": name} for name in names], "_fingerprint": digest[:16]}
+    _write_json(folder / "state.json", {**states[0], **listed})
+
+
+def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
+    """Copy a file whose tokens are all supervised, which is why it lacks ``labels``, and add them."""
+    with pa.OSFile(str(target), "wb") as opened, pa.ipc.new_stream(opened, schema) as writer:
+        for batch in read_arrow(file):
+            columns = [batch.column("input_ids" if name == "labels" else name) for name in schema.names]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+
+def _sum(ledgers: Sequence[Ledger]) -> Ledger:
+    names = dict.fromkeys(name for ledger in ledgers for name in ledger.splits)
+    splits = {
+        name: SplitLedger(**_totals([ledger.splits[name] for ledger in ledgers if name in ledger.splits]))
+        for name in names
+    }
+    return Ledger(splits=splits, **{key: value for key, value in _totals(ledgers).items() if key != "splits"})
+
+
+def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger]) -> dict:
+    """Add up the counts of ledgers, those by reason for each reason."""
+    totals: dict = {}
+    for ledger in ledgers:
+        for field in fields(ledger):
+            value = getattr(ledger, field.name)
+            if isinstance(value, int):
+                totals[field.name] = totals.get(field.name, 0) + value
+            elif field.name != "splits":
+                totals[field.name] = dict(Counter(totals.get(field.name, {})) + Counter(value))
+    return totals
+
+
+def _tokenizer(merged: Sequence[TokenDataset]) -> TokenizerRecord:
+    """Return the tokenizer's record: the first, unless a later one is the first that knows of chats."""
+    records = [dataset.manifest.tokenizer for dataset in merged]
+    return next((record for record in records if record.chat_template_sha256), records[0])
+
+
+def _settings_that_differ(parts: Iterable[MergedPart]) -> Iterator[str]:
+    settings = [asdict(part.settings) for part in parts]
+    for name in settings[0]:
+        values = list(dict.fromkeys(json.dumps(given[name]) for given in settings))
+        if len(values) > 1:
+            yield f"--{name} differs: {', '.join(values)}; manifest.json keeps that of each part"
+
+
+def _sources_in_common(merged: Sequence[TokenDataset]) -> Iterator[str]:
+    found: dict[str, tuple[Path, str]] = {}
+    for dataset in merged:
+        for source in dataset.manifest.sources:
+            for file in source.files:
+                folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
+                if folder != dataset.folder:
+                    yield f"{path} of {folder} was read for {dataset.folder} too: its documents may be there twice"
+
+
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=num_bytes)
+        yield lambda copied: progress.advance(task, copied)
+
+
+if __name__ == "__main__":
+    run_program(main)

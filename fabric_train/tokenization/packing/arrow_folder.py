@@ -1,0 +1,195 @@
+"""Planned rows to a folder that ``datasets.load_from_disk`` reads, written without ``datasets``, slow to import."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from xxhash import xxh3_64
+
+from fabric_train.tokenization.packing.rows import RowPlan
+from fabric_train.tokenization.packing.spooled import Pieces, SpooledDocuments, SpoolReader
+from fabric_train.tokenization.progress import Pulse
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_IGNORED_LABEL = -100
+_TOKENS_PER_BATCH = 1 << 18
+_BYTES_PER_FILE = 512 << 20
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows that follow each other, joined.
+
+    Args:
+        input_ids: int32 [rows * max_length].
+        labels: int32 [rows * max_length], the token, or -100 where it is not supervised; None where all are.
+        document_starts: int32 [any number], positions in their row.
+        offsets: int32 [rows + 1], row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
+        num_supervised: tokens with a label.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray | None
+    document_starts: np.ndarray
+    offsets: np.ndarray
+    num_supervised: int
+
+
+@dataclass(frozen=True)
+class RowFiller:
+    """Copies the tokens of planned rows together."""
+
+    plan: RowPlan
+    reader: SpoolReader
+    pad_token_id: int
+    with_labels: bool
+
+    def fill(self, first: int, last: int) -> RowBatch:
+        """Return the rows from ``first`` to before ``last``, one or more."""
+        plan, max_length, num_rows = self.plan, self.plan.max_length, last - first
+        row_offsets = plan.row_offsets[first : last + 1]
+        chosen = slice(row_offsets[0], row_offsets[-1])
+        starts, lengths, repeated = plan.starts[chosen], plan.lengths[chosen].astype(np.int64), plan.repeated[chosen]
+        rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
+        filled = np.bincount(rows, weights=lengths).astype(np.int64)
+        positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
+        pieces = Pieces(plan.documents[chosen], starts, lengths, targets=rows * max_length + positions)
+
+        input_ids = np.full(num_rows * max_length, self.pad_token_id, dtype=np.int32)
+        labels, num_supervised = None, len(input_ids)
+        supervised = np.ones(len(input_ids), dtype=np.uint8) if self.with_labels else None
+        self.reader.read(pieces, input_ids, supervised)
+        if supervised is not None:
+            supervised[_ranges(pieces.targets, repeated)] = 0
+            supervised[_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
+            labels = np.where(supervised, input_ids, np.int32(_IGNORED_LABEL))
+            num_supervised = int(np.count_nonzero(supervised))
+        begins = (positions > 0) | (starts + repeated == 0)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
+        document_starts = positions[begins].astype(np.int32)
+        return RowBatch(input_ids, labels, document_starts, offsets.astype(np.int32), num_supervised)
+
+
+def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int) -> int:
+    """Write the planned rows into ``folder``, a new one, in files of about 512 MiB; return how many tokens have labels.
+
+    The columns of a row of ``max_length`` tokens:
+
+    - ``input_ids``: int32 [max_length]; padding is at the row's end.
+    - ``document_starts``: list of int32, where pieces of documents begin. Position 0 is in it only if a document begins
+      there, not if the row goes on with one; any other position is, also where a window goes on with a long document
+      that began in another row. So nothing before such a position belongs to what is after it.
+    - ``labels``: int32 [max_length], ``input_ids`` with -100 on tokens that are not supervised: masked, repeated and
+      padding. The column is missing if the documents have no masks and the plan neither repeats tokens nor pads.
+
+    Documents ``B a b E`` and ``B c d e f g E`` (B and E are BOS and EOS, P is padding), of which ``B a`` is masked, as
+    rows of 5 with one token of overlap, packed with ``best_fit``::
+
+        input_ids  B a b E P    labels  -100 -100    b    E -100    document_starts  0
+        input_ids  B c d e f    labels     B    c    d    e    f    document_starts  0
+        input_ids  f g E P P    labels  -100    g    E -100 -100    document_starts
+
+    Args:
+        folder: its name is the split's.
+        documents: what the plan was made for.
+        plan: rows.
+        pad_token_id: what padding is filled with.
+    """
+    import pyarrow
+
+    folder.mkdir()
+    with_labels = documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
+    features = _features(plan.max_length, with_labels)
+    schema = _schema(features)
+    rows_per_batch = max(1, _TOKENS_PER_BATCH // plan.max_length)
+    rows_per_file = max(1, _BYTES_PER_FILE // (4 * plan.max_length * (1 + with_labels)))
+    num_files = max(1, -(-plan.num_rows // rows_per_file))  # datasets does not load a folder without a file
+    names = [f"data-{index:05d}-of-{num_files:05d}.arrow" for index in range(num_files)]
+    filler = RowFiller(plan, SpoolReader(documents), pad_token_id, with_labels)
+    digest = xxh3_64(json.dumps(features).encode())
+    num_supervised = 0
+    pulse = Pulse()
+    for index, name in enumerate(names):
+        first, last = index * rows_per_file, min((index + 1) * rows_per_file, plan.num_rows)
+        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+            for begin in range(first, last, rows_per_batch):
+                batch = filler.fill(begin, min(begin + rows_per_batch, last))
+                writer.write_batch(_record_batch(batch, schema))
+                for column in (batch.input_ids, batch.labels, batch.document_starts, batch.offsets):
+                    if column is not None:
+                        digest.update(column.data)
+                num_supervised += batch.num_supervised
+                pulse(f"writing {folder.name}: {begin:,} of {plan.num_rows:,} rows")
+    _write_json(folder / "dataset_info.json", _dataset_info(features))
+    _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
+    return num_supervised
+
+
+def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
+    """Write the ``dataset_dict.json`` that makes one ``DatasetDict`` of the splits' folders."""
+    _write_json(folder / "dataset_dict.json", {"splits": list(splits)})
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return ``start, start + 1, ...``, as many as ``length`` says, for each range after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _record_batch(batch: RowBatch, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":
+    from pyarrow import FixedSizeListArray, ListArray, RecordBatch
+
+    rows = schema.field("input_ids").type
+    starts_type = schema.field("document_starts").type
+    starts = ListArray.from_arrays(_int32(batch.offsets), _int32(batch.document_starts), type=starts_type)
+    columns = [FixedSizeListArray.from_arrays(_int32(batch.input_ids), type=rows), starts]
+    if batch.labels is not None:
+        columns.append(FixedSizeListArray.from_arrays(_int32(batch.labels), type=rows))
+    return RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _int32(values: np.ndarray) -> "pyarrow.Array":
+    """Return the array without a copy; ``pyarrow.array`` would import pandas to look at it, for 0.3 s."""
+    from pyarrow import Array, int32, py_buffer
+
+    return Array.from_buffers(int32(), len(values), [None, py_buffer(np.ascontiguousarray(values))])
+
+
+def _features(max_length: int, with_labels: bool) -> dict[str, Any]:
+    """Return the columns as ``datasets`` writes its ``Features``."""
+    token = {"dtype": "int32", "_type": "Value"}
+    row = {"feature": token, "length": max_length, "_type": "List"}
+    features = {"input_ids": row, "document_starts": {"feature": token, "_type": "List"}}
+    return {**features, "labels": row} if with_labels else features
+
+
+def _schema(features: dict[str, Any]) -> "pyarrow.Schema":
+    import pyarrow
+
+    types = {name: pyarrow.list_(pyarrow.int32(), column.get("length", -1)) for name, column in features.items()}
+    return pyarrow.schema(types, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def _dataset_info(features: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "", "citation": "", "homepage": "", "license": "", "features": features}
+
+
+def _state(split: str, names: list[str], fingerprint: str) -> dict[str, Any]:
+    return {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": fingerprint,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

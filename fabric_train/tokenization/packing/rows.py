@@ -1,0 +1,226 @@
+"""Which piece of which document lies in which row, planned from the documents' lengths alone."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from fabric_train.tokenization.manifest import LAST_INCOMPLETE_ROW
+
+Packing = Literal["concat", "best_fit", "none"]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The pieces of documents that rows of ``max_length`` tokens are made of; 24 bytes a piece and 8 a row.
+
+    Row r holds the pieces ``row_offsets[r] : row_offsets[r + 1]``, one after another from its position 0 on. What they
+    leave free is padding.
+
+    Args:
+        max_length: tokens in a row.
+        row_offsets: int64 [rows + 1].
+        documents: int64 [pieces], the document that a piece is cut from.
+        starts: int64 [pieces], the piece's first token in its document.
+        lengths: int32 [pieces], tokens in the piece.
+        repeated: int32 [pieces], tokens at the piece's front that are in the row or window before it too.
+        tokens_in: tokens that were to be packed.
+        tokens_dropped: of them, those that are in no row, by reason.
+    """
+
+    max_length: int
+    row_offsets: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    repeated: np.ndarray
+    tokens_in: int
+    tokens_dropped: dict[str, int]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_offsets) - 1
+
+    @property
+    def tokens_in_rows(self) -> int:
+        """Tokens of documents in the rows, repeated ones included."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def tokens_repeated(self) -> int:
+        return int(self.repeated.sum(dtype=np.int64))
+
+    @property
+    def tokens_padding(self) -> int:
+        return self.num_rows * self.max_length - self.tokens_in_rows
+
+
+def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_length: int, overlap: int) -> RowPlan:
+    """Plan rows of ``max_length`` tokens.
+
+    ``concat`` joins the documents in their order and cuts at row ends; a last row that is not full is dropped.
+    ``best_fit`` fills rows with whole documents and ``none`` gives each a row of its own; both cut a document that is
+    longer than a row into windows first, and pad. A row or window that goes on with a document begins with the last
+    ``overlap`` tokens of the document again, as many as there are in the row before. Empty documents are skipped.
+
+    Documents a b c d, e f g h i j and k l m in rows of 5, ``overlap`` 1, where ``·`` is padding::
+
+        concat     a b c d e    e f g h i    i j k l m
+        best_fit   a b c d ·    e f g h i    i j k l m
+        none       a b c d ·    e f g h i    i j · · ·    k l m · ·
+
+    Rows of ``best_fit`` come in the order of their first documents, and so do the documents in a row.
+
+    Args:
+        lengths: int64 [documents], tokens in each.
+        order: int64 [any number], the documents to pack, in this order; one may come several times.
+        packing: see above.
+        max_length: tokens in a row.
+        overlap: tokens to repeat, less than ``max_length``.
+    """
+    order = order[lengths[order] > 0]
+    if packing == "concat":
+        return _plan_joined(lengths, order, max_length, overlap)
+    windows = _cut_windows(lengths, order, max_length, overlap)
+    return _fill_best(windows) if packing == "best_fit" else windows
+
+
+def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
+    """Return a row for each piece, int64 [pieces], numbered in the order of the rows' first pieces.
+
+    From the longest piece to the shortest, equal ones in their order, each goes where the least room is left that
+    suffices ("Fewer Truncations Improve Language Modeling", arXiv:2404.10830). How full the rows get does not depend on
+    the pieces' order. Pieces of one length and rows with equal room are dealt with at once, so that the number of steps
+    hangs on how many different lengths there are, and hardly on how many pieces.
+
+    Args:
+        lengths: integers [pieces] from 1 to ``max_length``.
+        max_length: tokens in a row.
+    """
+    by_length = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")  # radix sort
+    counts = np.bincount(lengths, minlength=max_length + 1)
+    rows = np.empty(len(lengths), dtype=np.int64)
+    with_room: list[list[np.ndarray]] = [[] for _ in range(max_length + 1)]  # room → rows, in groups
+    is_room = np.zeros(max_length + 1, dtype=bool)
+    num_rows = placed = 0
+
+    def keep(group: np.ndarray, room: int) -> None:
+        if len(group) and room:
+            with_room[room].append(group)
+            is_room[room] = True
+
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            room = length + int(is_room[length:].argmax())
+            if is_room[room]:
+                group = with_room[room].pop()
+                is_room[room] = bool(with_room[room])
+            else:
+                room = max_length
+                group = np.arange(num_rows, num_rows - (-left // (max_length // length)))
+                num_rows += len(group)
+            # the row that a piece went to has the least room that suffices for the next one, as long as it does
+            each = room // length
+            num_full = min(len(group), left // each)
+            rest = left % each if num_full < len(group) else 0
+            taken = num_full * each + rest
+            rows[by_length[placed : placed + taken]] = np.repeat(group[: num_full + (rest > 0)], each)[:taken]
+            keep(group[:num_full], room - each * length)
+            keep(group[num_full : num_full + 1] if rest else group[:0], room - rest * length)
+            keep(group[num_full + (rest > 0) :], room)
+            placed += taken
+            left -= taken
+    return _number_by_first(rows, num_rows)
+
+
+def _number_by_first(rows: np.ndarray, num_rows: int) -> np.ndarray:
+    first = np.empty(num_rows, dtype=np.int64)
+    first[rows[::-1]] = np.arange(len(rows))[::-1]  # of several, the last assignment stays
+    number = np.empty(num_rows, dtype=np.int64)
+    number[np.argsort(first)] = np.arange(num_rows)
+    return number[rows]
+
+
+def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
+    """Give each document, or each window of a longer one, a row; a window brings at least one new token."""
+    stride = max_length - overlap
+    num_windows = 1 + np.maximum(-((max_length - lengths[order]) // stride), 0)
+    documents = np.repeat(order, num_windows)
+    starts = np.arange(len(documents)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+    starts *= stride
+    return RowPlan(
+        max_length=max_length,
+        row_offsets=np.arange(len(documents) + 1),
+        documents=documents,
+        starts=starts,
+        lengths=np.minimum(lengths[documents] - starts, max_length).astype(np.int32),
+        repeated=np.where(starts > 0, np.int32(overlap), np.int32(0)),
+        tokens_in=int(lengths[order].sum()),
+        tokens_dropped={},
+    )
+
+
+def _fill_best(windows: RowPlan) -> RowPlan:
+    rows = best_fit_decreasing(windows.lengths, windows.max_length)
+    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+    by_row = np.argsort(rows, kind="stable")
+    return replace(
+        windows,
+        row_offsets=row_offsets,
+        documents=windows.documents[by_row],
+        starts=windows.starts[by_row],
+        lengths=windows.lengths[by_row],
+        repeated=windows.repeated[by_row],
+    )
+
+
+def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
+    document_begins = np.cumsum(lengths[order])
+    tokens_in = int(document_begins[-1]) if len(order) else 0
+    document_begins -= lengths[order]
+    row_begins, row_repeats = _cut_joined(document_begins, tokens_in, max_length, overlap)
+    # a piece begins where a document or a row does; a stable sort merges two sorted runs in no time
+    in_rows = document_begins[: np.searchsorted(document_begins, row_begins[-1])]
+    borders = np.sort(np.concatenate([in_rows, row_begins]), kind="stable")
+    borders = borders[np.diff(borders, prepend=-1) > 0]
+    piece_lengths = np.diff(borders).astype(np.int32)
+    row_offsets = np.searchsorted(borders, row_begins)
+    index = np.searchsorted(document_begins, borders[:-1], side="right") - 1
+    starts = borders[:-1] - document_begins[index]
+    repeated = np.zeros(len(starts), dtype=np.int32)
+    repeated[row_offsets[:-1]] = row_repeats
+    starts -= repeated
+    piece_lengths += repeated
+    return RowPlan(
+        max_length=max_length,
+        row_offsets=row_offsets,
+        documents=order[index],
+        starts=starts,
+        lengths=piece_lengths,
+        repeated=repeated,
+        tokens_in=tokens_in,
+        tokens_dropped={LAST_INCOMPLETE_ROW: tokens_in - int(row_begins[-1])},
+    )
+
+
+def _cut_joined(
+    document_begins: np.ndarray, num_tokens: int, max_length: int, overlap: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return where rows begin in the joined documents, int64 [rows + 1] with the last one's end, and what they repeat.
+
+    A position counts a token once. A row's repeated tokens, int64 [rows], come before the token that it begins with.
+    """
+    if not overlap:
+        begins = np.arange(0, num_tokens + 1, max_length)
+        return begins, np.zeros(len(begins) - 1, dtype=np.int64)
+    row_begins, row_repeats = [0], []
+    position = repeated = 0
+    while position + max_length - repeated <= num_tokens:
+        row_repeats.append(repeated)
+        position += max_length - repeated
+        row_begins.append(position)
+        document = document_begins.searchsorted(position, side="right") - 1
+        # a document from before the row that ends here has filled it, and overlap is less than a row
+        repeated = min(overlap, position - int(document_begins[document]))
+    return np.array(row_begins), np.array(row_repeats, dtype=np.int64)

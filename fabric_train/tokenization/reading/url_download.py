@@ -1,0 +1,63 @@
+"""Files that a URL names (https, s3, gs and what else fsspec knows) to local files, once."""
+
+import glob
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.redaction import redacted
+from fabric_train.tokenization.progress import Pulse
+from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
+
+PART = ".part"
+"""What the name of a file ends with that is not fetched to its end."""
+
+
+def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
+    """Fetch the file, or the readable files that a URL with a pattern names, into ``folder`` unless they lie there.
+
+    A file is local before it is read: so it is cut among processes, hashed, and not fetched again by a second start.
+
+    Raises:
+        InputError: the protocol's package is not installed, nothing readable is there, or it cannot be fetched.
+    """
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
+    try:
+        is_web = url.startswith("http")  # where a query begins with the pattern character
+        is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
+        paths = sorted(system.glob(path)) if is_pattern else [path]
+        readable = [path for path in paths if is_readable(_name(path))]
+        if not readable:
+            raise InputError(f"{option} {url}: nothing readable there; readable are {readable_suffixes()}")
+        return tuple(_fetch(system, path, folder) for path in readable)
+    except OSError as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"{option} {url}: cannot be fetched: {reason}") from None
+
+
+def _fetch(system: Any, path: str, folder: Path) -> Path:
+    details = system.info(path)
+    version = f"{path} {details.get('size')} {details.get('ETag') or details.get('mtime') or ''}"
+    target = folder / f"{hashlib.sha256(version.encode()).hexdigest()[:16]}-{_name(path).name}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}{PART}")
+    pulse = Pulse()
+    with system.open(path, "rb") as remote, part.open("wb") as local:
+        while piece := remote.read(1 << 22):
+            local.write(piece)
+            pulse(f"fetching {redacted(path)}: {local.tell() / 1e6:,.0f} MB")
+    part.rename(target)
+    return target
+
+
+def _name(path: str) -> Path:
+    """Return a remote path's file name, without what a query adds."""
+    return Path(Path(path.split("?")[0]).name)

@@ -1,0 +1,93 @@
+"""Meta's bare Llama-3 ``tokenizer.model`` (lines of base64 token and rank, tiktoken's format) as a fast tokenizer."""
+
+import base64
+import binascii
+import re
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.tokenizers.split_pattern import LLAMA3_PATTERN
+
+NUM_RANKS = 128_000
+NUM_SPECIAL_TOKENS = 256
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+
+# Names as in Meta's llama-models, llama3/tokenizer.py; the file itself carries neither them nor the split pattern.
+_NAMED_SPECIAL_TOKENS = (
+    BOS,
+    EOS,
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+SPECIAL_TOKENS = _NAMED_SPECIAL_TOKENS + tuple(
+    f"<|reserved_special_token_{3 + i}|>" for i in range(NUM_SPECIAL_TOKENS - len(_NAMED_SPECIAL_TOKENS))
+)
+
+
+def is_rank_file(path: Path) -> bool:
+    """Return whether the first line of ``path`` is base64, a blank and a number."""
+    with path.open("rb") as file:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(4096)) is not None
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return token → rank, from 0 to 127,999.
+
+    Raises:
+        InputError: a line that is not base64 and rank, or ranks that are not Llama-3's.
+    """
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise InputError(f"{path}, line {number}: not a base64 token and its rank; fetch the file again") from None
+    if sorted(ranks.values()) != list(range(NUM_RANKS)) or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise InputError(
+            f"{path} holds {len(ranks):,} ranks, but in this format only Llama-3's {NUM_RANKS:,} are known "
+            "(the split pattern and special tokens are not in the file); give a folder with tokenizer.json"
+        )
+    return ranks
+
+
+def load_llama3_ranks(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer with Llama-3's 256 special tokens after the ranks; like Meta's, it adds BOS by itself."""
+    from tokenizers import processors
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    class Converter(TikTokenConverter):  # its own reader needs tiktoken, which copies the file into a cache
+        @staticmethod
+        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+            return read_ranks(Path(tiktoken_url))
+
+    tokenizer = Converter(str(path), pattern=LLAMA3_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)).converted()
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A",
+                pair=f"{BOS}:0 $A:0 {BOS}:1 $B:1",
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+            ),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token="<|finetune_right_pad_id|>",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
+    )

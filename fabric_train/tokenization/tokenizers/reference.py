@@ -1,0 +1,53 @@
+"""The tokenizer itself, that an encoder's ids are compared with. Imports little: a process is started to load it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS, special_token_strings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tokenizers import Encoding
+
+_EXCERPT = 30  # characters before and after the place where ids differ
+
+
+class Reference:
+    """The tokenizer itself, by the ``tokenizers`` library, that an encoder's ids are compared with.
+
+    Texts are encoded one at a time: the library starts no threads for that, so that the process may still be forked.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+
+    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
+        self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
+
+    def hard_strings(self) -> list[str]:
+        """Return texts on which encoders fail, with this tokenizer's special tokens among them."""
+        own = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+        return [*HARD_STRINGS, *special_token_strings(own)]
+
+    def encode(self, texts: Iterable[str]) -> "list[Encoding]":
+        """Return the texts' encodings, without the tokens that the tokenizer would add around them."""
+        return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "Iterable[np.ndarray]") -> str | None:
+    """Return where the first of an encoder's ids is another than the tokenizer's, None if none is."""
+    for text, encoding, found in zip(texts, expected, ids, strict=True):
+        if found.tolist() != encoding.ids:
+            return f"ids differ from the tokenizer's at {_excerpt(text, found.tolist(), encoding)!r}"
+    return None
+
+
+def _excerpt(text: str, ids: list[int], expected: "Encoding") -> str:
+    """Return the text around the first id that differs."""
+    same = 0
+    while same < min(len(ids), len(expected.ids)) and ids[same] == expected.ids[same]:
+        same += 1
+    place = expected.offsets[same][0] if same < len(expected.offsets) else len(text)
+    return text[max(0, place - _EXCERPT) : place + _EXCERPT]

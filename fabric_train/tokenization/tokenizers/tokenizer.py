@@ -1,0 +1,236 @@
+"""The tokenizer of a corpus: a Hugging Face folder or hub name, a SentencePiece model, or Llama-3's bare ranks."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.files.git_lfs import refuse_pointer
+from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "config.json",
+)
+
+
+@dataclass(frozen=True)
+class CorpusTokenizer:
+    """What is needed of a tokenizer to end documents with it, and what it is saved from.
+
+    ``bos_token`` is None for tokenizers that have no BOS (Qwen's): documents then begin without one.
+    ``vocab_size`` is one more than the largest id. ``special_text_is_plain`` says whether the text of a special token
+    inside a document is encoded as text, as the sentencepiece library does, and not as that token. ``source`` is a
+    plain tokenizer folder, or transformers' tokenizer.
+    """
+
+    name: str
+    bos_token: str | None
+    eos_token: str
+    bos_token_id: int | None
+    eos_token_id: int
+    pad_token_id: int | None
+    vocab_size: int
+    special_text_is_plain: bool
+    chat_template: str | None
+    source: "Path | PreTrainedTokenizerFast"
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face tokenizer folder with ``tokenizer.json``."""
+        if isinstance(self.source, Path):
+            copy_plain_folder(self.source, folder)
+        else:
+            self.source.save_pretrained(folder)
+
+
+def find_tokenizer_json(name: str) -> Path | None:
+    """Return the ``tokenizer.json`` that ``load_tokenizer`` takes as it stands, None where it makes one.
+
+    Raises:
+        InputError: nothing of that name.
+    """
+    folder, model_file = _find(name)
+    file = folder / "tokenizer.json"
+    return file if model_file is None and file.is_file() else None
+
+
+def load_tokenizer(name: str) -> CorpusTokenizer:
+    """Load the tokenizer called ``name``: a folder, a ``tokenizer.json`` or ``tokenizer.model`` file, or a hub name.
+
+    A ``tokenizer.json`` is taken as it stands: the classes that transformers chooses for some model families rebuild it
+    and give other ids (``LlamaTokenizer`` does). transformers is imported only where the folder is not plain.
+
+    Raises:
+        InputError: nothing of that name, a damaged file, a tokenizer that has no fast form, or one without EOS.
+    """
+    folder, model_file = _find(name)
+    plain = read_plain_folder(folder) if model_file is None else None
+    return _from_plain_folder(name, plain) if plain else _from_transformers(name, folder, model_file)
+
+
+def _from_plain_folder(name: str, plain: TokenizerFolder) -> CorpusTokenizer:
+    if plain.eos is None:
+        raise _no_eos(name, has_bos=plain.bos is not None)
+    return CorpusTokenizer(
+        name=name,
+        bos_token=plain.bos.content if plain.bos else None,
+        eos_token=plain.eos.content,
+        bos_token_id=plain.bos.id if plain.bos else None,
+        eos_token_id=plain.eos.id,
+        pad_token_id=plain.pad.id if plain.pad else None,
+        vocab_size=plain.vocab_size,
+        special_text_is_plain=False,
+        chat_template=plain.chat_template,
+        source=plain.folder,
+    )
+
+
+def _from_transformers(name: str, folder: Path, model_file: Path | None) -> CorpusTokenizer:
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    special_text_is_plain = False
+    if model_file is None:
+        fast = _load_folder(folder)
+    else:
+        fast, special_text_is_plain = _load_model_file(model_file)
+    if fast.eos_token_id is None:
+        raise _no_eos(name, has_bos=fast.bos_token_id is not None)
+    templates = fast.chat_template
+    return CorpusTokenizer(
+        name=name,
+        bos_token=fast.bos_token,
+        eos_token=fast.eos_token,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        vocab_size=max(fast.get_vocab().values()) + 1,
+        special_text_is_plain=special_text_is_plain,
+        chat_template=templates.get("default") if isinstance(templates, dict) else templates,
+        source=fast,
+    )
+
+
+def _no_eos(name: str, *, has_bos: bool) -> InputError:
+    lacking = "EOS token" if has_bos else "EOS token and no BOS token"
+    return InputError(
+        f"--tokenizer_name {name}: it has no {lacking}, so documents could not be told apart; "
+        "set eos_token (and bos_token) in its tokenizer_config.json"
+    )
+
+
+def _find(name: str) -> tuple[Path, Path | None]:
+    """Return the tokenizer's folder and, unless the folder is to be loaded as it is, its ``tokenizer.model``."""
+    path = Path(name).expanduser()
+    if is_hub_name(name):
+        path = _from_hub(name)
+    if path.is_file():
+        refuse_pointer(path)
+        if path.name == "tokenizer.json":
+            return path.parent, None
+        if path.suffix == ".json":
+            raise InputError(f"--tokenizer_name {path}: give the folder with tokenizer.json, or a tokenizer.model file")
+        return path.parent, path
+    if not path.is_dir():
+        raise InputError(f"--tokenizer_name {name}: no such file or folder; give a path that is there, or a hub name")
+    if (path / "tokenizer.json").is_file() or (path / "merges.txt").is_file():
+        return path, None
+    if (path / "tokenizer.model").is_file():
+        refuse_pointer(path / "tokenizer.model")
+        return path, path / "tokenizer.model"
+    raise InputError(f"--tokenizer_name {name}: there is no tokenizer.json and no tokenizer.model in it")
+
+
+def _from_hub(name: str) -> Path:
+    """Download the tokenizer's files alone, never weights, and return their folder."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_TOKENIZER_FILES)))
+    except (OSError, ValueError) as error:
+        raise hub_fault("--tokenizer_name", name, error) from None
+
+
+def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = folder / "tokenizer.json"
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        _read_json(folder / name)  # transformers would say something else
+    try:
+        if file.is_file():
+            refuse_pointer(file)
+            fast = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        if file.is_file():
+            load_fast(file, special_text_is_plain=False)  # says so if the file itself is damaged
+        reason = first_line(error).rstrip(".")
+        raise InputError(
+            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; fetch it again, or give another"
+        ) from None
+    if not getattr(fast, "is_fast", False):
+        raise InputError(f"--tokenizer_name {folder}: it has no fast form; give a folder with tokenizer.json")
+    return fast
+
+
+def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
+    """Return the tokenizer of a ``tokenizer.model`` and whether it reads the text of special tokens as plain text."""
+    from fabric_train.tokenization.tokenizers.llama3_ranks import is_rank_file, load_llama3_ranks
+
+    chat_template = _chat_template(file.parent)
+    if is_rank_file(file):
+        return load_llama3_ranks(file, chat_template), False
+    from fabric_train.tokenization.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
+
+    fast = load_sentencepiece_bpe(file, chat_template)
+    extra = _added_tokens(file.parent, fast.vocab_size)
+    if extra:
+        raise InputError(
+            f"--tokenizer_name {file.parent}: its configuration adds {', '.join(extra)} to tokenizer.model; "
+            "give a folder with tokenizer.json, which holds both"
+        )
+    return fast, True
+
+
+def _chat_template(folder: Path) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
+    """Return the tokens that the folder's configuration adds after the ``num_pieces`` of its tokenizer.model."""
+    added = _read_json(folder / "added_tokens.json")
+    listed = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    added |= {token["content"]: int(index) for index, token in listed.items()}
+    return sorted(token for token, index in added.items() if index >= num_pieces)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} is not a JSON object; fetch the file again")
+    return content

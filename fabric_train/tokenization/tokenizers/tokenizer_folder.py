@@ -1,0 +1,125 @@
+"""A Hugging Face tokenizer folder, read and copied without transformers, whose import alone takes a second.
+
+Only a folder in which transformers would take ``tokenizer.json`` as it stands is read so. Where the other files add
+tokens to it, give tokens other properties, or name options that are not known here, it is transformers' to read.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
+
+CONFIG = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
+_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE)
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+# options that leave the ids of a text alone, when tokenizer.json is there
+_HARMLESS_OPTIONS = frozenset(
+    {
+        *("add_bos_token", "add_eos_token", "backend", "chat_template", "clean_up_tokenization_spaces", "errors"),
+        *("is_local", "legacy", "local_files_only", "max_length", "model_input_names", "model_max_length"),
+        *("name_or_path", "pad_to_multiple_of", "pad_token_type_id", "padding_side", "processor_class"),
+        *("sp_model_kwargs", "stride", "tokenizer_class", "truncation_side", "truncation_strategy", "use_fast"),
+        *("use_default_system_prompt", "added_tokens_decoder", *_NAMED_TOKENS, *_EXTRA_TOKENS),
+    }
+)
+# these classes take tokenizer.json as it stands; those of some models build a tokenizer of their own from it
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """What a plain folder says; ``vocab_size`` is one more than the largest id."""
+
+    folder: Path
+    bos: AddedToken | None
+    eos: AddedToken | None
+    pad: AddedToken | None
+    vocab_size: int
+    chat_template: str | None
+
+
+def read_plain_folder(folder: Path) -> TokenizerFolder | None:
+    """Read the folder; None where it is not of the plain kind, or damaged.
+
+    Its ``tokenizer.json`` is kept in memory until it, or a copy of it, is read again.
+    """
+    try:
+        config = _read_object(folder / CONFIG)
+        given = (
+            config if "added_tokens_decoder" in config else config | _read_object(folder / "special_tokens_map.json")
+        )
+        content = read_tokenizer_json(folder / "tokenizer.json", keep=True)
+        added = {token.content: token for token in content.added_tokens}
+        if not (_is_plain(config, folder) and _agree(config, folder, added)):
+            return None
+        named = {name: added[_text(given[name])] for name in _NAMED_TOKENS if given.get(name) is not None}
+        if any(added[_text(token)].normalized for name in _EXTRA_TOKENS for token in given.get(name) or ()):
+            return None  # transformers looks for these before the normalizer
+        ids = (*content.model["vocab"].values(), *(token.id for token in content.added_tokens))
+        vocab_size = max(ids) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return TokenizerFolder(
+        folder=folder,
+        bos=named.get("bos_token"),
+        eos=named.get("eos_token"),
+        pad=named.get("pad_token"),
+        vocab_size=vocab_size,
+        chat_template=_chat_template(config, folder),
+    )
+
+
+def copy_plain_folder(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files of a plain folder, for classes of transformers that leave its ids as they are."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _OTHER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    config = _read_object(source / CONFIG)
+    if config.get("tokenizer_class") in _PLAIN_CLASSES:
+        shutil.copyfile(source / CONFIG, target / CONFIG)
+    else:
+        config["tokenizer_class"] = _PLAIN_CLASSES[0]
+        (target / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _is_plain(config: dict[str, Any], folder: Path) -> bool:
+    """Return whether the configuration is there and names nothing but one chat template and harmless options."""
+    template = config.get("chat_template")
+    written_out = [config[name] for name in _NAMED_TOKENS if isinstance(config.get(name), dict)]
+    return (
+        bool(config)
+        and config.keys() <= _HARMLESS_OPTIONS
+        and all(token.get("__type") == "AddedToken" for token in written_out)
+        and (template is None or isinstance(template, str))
+        and not (folder / "additional_chat_templates").exists()
+    )
+
+
+def _agree(config: dict[str, Any], folder: Path, added: dict[str, AddedToken]) -> bool:
+    """Return whether the tokens that the other files list are those of tokenizer.json, with the same properties."""
+    listed = [AddedToken(id=int(index), **token) for index, token in config.get("added_tokens_decoder", {}).items()]
+    ids = _read_object(folder / "added_tokens.json")
+    return all(added.get(token.content) == token for token in listed) and all(
+        added[content].id == index for content, index in ids.items()
+    )
+
+
+def _text(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _chat_template(config: dict[str, Any], folder: Path) -> str | None:
+    file = folder / _CHAT_TEMPLATE
+    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")

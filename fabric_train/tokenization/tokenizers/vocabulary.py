@@ -1,0 +1,113 @@
+"""What a tokenizer's ids mean to a reader: their texts, and which of them are special."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_PARTIAL = "\ufffd"  # what decoders put for bytes that are no whole character
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a token dataset; ``size`` is its largest id plus one, ``special`` its special tokens by id.
+
+    An id is None where the tokenizer has no such token.
+    """
+
+    tokenizer: "Tokenizer"
+    size: int
+    special: dict[int, str]
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    unk_token_id: int | None
+
+    def spans(self, ids: list[int]) -> Iterator[tuple[int, str]]:
+        """Yield how many of the next ids make up a text, and that text: several where they share a character."""
+        texts = self._texts(ids)
+        position = 0
+        while position < len(ids):
+            count, text = 1, texts[ids[position]]
+            if _PARTIAL in text:
+                count, text = self._join(ids[position : position + _LONGEST_CHARACTER], text)
+            yield count, text
+            position += count
+
+    def _join(self, ids: list[int], text: str) -> tuple[int, str]:
+        """Take the fewest ids that are whole characters together; the first alone where none are."""
+        for count in range(2, len(ids) + 1):
+            if ids[count - 1] in self.special:
+                break
+            joined = self._decode([ids[:count]])[0]
+            if _PARTIAL not in joined:
+                return count, joined
+        return 1, text
+
+    def _texts(self, ids: Iterable[int]) -> dict[int, str]:
+        unique = sorted(set(ids))
+        known = [token for token in unique if 0 <= token < self.size]
+        texts = dict(zip(known, self._decode([[token] for token in known]), strict=True))
+        texts |= {token: self.special[token] for token in known if token in self.special}
+        return {token: texts.get(token) or f"⟨{token}⟩" for token in unique}
+
+    def _decode(self, sequences: list[list[int]]) -> list[str]:
+        """Decode each behind a letter, since some decoders take the blank off the first token of a text."""
+        letter, text = self._letter
+        decoded = self.tokenizer.decode_batch([[*letter, *ids] for ids in sequences], skip_special_tokens=False)
+        return [part.removeprefix(text) for part in decoded]
+
+    @cached_property
+    def _letter(self) -> tuple[list[int], str]:
+        ids = self.tokenizer.encode("a", add_special_tokens=False).ids
+        return ids, self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def load_vocabulary(folder: Path) -> Vocabulary | None:
+    """Return the vocabulary of a Hugging Face tokenizer's folder, None where it has no ``tokenizer.json``.
+
+    Raises:
+        InputError: a file of it is damaged.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = load_fast(file, special_text_is_plain=False)
+    names = _names(folder / "special_tokens_map.json") | _names(folder / "tokenizer_config.json")
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token: entry.content for token, entry in added.items() if entry.special}
+    by_role = {role: tokenizer.token_to_id(names[role]) if role in names else None for role in _ROLES}
+    special |= {token: names[role] for role, token in by_role.items() if token is not None}
+    return Vocabulary(
+        tokenizer=tokenizer,
+        size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        special=special,
+        bos_token_id=by_role["bos_token"],
+        eos_token_id=by_role["eos_token"],
+        pad_token_id=by_role["pad_token"],
+        unk_token_id=by_role["unk_token"],
+    )
+
+
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _names(file: Path) -> dict[str, str]:
+    """Return the special tokens by role as a configuration names them: a text, or an object with ``content``."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        tokens = {role: content[role] for role in _ROLES if content.get(role)}
+        return {role: token if isinstance(token, str) else str(token["content"]) for role, token in tokens.items()}
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise InputError(f"{file} is not a tokenizer's configuration; tokenize again") from None
