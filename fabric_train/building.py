@@ -20,7 +20,7 @@ from fabric_train.distributed.step_sync import Border, agree
 from fabric_train.from_scratch import open_new
 from fabric_train.loading import Unread, open_checkpoint, open_pretrained
 from fabric_train.loop import Run
-from fabric_train.optimizer import build_optimizer, decayed_names
+from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.preparation import PACKAGES, Prepared, window_order
 from fabric_train.profiling import ProfiledWindows
 from fabric_train.step_guard import StepGuard

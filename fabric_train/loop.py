@@ -21,7 +21,7 @@ from fabric_train.distributed.step_sync import Border, agree, ask
 from fabric_train.flops import ModelFlops
 from fabric_train.garbage import collect
 from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, sum_over_ranks, summed_loss
-from fabric_train.optimizer import learning_rate, set_learning_rate
+from fabric_train.optim.optimizer import learning_rate, set_learning_rate
 from fabric_train.step_guard import StepGuard, Verdict
 from fabric_train.telemetry import Metrics, Stopwatch, Work, peak_memory_gb
 from fabric_train.validation import Evaluation

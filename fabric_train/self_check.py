@@ -19,7 +19,7 @@ from fabric_train.distributed.data_ranks import data_ranks
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, gather_over_ranks
-from fabric_train.optimizer import original_name
+from fabric_train.optim.optimizer import original_name
 from fabric_train.token_dataset import Rows
 from fabric_train.windows import Window, positions
 

@@ -9,9 +9,9 @@ from torch import nn
 from unequal_rows import argv, metrics, write_model, write_rows
 
 from arguments import TrainingArguments
-from fabric_train.eight_bits import BLOCK, EightBits
-from fabric_train.low_precision_adamw import LowPrecisionAdamW
-from fabric_train.optimizer import build_optimizer
+from fabric_train.optim.blockwise_8bit import BLOCK, EightBits
+from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.optim.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 

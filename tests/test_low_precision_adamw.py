@@ -11,9 +11,9 @@ from torch import nn
 from unequal_rows import argv, metrics, write_model, write_rows
 
 from arguments import TrainingArguments
-from fabric_train.low_precision_adamw import LowPrecisionAdamW
-from fabric_train.optimizer import build_optimizer
-from fabric_train.stochastic_rounding import Place, random_bits, round_by_chance, salt
+from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.optim.optimizer import build_optimizer
+from fabric_train.optim.stochastic_rounding import Place, random_bits, round_by_chance, salt
 
 BF16 = torch.bfloat16
 

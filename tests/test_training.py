@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainingArguments
-from fabric_train.optimizer import learning_rate
+from fabric_train.optim.optimizer import learning_rate
 from fabric_train.token_dataset import open_dataset
 from fabric_train.windows import WindowOrder
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fabric_train.distributed.shards import FlatCut, flat_cuts
 from fabric_train.distributed.strategy import named_parameters
-from fabric_train.low_precision_adamw import MOMENTS, local_moments, moments_dtype
-from fabric_train.optimizer import original_name
+from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype
+from fabric_train.optim.optimizer import original_name
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fabric_train.distributed.shards import FlatCut
-from fabric_train.low_precision_adamw import LowPrecisionAdamW
-from fabric_train.stochastic_rounding import place_of
+from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.optim.stochastic_rounding import place_of
 
 if TYPE_CHECKING:
     from arguments import TrainingArguments

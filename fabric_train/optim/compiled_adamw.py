@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fabric_train.stochastic_rounding import random_bits, round_by_chance
+from fabric_train.optim.stochastic_rounding import random_bits, round_by_chance
 
 
 def factors(step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> list[float]:

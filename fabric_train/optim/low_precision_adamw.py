@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from fabric_train.compiled_adamw import compiled_step, factors
 from fabric_train.distributed.host_memory import onto
-from fabric_train.eight_bits import BLOCK, EightBits
-from fabric_train.stochastic_rounding import Place, random_bits, round_by_chance, salt
+from fabric_train.optim.blockwise_8bit import BLOCK, EightBits
+from fabric_train.optim.compiled_adamw import compiled_step, factors
+from fabric_train.optim.stochastic_rounding import Place, random_bits, round_by_chance, salt
 
 # elements computed at a time: what they take in fp32 fits a core's cache, or is little of a GPU's memory
 _PIECE = {"cpu": 2**16, "cuda": 2**24}
