@@ -17,8 +17,8 @@ from benchmarks.measure import ROOT, Command, Measurement, Spread, interleave, r
 from benchmarks.packages import install_packages
 from benchmarks.report import Report
 from demo import real_data
-from fabric_train.token_dataset import open_dataset
-from fabric_train.windows import WindowOrder
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.token_dataset import open_dataset
 
 REPETITIONS = 2
 STEPS = 6

@@ -44,6 +44,8 @@ from fabric_train.building import (  # noqa: E402
 from fabric_train.cli.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
+from fabric_train.data.streaming import Stream  # noqa: E402
+from fabric_train.data.token_dataset import TokenDataset  # noqa: E402
 from fabric_train.distributed import strategy as parallel  # noqa: E402
 from fabric_train.distributed.devices import resolve_accelerator, unused_gpus  # noqa: E402
 from fabric_train.distributed.heartbeat import Phase, Progress  # noqa: E402
@@ -56,8 +58,6 @@ from fabric_train.garbage import collected_by_hand  # noqa: E402
 from fabric_train.loop import train  # noqa: E402
 from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
-from fabric_train.stream import Stream  # noqa: E402
-from fabric_train.token_dataset import TokenDataset  # noqa: E402
 from fabric_train.trackers import tell_wandb_the_rest  # noqa: E402
 from fabric_train.validation import Evaluation  # noqa: E402
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.batches import isolate
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import isolate
 from fabric_train.distributed.compile import refuse_without_compiler
 from fabric_train.loss import next_token_logits
 

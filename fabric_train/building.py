@@ -10,6 +10,9 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.parser import flatten
+from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
+from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.compile import MOST_SHAPES
 from fabric_train.distributed.data_ranks import data_ranks
@@ -24,13 +27,10 @@ from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.preparation import PACKAGES, Prepared, window_order
 from fabric_train.profiling import ProfiledWindows
 from fabric_train.step_guard import StepGuard
-from fabric_train.stream import LaneOrder, Stream, StreamBatches
 from fabric_train.telemetry import ProgressLine
-from fabric_train.token_dataset import TokenDataset
 from fabric_train.trackers import Outputs, open_loggers
 from fabric_train.untrained_tokens import note_on_end_of_turn
 from fabric_train.validation import Evaluation, evaluate
-from fabric_train.windows import TrainBatches, WindowSource, validation_batches
 
 Validate = Callable[[], Evaluation | None]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from fabric_train.sent_as_arrays import SentAsArrays
+from fabric_train.data.pickle_arrays import SentAsArrays
 
 
 @dataclass(frozen=True)

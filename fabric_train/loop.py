@@ -13,6 +13,7 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.cli.errors import RunError
+from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.data_ranks import data_ranks
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.heartbeat import Phase, Progress
@@ -25,7 +26,6 @@ from fabric_train.optim.optimizer import learning_rate, set_learning_rate
 from fabric_train.step_guard import StepGuard, Verdict
 from fabric_train.telemetry import Metrics, Stopwatch, Work, peak_memory_gb
 from fabric_train.validation import Evaluation
-from fabric_train.windows import Window, WindowSource
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

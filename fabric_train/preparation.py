@@ -10,6 +10,9 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train.attention import refuse_unusable
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import num_restarts
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.streaming import Stream, open_stream
+from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.distributed import devices
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.compile import refuse_without_compiler
@@ -20,9 +23,6 @@ from fabric_train.from_scratch import new_shape
 from fabric_train.model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.plan import Plan, make_plan
 from fabric_train.resumption import check_resumption
-from fabric_train.stream import Stream, open_stream
-from fabric_train.token_dataset import TokenDataset, open_dataset
-from fabric_train.windows import WindowOrder
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

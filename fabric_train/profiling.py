@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fabric_train.windows import Window, WindowSource
+from fabric_train.data.step_sampler import Window, WindowSource
 
 _RECORDED_EVENTS = 200_000  # of the GPU's allocator, the newest
 

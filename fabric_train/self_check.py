@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.batches import Batch, pad_rows
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch, pad_rows
+from fabric_train.data.step_sampler import Window, positions
+from fabric_train.data.token_dataset import Rows
 from fabric_train.distributed.data_ranks import data_ranks
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, gather_over_ranks
 from fabric_train.optim.optimizer import original_name
-from fabric_train.token_dataset import Rows
-from fabric_train.windows import Window, positions
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
 """Relative. In fp32 the order of additions decides the sixth digit. In 16 bits, kernels for other shapes round

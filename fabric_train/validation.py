@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning import Fabric
 
-from fabric_train.batches import Batch
+from fabric_train.data.batch import Batch
 from fabric_train.loss import count_supervised, sum_over_ranks, summed_loss
 
 

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.modeling_outputs import CausalLMOutput
 
 from arguments import TrainArguments, parse
-from fabric_train.batches import Batch
+from fabric_train.data.batch import Batch
+from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL
-from fabric_train.windows import Window
 
 VOCABULARY = 5
 _NOT = IGNORED_LABEL

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainingArguments
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.loss import IGNORED_LABEL
 from fabric_train.optim.optimizer import learning_rate
-from fabric_train.token_dataset import open_dataset
 
 LR, GRAD_CLIP = 1e-3, 0.4
 

@@ -14,11 +14,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.batches import Batch, isolate
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch, isolate
+from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches
+from fabric_train.data.token_dataset import Rows, open_dataset
 from fabric_train.loss import IGNORED_LABEL, count_supervised, find_targets
-from fabric_train.token_dataset import Rows, open_dataset
-from fabric_train.windows import TrainBatches, Window, WindowOrder, validation_batches
 
 Labels = list[list[int]] | None
 

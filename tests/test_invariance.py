@@ -9,8 +9,8 @@ from plain_training import GRAD_CLIP, LR, plain_pytorch
 from two_nodes import on_nodes
 from unequal_rows import argv, metrics, write_model, write_rows
 
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.loss import IGNORED_LABEL
-from fabric_train.token_dataset import open_dataset
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,11 @@ from bigram import VOCABULARY, Bigram
 from forked_runs import ForkedRuns
 from lightning import Fabric
 
-from fabric_train.batches import Batch
+from fabric_train.data.batch import Batch
+from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, count_supervised, summed_loss
-from fabric_train.windows import Window
 
 
 @pytest.fixture

@@ -202,8 +202,8 @@ def test_wandb_is_told_what_a_kill_at_the_end_kept_from_it(killing: Killing) -> 
 
 OTHER_ORDER = """
 import numpy
-import fabric_train.windows
-fabric_train.windows._permutation = lambda num_rows, seed, epoch: numpy.arange(num_rows)
+import fabric_train.data.step_sampler
+fabric_train.data.step_sampler._permutation = lambda num_rows, seed, epoch: numpy.arange(num_rows)
 """
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from transformers.modeling_outputs import CausalLMOutput
 from unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
-from fabric_train.batches import Batch
+from fabric_train.data.batch import Batch
+from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.step_guard import SpikeRule, StepGuard
-from fabric_train.windows import Window, WindowOrder
 
 pytestmark = pytest.mark.slow
 

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from test_training import SETTINGS, timeless
 
 from arguments import TrainArguments, parse
-from fabric_train.batches import Batch
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch
 from fabric_train.data.lanes import Cursor, Lanes, LaneStand, deal
+from fabric_train.data.row_hash import hash_of
+from fabric_train.data.step_sampler import Window
+from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
+from fabric_train.data.token_dataset import Rows
 from fabric_train.preparation import prepare
-from fabric_train.rows_hash import hash_of
-from fabric_train.stream import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
-from fabric_train.token_dataset import Rows
 from fabric_train.tokenization.reading.sources import StreamSource
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
-from fabric_train.windows import Window
 
 
 def letters(text: str) -> np.ndarray:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.token_dataset import open_dataset
+from fabric_train.data.token_dataset import open_dataset
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(30)]
 ANSWERS = [f"It is {2 * number}." + " Really." * (number % 5) for number in range(30)]

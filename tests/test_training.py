@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainingArguments
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.optimizer import learning_rate
-from fabric_train.token_dataset import open_dataset
-from fabric_train.windows import WindowOrder
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arguments import TrainArguments, parse
-from fabric_train.batches import Batch
+from fabric_train.data.batch import Batch
+from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.loop import accumulate
 from fabric_train.model import load_model, read_shape
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.windows import Window
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 

@@ -19,15 +19,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from arguments import TrainArguments, parse
-from fabric_train.batches import Batch
 from fabric_train.checkpoint import Checkpoints, DataOrder, Description, TrainerState
+from fabric_train.data.batch import Batch
+from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.step_sync import Border, agree
 from fabric_train.loop import accumulate
 from fabric_train.model import load_model, read_shape
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.windows import Window
 
 NUM_SAVES = 4  # the first, which allocates, is told apart
 WARM_UP_STEPS = 1

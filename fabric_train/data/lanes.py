@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.rows_hash import hash_of
+from fabric_train.data.row_hash import hash_of
 
 
 class Cursor(NamedTuple):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from fabric_train.data.pickle_arrays import SentAsArrays
 from fabric_train.documents import Documents
 from fabric_train.loss import IGNORED_LABEL, Targets, find_targets
-from fabric_train.sent_as_arrays import SentAsArrays
 
 
 @dataclass(frozen=True)

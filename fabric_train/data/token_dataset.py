@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fabric_train.batches import Batch, pad_rows
 from fabric_train.cli.errors import InputError, absent_folder, first_line
+from fabric_train.data.batch import Batch, pad_rows
 from fabric_train.files.safe_paths import refuse_foreign_links
 from fabric_train.loss import IGNORED_LABEL
 from fabric_train.tokenization.manifest import Manifest, read_manifest

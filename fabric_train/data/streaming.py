@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fabric_train.batches import Batch, make_batch
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import Cursor, LaneRow, Lanes, LaneStand
+from fabric_train.data.step_sampler import Window, positions
+from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.signals import leave_signals_to_rank
-from fabric_train.token_dataset import Rows, TokenDataset
 from fabric_train.tokenization.chats.chat_format import recognise
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.files import missing_column, text_of
@@ -30,7 +31,6 @@ from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.windows import Window, positions
 
 _PART_BYTES = 64 << 20
 _HASHED_BYTES = 1 << 20  # at each end of a file

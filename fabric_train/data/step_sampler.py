@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import DataLoader
 
-from fabric_train.batches import Batch
+from fabric_train.data.batch import Batch
+from fabric_train.data.row_hash import hash_of
+from fabric_train.data.token_dataset import Rows
 from fabric_train.distributed.signals import leave_signals_to_rank
-from fabric_train.rows_hash import hash_of
-from fabric_train.token_dataset import Rows
 
 
 @dataclass(frozen=True)
