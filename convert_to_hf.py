@@ -14,7 +14,7 @@ from fabric_train.export.convert import convert
 from fabric_train.export.hub import PushError, push, refuse_push
 from fabric_train.export.verification import Report, VerificationError
 from fabric_train.files.atomic_folder import refuse_if_taken
-from fabric_train.model import quiet_transformers
+from fabric_train.model.hf_model import quiet_transformers
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from arguments import DownloadArguments, parse
 from fabric_train.cli.errors import run_program
 from fabric_train.download import Wanted, download
-from fabric_train.model import quiet_transformers
+from fabric_train.model.hf_model import quiet_transformers
 
 
 def main() -> None:

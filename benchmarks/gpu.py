@@ -18,7 +18,7 @@ from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.plan import write_rows
 from benchmarks.report import Report
 from fabric_train.cli.errors import InputError
-from fabric_train.from_scratch import new_shape
+from fabric_train.model.init_weights import new_shape
 
 REPETITIONS = 2
 STEPS, WARM_UP_STEPS = 10, 4
@@ -42,7 +42,7 @@ LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimize
 
 @dataclass(frozen=True)
 class GpuRun:
-    """Of every step; ``mfu`` by the formula in ``fabric_train/flops.py``, None of the peer, which does not tell it."""
+    """Of every step; ``mfu`` by the formula of ``fabric_train/model/flops.py``, None for the peer, which has none."""
 
     tokens_per_second: list[float]
     mfu: list[float] | None

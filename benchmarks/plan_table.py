@@ -12,7 +12,7 @@ from arguments import TrainArguments, parse
 from fabric_train.budget.fitting import faults_of
 from fabric_train.budget.forecast import Forecast, Wanted
 from fabric_train.files.sizes import parse_size, show_size
-from fabric_train.model import ModelShape, read_shape
+from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.plan import Plan
 
 LENGTH, ROWS = 8192, 128

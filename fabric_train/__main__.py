@@ -28,7 +28,6 @@ from rich.console import Console  # noqa: E402
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
 from fabric_train import summary  # noqa: E402
-from fabric_train.attention import refuse_leaking  # noqa: E402
 from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
 from fabric_train.budget.forecast import Wanted  # noqa: E402
 from fabric_train.budget.report import report  # noqa: E402
@@ -56,6 +55,7 @@ from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.files.sizes import parse_size  # noqa: E402
 from fabric_train.garbage import collected_by_hand  # noqa: E402
 from fabric_train.loop import train  # noqa: E402
+from fabric_train.model.attention import refuse_leaking  # noqa: E402
 from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
 from fabric_train.self_check import check_cuts  # noqa: E402
 from fabric_train.trackers import tell_wandb_the_rest  # noqa: E402

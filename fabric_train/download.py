@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import give_name, refuse_if_taken
-from fabric_train.weights import refuse_unreadable_weights, shard_names
+from fabric_train.model.weight_files import refuse_unreadable_weights, shard_names
 
 _TEXTS = re.compile(r"[^/]+\.(json|jinja|txt|md|model|tiktoken)|LICENSE[^/]*|NOTICE[^/]*|USE_POLICY[^/]*", re.ASCII)
 _INDEX = re.compile(r".*\.index(\.[^/]*)?\.json")

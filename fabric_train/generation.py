@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 
 from fabric_train.checkpoint import find_whole_checkpoint
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.model import build_model, load_model, quiet_transformers, read_shape
-from fabric_train.weights import open_weights
+from fabric_train.model.hf_model import build_model, load_model, quiet_transformers, read_shape
+from fabric_train.model.weight_files import open_weights
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from lightning import Fabric
 from fabric_train.data.pickle_arrays import SentAsArrays
 from fabric_train.distributed.data_ranks import data_ranks
 from fabric_train.distributed.host_memory import onto
-from fabric_train.documents import Documents, forward
-from fabric_train.head_loss import returns_loss
+from fabric_train.model.lm_head_loss import returns_loss
+from fabric_train.model.packed_forward import Documents, forward
 
 IGNORED_LABEL = -100
 

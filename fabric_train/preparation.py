@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.attention import refuse_unusable
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import num_restarts
 from fabric_train.data.step_sampler import WindowOrder
@@ -19,8 +18,9 @@ from fabric_train.distributed.compile import refuse_without_compiler
 from fabric_train.distributed.float8 import refuse_unusable_float8
 from fabric_train.distributed.tensor_parallel import refuse_uncuttable
 from fabric_train.files.atomic_folder import refuse_dead_link, refuse_inside
-from fabric_train.from_scratch import new_shape
-from fabric_train.model import ModelShape, read_shape, refuse_unreadable
+from fabric_train.model.attention import refuse_unusable
+from fabric_train.model.hf_model import ModelShape, read_shape, refuse_unreadable
+from fabric_train.model.init_weights import new_shape
 from fabric_train.plan import Plan, make_plan
 from fabric_train.resumption import check_resumption
 

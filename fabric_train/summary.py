@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.checkpoint import TrainerState
-from fabric_train.flops import ModelFlops
-from fabric_train.model import ModelShape
+from fabric_train.model.flops import ModelFlops
+from fabric_train.model.hf_model import ModelShape
 from fabric_train.plan import Plan
 from fabric_train.validation import perplexity
 

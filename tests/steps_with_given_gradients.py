@@ -17,8 +17,8 @@ from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.shards import flat_cuts, read_own_part
-from fabric_train.loading import open_checkpoint, open_pretrained
-from fabric_train.model import read_shape
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.load_weights import open_checkpoint, open_pretrained
 from fabric_train.optim.optimizer import build_optimizer, decayed_names, original_name, set_learning_rate
 
 

@@ -21,7 +21,7 @@ from fabric_train.budget.layout import Layout, Units
 from fabric_train.budget.traffic import collectives_of_step
 from fabric_train.cli.errors import InputError
 from fabric_train.files.sizes import parse_size
-from fabric_train.model import ModelShape, read_shape
+from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.plan import Plan
 
 UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)

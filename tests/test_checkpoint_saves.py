@@ -18,7 +18,7 @@ from two_nodes import on_nodes
 
 from fabric_train.checkpoint import newest_checkpoint
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
-from fabric_train.weights import CheckpointTensors, open_weights
+from fabric_train.model.weight_files import CheckpointTensors, open_weights
 
 pytestmark = pytest.mark.slow
 

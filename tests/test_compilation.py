@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from fabric_train.distributed.compile import compile_layers
 from fabric_train.loss import summed_loss
-from fabric_train.model import load_model, read_shape
+from fabric_train.model.hf_model import load_model, read_shape
 
 
 @pytest.fixture

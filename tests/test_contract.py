@@ -15,7 +15,7 @@ from checkpoint_examples import trained_weights, write_full
 from fabric_train.cli.errors import InputError
 from fabric_train.contract import Verdict, compare_with_contract
 from fabric_train.data.token_dataset import Rows, TokenDataset, open_dataset
-from fabric_train.model import ModelShape, read_shape
+from fabric_train.model.hf_model import ModelShape, read_shape
 
 Change = Callable[[dict[str, Any]], None]
 SILENT = Verdict((), ())

@@ -10,8 +10,8 @@ from plain_training import GRAD_CLIP, LR, plain_pytorch
 from transformers import AutoConfig, AutoModelForCausalLM
 from unequal_rows import ROWS_PER_WINDOW, VOCABULARY, argv, metrics, write_rows
 
-from fabric_train.loading import Materialization, open_pretrained, read_weights
-from fabric_train.model import load_model, read_shape
+from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.load_weights import Materialization, open_pretrained, read_weights
 
 STEPS = 3
 SIZES: dict[str, Any] = {

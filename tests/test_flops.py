@@ -16,7 +16,7 @@ from transformers import (
 )
 from unequal_rows import LENGTH, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
-from fabric_train.flops import Attention, ModelFlops, model_flops, peak_flops
+from fabric_train.model.flops import Attention, ModelFlops, model_flops, peak_flops
 
 
 def flops_of(config: PretrainedConfig) -> ModelFlops:

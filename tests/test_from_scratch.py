@@ -12,9 +12,9 @@ from unequal_rows import LENGTH, VOCABULARY, argv, metrics, write_rows
 
 from arguments import ModelArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.from_scratch import new_shape, open_new
-from fabric_train.model import DEFAULT_LAYER_CLASS
-from fabric_train.weights import Weights
+from fabric_train.model.hf_model import DEFAULT_LAYER_CLASS
+from fabric_train.model.init_weights import new_shape, open_new
+from fabric_train.model.weight_files import Weights
 
 SIZES: dict[str, Any] = {
     "hidden_width": 32,

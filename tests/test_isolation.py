@@ -30,15 +30,15 @@ from transformers import (
 )
 
 from arguments import DataArguments, ModelArguments, TrainArguments, parse
-from fabric_train.attention import refuse_leaking, refuse_unusable
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
-from fabric_train.head_loss import let_head_compute_loss
 from fabric_train.loop import accumulate
 from fabric_train.loss import IGNORED_LABEL, count_supervised, find_targets, next_token_logits, summed_loss
-from fabric_train.model import load_model, read_shape
+from fabric_train.model.attention import refuse_leaking, refuse_unusable
+from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.lm_head_loss import let_head_compute_loss
 from fabric_train.validation import evaluate
 
 ROW_LENGTH = 40

@@ -13,8 +13,8 @@ _MEASURE = """
 import ctypes
 import fabric_train.building as building
 from fabric_train.distributed import strategy as parallel
-from fabric_train.loading import Unread
-from fabric_train.model import load_model
+from fabric_train.model.load_weights import Unread
+from fabric_train.model.hf_model import load_model
 
 def status(name):
     with open("/proc/self/status") as lines:

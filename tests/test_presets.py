@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from arguments import TrainArguments, parse
-from fabric_train.from_scratch import new_shape
-from fabric_train.model import DEFAULT_LAYER_CLASS
+from fabric_train.model.hf_model import DEFAULT_LAYER_CLASS
+from fabric_train.model.init_weights import new_shape
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PUBLISHED = {  # of the models on the hub, tied weights counted once

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.loading import Unread
-from fabric_train.untrained_tokens import note_on_end_of_turn, untrained
+from fabric_train.model.load_weights import Unread
+from fabric_train.model.untrained_tokens import note_on_end_of_turn, untrained
 
 END_OF_TURN = 2  # <|im_end|> in SmolLM2
 

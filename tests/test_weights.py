@@ -9,8 +9,8 @@ from checkpoint_examples import run_with_two_checkpoints, trained_weights
 from safetensors.torch import save_file
 
 from fabric_train.cli.errors import InputError
-from fabric_train.model import build_model, read_shape
-from fabric_train.weights import CheckpointTensors, open_weights
+from fabric_train.model.hf_model import build_model, read_shape
+from fabric_train.model.weight_files import CheckpointTensors, open_weights
 
 
 @pytest.fixture(scope="module")

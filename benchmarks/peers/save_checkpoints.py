@@ -26,7 +26,7 @@ from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.step_sync import Border, agree
 from fabric_train.loop import accumulate
-from fabric_train.model import load_model, read_shape
+from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
 NUM_SAVES = 4  # the first, which allocates, is told apart

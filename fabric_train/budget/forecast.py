@@ -12,7 +12,7 @@ from fabric_train.distributed.strategy import compute_dtype, weights_dtype
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model import ModelShape
+    from fabric_train.model.hf_model import ModelShape
     from fabric_train.plan import Plan
 
 CUDA_ALLOWANCE = 2_000_000_000

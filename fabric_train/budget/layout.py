@@ -11,7 +11,7 @@ from fabric_train.distributed.strategy import compute_dtype, weights_dtype
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.model import ModelShape
+    from fabric_train.model.hf_model import ModelShape
     from fabric_train.plan import Plan
 
 REDUCED_BYTES = 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fabric_train.checkpoint.held import Held
-from fabric_train.weights import DTYPES, SHARDING_INFO
+from fabric_train.model.weight_files import DTYPES, SHARDING_INFO
 
 _FULL = {"model": "model.safetensors", "optimizer": "optimizer/optimizer.safetensors"}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

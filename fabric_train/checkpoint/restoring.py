@@ -12,9 +12,9 @@ from fabric_train.checkpoint.state import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.shards import FlatCut, flat_cuts, read_own_part
 from fabric_train.distributed.strategy import named_parameters
+from fabric_train.model.weight_files import CheckpointTensors
 from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
 from fabric_train.optim.optimizer import original_name
-from fabric_train.weights import CheckpointTensors
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.weights import Weights
+from fabric_train.model.weight_files import Weights
 
 
 @dataclass(frozen=True)

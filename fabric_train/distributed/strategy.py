@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
-from fabric_train import flops
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
 from fabric_train.distributed.activation_checkpoint import checkpoint_layers
@@ -33,9 +32,10 @@ from fabric_train.distributed.fsdp import MeshStrategy, shard_model
 from fabric_train.distributed.rendezvous import meet
 from fabric_train.distributed.tensor_parallel import cut_layers
 from fabric_train.distributed.watchdog import PATIENCE
-from fabric_train.head_loss import add_rows_of_tokens, let_head_compute_loss
-from fabric_train.loading import Materialization, read_weights
-from fabric_train.weights import Weights
+from fabric_train.model import flops
+from fabric_train.model.lm_head_loss import add_rows_of_tokens, let_head_compute_loss
+from fabric_train.model.load_weights import Materialization, read_weights
+from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:
     from arguments import FSDPArguments, TrainArguments

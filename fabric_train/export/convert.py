@@ -18,8 +18,8 @@ from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import Report, verify_in_fresh_process
 from fabric_train.files.atomic_folder import complete_folder, refuse_inside
 from fabric_train.files.safe_paths import copy_folder
-from fabric_train.model import read_shape
-from fabric_train.weights import open_weights
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.weight_files import open_weights
 
 
 def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str) -> Report:

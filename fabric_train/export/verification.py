@@ -19,8 +19,8 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
-from fabric_train.model import build_model, quiet_transformers, read_shape, tied_weight_names
-from fabric_train.weights import CheckpointTensors, open_weights
+from fabric_train.model.hf_model import build_model, quiet_transformers, read_shape, tied_weight_names
+from fabric_train.model.weight_files import CheckpointTensors, open_weights
 
 REPORT_NAME = "verification.json"
 TEXT = (

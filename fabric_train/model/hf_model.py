@@ -25,8 +25,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.flops import ModelFlops, model_flops
-from fabric_train.weights import refuse_unreadable_weights, shard_names
+from fabric_train.model.flops import ModelFlops, model_flops
+from fabric_train.model.weight_files import refuse_unreadable_weights, shard_names
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 

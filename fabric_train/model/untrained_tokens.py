@@ -4,7 +4,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.loading import Unread
+from fabric_train.model.load_weights import Unread
 
 # A row that got no gradient has decayed to almost nothing, or lies where all such rows lie. In SmolLM2, eleven reserved
 # tokens and four others are within 0.003 of the median norm of each other; of the rest none is shorter than half of the

@@ -23,9 +23,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.shards import flat_cuts, read_own_part
-from fabric_train.model import ModelShape, load_model, refuse_misfit, refuse_wrong_weights
+from fabric_train.model.hf_model import ModelShape, load_model, refuse_misfit, refuse_wrong_weights
+from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
 from fabric_train.optim.optimizer import original_name
-from fabric_train.weights import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fabric_train.chunked_loss import summed_cross_entropy
+from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
 
 
 def let_head_compute_loss(model: Any, at_once: bool = False) -> bool:

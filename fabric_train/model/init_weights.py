@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.loading import Unread, without_memory
-from fabric_train.model import ModelShape, shape_of, tied_weight_names
+from fabric_train.model.hf_model import ModelShape, shape_of, tied_weight_names
+from fabric_train.model.load_weights import Unread, without_memory
 
 if TYPE_CHECKING:
     from arguments import ModelArguments
