@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint.checksums import CHECKSUMS, hash_file, join_parts, write_part
-from fabric_train.checkpoint.state import FORMAT, TrainerState
+from fabric_train.checkpoint.trainer_state import FORMAT, TrainerState
 
 NUM_RANKS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

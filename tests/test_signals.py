@@ -129,7 +129,7 @@ def test_a_second_signal_ends_all_ranks_at_once_and_leaves_nothing_half_written(
     run = tmp_path / "run"
     in_the_save = """
 import os, signal, time
-from fabric_train.checkpoint.writing import Writing
+from fabric_train.checkpoint.writer import Writing
 write = Writing.run
 def write_and_be_stopped(self):
     write(self)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.budget.forecast import Forecast, Wanted
 from fabric_train.budget.resources import machine_memory
-from fabric_train.checkpoint.saving import free_bytes
+from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.files.sizes import show_size
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ step-00000500/
   model/  optimizer/                    sharded: one safetensors file a rank, each knowing its offsets
 """
 
-from fabric_train.checkpoint.finding import (
+from fabric_train.checkpoint.discovery import (
     Damages,
     choose_checkpoint,
     describe_damaged,
@@ -20,9 +20,9 @@ from fabric_train.checkpoint.finding import (
     newest_checkpoint,
     wrong_content,
 )
-from fabric_train.checkpoint.restoring import restore_optimizer
-from fabric_train.checkpoint.saving import Checkpoints, SaveError
-from fabric_train.checkpoint.state import (
+from fabric_train.checkpoint.manager import Checkpoints, SaveError
+from fabric_train.checkpoint.optimizer_state import restore_optimizer
+from fabric_train.checkpoint.trainer_state import (
     FORMAT,
     DataOrder,
     Description,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fabric_train.checkpoint.checksums import CHUNK_BYTES, Piece, PieceHasher, hash_file, is_part, write_part
-from fabric_train.checkpoint.layout import Write
+from fabric_train.checkpoint.file_layout import Write
 from fabric_train.files.atomic_folder import sync
 
 _ALIGNMENT = 16  # of tensors in the buffer, a multiple of every element's size

@@ -8,7 +8,7 @@ from lightning import Fabric
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fabric_train.checkpoint.state import read_trainer_json
+from fabric_train.checkpoint.trainer_state import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.shards import FlatCut, flat_cuts, read_own_part
 from fabric_train.distributed.strategy import named_parameters

@@ -15,11 +15,11 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import join_parts
-from fabric_train.checkpoint.finding import prune, remove_leftovers, set_aside
-from fabric_train.checkpoint.held import Held, held_optimizer, held_weights, whole_rows
-from fabric_train.checkpoint.layout import Write, full_writes, sharded_writes
-from fabric_train.checkpoint.state import FORMAT, Description, TrainerState
-from fabric_train.checkpoint.writing import Background, Staging, Writing
+from fabric_train.checkpoint.discovery import prune, remove_leftovers, set_aside
+from fabric_train.checkpoint.file_layout import Write, full_writes, sharded_writes
+from fabric_train.checkpoint.local_tensors import Held, held_optimizer, held_weights, whole_rows
+from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerState
+from fabric_train.checkpoint.writer import Background, Staging, Writing
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text
 from fabric_train.files.atomic_folder import give_name, temporary_for, this_process

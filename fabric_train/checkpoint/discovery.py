@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
-from fabric_train.checkpoint.state import FORMAT, read_format, read_trainer_state
+from fabric_train.checkpoint.trainer_state import FORMAT, read_format, read_trainer_state
 from fabric_train.cli.errors import InputError, absent_folder
 from fabric_train.distributed.collectives import first_text
 from fabric_train.files.atomic_folder import is_temporary

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fabric_train.checkpoint.held import Held
+from fabric_train.checkpoint.local_tensors import Held
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO
 
 _FULL = {"model": "model.safetensors", "optimizer": "optimizer/optimizer.safetensors"}
