@@ -27,19 +27,10 @@ from rich.console import Console  # noqa: E402
 
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
-from fabric_train import summary  # noqa: E402
 from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
 from fabric_train.budget.forecast import Wanted  # noqa: E402
 from fabric_train.budget.report import report  # noqa: E402
 from fabric_train.budget.resources import device_memory, machine_memory  # noqa: E402
-from fabric_train.building import (  # noqa: E402
-    Validate,
-    build_outputs,
-    build_run,
-    build_validation,
-    set_up_model,
-    set_up_optimizer,
-)
 from fabric_train.cli.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
@@ -53,13 +44,22 @@ from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
 from fabric_train.files.atomic_folder import write_at_once  # noqa: E402
 from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.files.sizes import parse_size  # noqa: E402
-from fabric_train.garbage import collected_by_hand  # noqa: E402
-from fabric_train.loop import train  # noqa: E402
 from fabric_train.model.attention import refuse_leaking  # noqa: E402
 from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
-from fabric_train.self_check import check_cuts  # noqa: E402
-from fabric_train.trackers import tell_wandb_the_rest  # noqa: E402
-from fabric_train.validation import Evaluation  # noqa: E402
+from fabric_train.training import summary  # noqa: E402
+from fabric_train.training.build_run import (  # noqa: E402
+    Validate,
+    build_outputs,
+    build_run,
+    build_validation,
+    set_up_model,
+    set_up_optimizer,
+)
+from fabric_train.training.evaluation import Evaluation  # noqa: E402
+from fabric_train.training.gc_control import collected_by_hand  # noqa: E402
+from fabric_train.training.loggers import tell_wandb_the_rest  # noqa: E402
+from fabric_train.training.loop import train  # noqa: E402
+from fabric_train.training.self_check import check_cuts  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,8 +20,8 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
-from fabric_train.loop import accumulate
-from fabric_train.loss import IGNORED_LABEL
+from fabric_train.training.loop import accumulate
+from fabric_train.training.loss import IGNORED_LABEL
 
 VOCABULARY = 5
 _NOT = IGNORED_LABEL

@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from fabric_train.distributed.compile import compile_layers
-from fabric_train.loss import summed_loss
 from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.training.loss import summed_loss
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from two_nodes import on_nodes
 from unequal_rows import argv, metrics, write_model, write_rows
 
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.loss import IGNORED_LABEL
+from fabric_train.training.loss import IGNORED_LABEL
 
 pytestmark = pytest.mark.slow
 

@@ -34,12 +34,12 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
-from fabric_train.loop import accumulate
-from fabric_train.loss import IGNORED_LABEL, count_supervised, find_targets, next_token_logits, summed_loss
 from fabric_train.model.attention import refuse_leaking, refuse_unusable
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.lm_head_loss import let_head_compute_loss
-from fabric_train.validation import evaluate
+from fabric_train.training.evaluation import evaluate
+from fabric_train.training.loop import accumulate
+from fabric_train.training.loss import IGNORED_LABEL, count_supervised, find_targets, next_token_logits, summed_loss
 
 ROW_LENGTH = 40
 PAD = 1

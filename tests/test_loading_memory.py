@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 _MEASURE = """
 import ctypes
-import fabric_train.building as building
+import fabric_train.training.build_run as building
 from fabric_train.distributed import strategy as parallel
 from fabric_train.model.load_weights import Unread
 from fabric_train.model.hf_model import load_model

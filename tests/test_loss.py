@@ -13,8 +13,8 @@ from lightning import Fabric
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.grad_norm import clip
-from fabric_train.loop import accumulate
-from fabric_train.loss import IGNORED_LABEL, count_supervised, summed_loss
+from fabric_train.training.loop import accumulate
+from fabric_train.training.loss import IGNORED_LABEL, count_supervised, summed_loss
 
 
 @pytest.fixture

@@ -149,17 +149,17 @@ def test_after_kills_tensorboard_and_wandb_hold_every_step_once(killing: Killing
 
 STOP_IN_A_VALIDATION = """
 import os, signal
-import fabric_train.validation
-summed_loss = fabric_train.validation.summed_loss
+import fabric_train.training.evaluation
+summed_loss = fabric_train.training.evaluation.summed_loss
 def stopped(*args):
     os.kill(os.getpid(), signal.SIGTERM)
     return summed_loss(*args)
-fabric_train.validation.summed_loss = stopped
+fabric_train.training.evaluation.summed_loss = stopped
 """
 DIE_BEFORE_A_STEP = """
 import os, signal
-import fabric_train.loop
-fabric_train.loop.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+import fabric_train.training.loop
+fabric_train.training.loop.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -177,7 +177,7 @@ def test_a_step_whose_validation_a_signal_cut_short_is_logged_once_whatever_come
 
 DIE_BEFORE_WANDB_ENDS = """
 import os, signal
-from fabric_train.trackers import WandbLogger
+from fabric_train.training.loggers import WandbLogger
 WandbLogger.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 """
 

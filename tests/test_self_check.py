@@ -10,7 +10,8 @@ from unequal_rows import argv, write_model, write_rows
 pytestmark = pytest.mark.slow
 
 MEAN_OF_MICRO_BATCHES = """
-from fabric_train import loop, self_check
+from fabric_train.training import loop
+from fabric_train.training import self_check
 
 def wrong(fabric, model, window):
     \"\"\"What weighs every micro-batch the same.\"\"\"

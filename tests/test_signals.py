@@ -106,7 +106,7 @@ def test_a_signal_before_training_ends_all_ranks_with_nothing_saved(
 ) -> None:
     stops = """
 import os, signal, time
-import fabric_train.building as building
+import fabric_train.training.build_run as building
 load = building._open
 def load_and_be_stopped(prepared):
     if rank == 1:

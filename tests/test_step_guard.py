@@ -22,8 +22,8 @@ from unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, 
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.distributed.grad_norm import clip
-from fabric_train.loop import accumulate
-from fabric_train.step_guard import SpikeRule, StepGuard
+from fabric_train.training.loop import accumulate
+from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
 
 pytestmark = pytest.mark.slow
 

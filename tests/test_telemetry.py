@@ -17,8 +17,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from wandb_files import read_history
 
-from fabric_train.telemetry import CSVLogger, Metrics, ProgressLine, Stopwatch, Work, peak_memory_gb, read_metrics
-from fabric_train.trackers import TensorBoardLogger, open_loggers
+from fabric_train.training.loggers import TensorBoardLogger, open_loggers
+from fabric_train.training.metrics import (
+    CSVLogger,
+    Metrics,
+    ProgressLine,
+    Stopwatch,
+    Work,
+    peak_memory_gb,
+    read_metrics,
+)
 
 COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm"),
@@ -171,8 +179,8 @@ def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -
 LOG_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from fabric_train.telemetry import Metrics
-from fabric_train.trackers import open_loggers
+from fabric_train.training.metrics import Metrics
+from fabric_train.training.loggers import open_loggers
 
 loggers = open_loggers(["tensorboard"], Path(sys.argv[1]), 0, "project", None, {})
 for step in (1, 2, 3):
@@ -188,8 +196,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 LOG_TO_WANDB = """
 import sys
 from pathlib import Path
-from fabric_train.telemetry import Metrics
-from fabric_train.trackers import WandbLogger, open_loggers
+from fabric_train.training.metrics import Metrics
+from fabric_train.training.loggers import WandbLogger, open_loggers
 
 run, checkpoint, last_step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 loggers = open_loggers(["wandb"], run, last_step, "project of ours", None, {"lr": 0.5})

@@ -25,9 +25,9 @@ from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.step_sync import Border, agree
-from fabric_train.loop import accumulate
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.training.loop import accumulate
 
 NUM_SAVES = 4  # the first, which allocates, is told apart
 WARM_UP_STEPS = 1

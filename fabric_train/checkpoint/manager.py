@@ -23,7 +23,7 @@ from fabric_train.checkpoint.writer import Background, Staging, Writing
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text
 from fabric_train.files.atomic_folder import give_name, temporary_for, this_process
-from fabric_train.loss import gather_over_data_ranks
+from fabric_train.training.loss import gather_over_data_ranks
 
 if TYPE_CHECKING:
     from fabric_train.distributed.step_sync import Border

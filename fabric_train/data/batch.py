@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from fabric_train.data.pickle_arrays import SentAsArrays
-from fabric_train.loss import IGNORED_LABEL, Targets, find_targets
 from fabric_train.model.packed_forward import Documents
+from fabric_train.training.loss import IGNORED_LABEL, Targets, find_targets
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 from lightning import Fabric
 
-from fabric_train.loss import gather_over_ranks
+from fabric_train.training.loss import gather_over_ranks
 
 _MAX_BYTES = 2000  # longer texts are cut
 

@@ -11,7 +11,7 @@ from lightning import Fabric
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import isolate
 from fabric_train.distributed.compile import refuse_without_compiler
-from fabric_train.loss import next_token_logits
+from fabric_train.training.loss import next_token_logits
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

@@ -11,7 +11,7 @@ import numpy as np
 from fabric_train.tokenization.inspect.document_rules import DocumentCounter, Pieces
 from fabric_train.tokenization.packing.token_folder import RowBatch
 
-IGNORED_LABEL = -100  # fabric_train.loss has it too, and imports torch
+IGNORED_LABEL = -100  # fabric_train.training.loss has it too, and imports torch
 _TOLERATED_UNKNOWN = 0.001
 
 

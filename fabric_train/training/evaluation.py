@@ -11,7 +11,7 @@ import torch
 from lightning import Fabric
 
 from fabric_train.data.batch import Batch
-from fabric_train.loss import count_supervised, sum_over_ranks, summed_loss
+from fabric_train.training.loss import count_supervised, sum_over_ranks, summed_loss
 
 
 @dataclass(frozen=True)

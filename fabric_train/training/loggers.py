@@ -15,7 +15,7 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.atomic_folder import write_at_once
-from fabric_train.telemetry import CSVLogger, Logger, Metrics, measured, read_metrics
+from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
 
 
 class TensorBoardLogger:

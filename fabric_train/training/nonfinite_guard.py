@@ -14,7 +14,7 @@ from lightning import Fabric
 
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.data_ranks import data_ranks
-from fabric_train.loss import WindowLoss, gather_over_data_ranks
+from fabric_train.training.loss import WindowLoss, gather_over_data_ranks
 
 _LISTED_ROWS = 64
 

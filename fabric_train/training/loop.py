@@ -19,13 +19,13 @@ from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.heartbeat import Phase, Progress
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.distributed.step_sync import Border, agree, ask
-from fabric_train.garbage import collect
-from fabric_train.loss import WindowLoss, count_supervised, gather_over_data_ranks, sum_over_ranks, summed_loss
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.optimizer import learning_rate, set_learning_rate
-from fabric_train.step_guard import StepGuard, Verdict
-from fabric_train.telemetry import Metrics, Stopwatch, Work, peak_memory_gb
-from fabric_train.validation import Evaluation
+from fabric_train.training.evaluation import Evaluation
+from fabric_train.training.gc_control import collect
+from fabric_train.training.loss import WindowLoss, count_supervised, gather_over_data_ranks, sum_over_ranks, summed_loss
+from fabric_train.training.metrics import Metrics, Stopwatch, Work, peak_memory_gb
+from fabric_train.training.nonfinite_guard import StepGuard, Verdict
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

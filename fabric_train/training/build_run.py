@@ -20,17 +20,17 @@ from fabric_train.distributed.heartbeat import Phase, Progress
 from fabric_train.distributed.shards import flat_cuts
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.distributed.step_sync import Border, agree
-from fabric_train.loop import Run
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import Unread, open_checkpoint, open_pretrained
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.preparation import PACKAGES, Prepared, window_order
-from fabric_train.profiling import ProfiledWindows
-from fabric_train.step_guard import StepGuard
-from fabric_train.telemetry import ProgressLine
-from fabric_train.trackers import Outputs, open_loggers
-from fabric_train.validation import Evaluation, evaluate
+from fabric_train.training.evaluation import Evaluation, evaluate
+from fabric_train.training.loggers import Outputs, open_loggers
+from fabric_train.training.loop import Run
+from fabric_train.training.metrics import ProgressLine
+from fabric_train.training.nonfinite_guard import StepGuard
+from fabric_train.training.profiler import ProfiledWindows
 
 Validate = Callable[[], Evaluation | None]
 

@@ -11,11 +11,11 @@ from fabric_train.checkpoint import TrainerState
 from fabric_train.model.flops import ModelFlops
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.plan import Plan
-from fabric_train.validation import perplexity
+from fabric_train.training.evaluation import perplexity
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
-    from fabric_train.self_check import SelfCheck
+    from fabric_train.training.self_check import SelfCheck
 
 
 def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, parallelism: str, start: str) -> Table:
