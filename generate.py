@@ -4,7 +4,7 @@ import sys
 
 from arguments import GenerateArguments, parse
 from fabric_train.cli.errors import run_program
-from fabric_train.generation import generate, load_for_generation
+from fabric_train.inference.generate import generate, load_for_generation
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
-from fabric_train.generation import Generated, encode_prompt, generate, load_for_generation
+from fabric_train.inference.generate import Generated, encode_prompt, generate, load_for_generation
 
 PROMPT = "To be, or not"
 

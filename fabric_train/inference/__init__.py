@@ -1,0 +1,1 @@
+"""A trained model in use: text from a prompt. ``generate.py`` drives it."""
