@@ -4,7 +4,7 @@ from pathlib import Path
 
 from arguments import DownloadArguments, parse
 from fabric_train.cli.errors import run_program
-from fabric_train.download import Wanted, download
+from fabric_train.export.model_download import Wanted, download
 from fabric_train.model.hf_model import quiet_transformers
 
 
