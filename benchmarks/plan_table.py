@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import TrainArguments, parse
-from fabric_train.budget.fitting import faults_of
-from fabric_train.budget.forecast import Forecast, Wanted
 from fabric_train.files.sizes import parse_size, show_size
 from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.plan import Plan
+from fabric_train.preflight.memory.fitting import faults_of
+from fabric_train.preflight.memory.forecast import Forecast, Wanted
+from fabric_train.preflight.step_plan import Plan
 
 LENGTH, ROWS = 8192, 128
 DEVICE_MEMORY = "80GB"

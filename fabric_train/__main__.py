@@ -27,10 +27,6 @@ from rich.console import Console  # noqa: E402
 
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train import checkpoint as checkpoints  # noqa: E402
-from fabric_train.budget.fitting import faults_of, faults_without_trace  # noqa: E402
-from fabric_train.budget.forecast import Wanted  # noqa: E402
-from fabric_train.budget.report import report  # noqa: E402
-from fabric_train.budget.resources import device_memory, machine_memory  # noqa: E402
 from fabric_train.cli.errors import FAILURE, InputError, first_line, run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
@@ -45,7 +41,11 @@ from fabric_train.files.atomic_folder import write_at_once  # noqa: E402
 from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.files.sizes import parse_size  # noqa: E402
 from fabric_train.model.attention import refuse_leaking  # noqa: E402
-from fabric_train.preparation import Prepared, prepare, window_order  # noqa: E402
+from fabric_train.preflight.memory.fitting import faults_of, faults_without_trace  # noqa: E402
+from fabric_train.preflight.memory.forecast import Wanted  # noqa: E402
+from fabric_train.preflight.memory.plan_tables import report  # noqa: E402
+from fabric_train.preflight.memory.resources import device_memory, machine_memory  # noqa: E402
+from fabric_train.preflight.prepare import Prepared, prepare, window_order  # noqa: E402
 from fabric_train.training import summary  # noqa: E402
 from fabric_train.training.build_run import (  # noqa: E402
     Validate,

@@ -14,15 +14,15 @@ from unequal_rows import argv, write_model, write_rows
 from arguments import TrainArguments, parse
 from benchmarks import plan as benchmark
 from benchmarks.plan import Case
-from fabric_train.budget.activations import MicroBatch, _trace, trace_activations
-from fabric_train.budget.fitting import faults_of
-from fabric_train.budget.forecast import Wanted
-from fabric_train.budget.layout import Layout, Units
-from fabric_train.budget.traffic import collectives_of_step
 from fabric_train.cli.errors import InputError
 from fabric_train.files.sizes import parse_size
 from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.plan import Plan
+from fabric_train.preflight.memory.activations import MicroBatch, _trace, trace_activations
+from fabric_train.preflight.memory.fitting import faults_of
+from fabric_train.preflight.memory.forecast import Wanted
+from fabric_train.preflight.memory.model_layout import Layout, Units
+from fabric_train.preflight.memory.traffic import collectives_of_step
+from fabric_train.preflight.step_plan import Plan
 
 UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)
 

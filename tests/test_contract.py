@@ -13,9 +13,9 @@ import pytest
 from checkpoint_examples import trained_weights, write_full
 
 from fabric_train.cli.errors import InputError
-from fabric_train.contract import Verdict, compare_with_contract
 from fabric_train.data.token_dataset import Rows, TokenDataset, open_dataset
 from fabric_train.model.hf_model import ModelShape, read_shape
+from fabric_train.preflight.dataset_check import Verdict, compare_with_contract
 
 Change = Callable[[dict[str, Any]], None]
 SILENT = Verdict((), ())

@@ -25,7 +25,7 @@ from fabric_train.data.row_hash import hash_of
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 from fabric_train.data.token_dataset import Rows
-from fabric_train.preparation import prepare
+from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.reading.sources import StreamSource
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder

@@ -24,7 +24,7 @@ from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import Unread, open_checkpoint, open_pretrained
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.preparation import PACKAGES, Prepared, window_order
+from fabric_train.preflight.prepare import PACKAGES, Prepared, window_order
 from fabric_train.training.evaluation import Evaluation, evaluate
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import Run

@@ -10,7 +10,7 @@ from rich.text import Text
 from fabric_train.checkpoint import TrainerState
 from fabric_train.model.flops import ModelFlops
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.plan import Plan
+from fabric_train.preflight.step_plan import Plan
 from fabric_train.training.evaluation import perplexity
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, faults
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.optim.optimizer import learning_rate
-from fabric_train.plan import Plan
+from fabric_train.preflight.step_plan import Plan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

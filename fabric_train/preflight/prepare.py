@@ -21,8 +21,8 @@ from fabric_train.files.atomic_folder import refuse_dead_link, refuse_inside
 from fabric_train.model.attention import refuse_unusable
 from fabric_train.model.hf_model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.model.init_weights import new_shape
-from fabric_train.plan import Plan, make_plan
-from fabric_train.resumption import check_resumption
+from fabric_train.preflight.resume_check import check_resumption
+from fabric_train.preflight.step_plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

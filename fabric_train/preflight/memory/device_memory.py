@@ -11,8 +11,8 @@ Gradients and what is gathered follow from the strategy, by what Fabric and torc
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fabric_train.budget.activations import Activations
-from fabric_train.budget.layout import REDUCED_BYTES, Layout, Units
+from fabric_train.preflight.memory.activations import Activations
+from fabric_train.preflight.memory.model_layout import REDUCED_BYTES, Layout, Units
 
 _UNITS_GATHERED = 2  # that which is computed, and the next
 _DDP_BUCKET = 25 * 1024 * 1024

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fabric_train.budget.activations import Activations, MicroBatch, trace_activations
-from fabric_train.budget.layout import Layout, Units, make_layout, read_units
-from fabric_train.budget.memory import Budget, make_budget
-from fabric_train.budget.resources import process_memory
-from fabric_train.budget.traffic import Collective, collectives_of_step
 from fabric_train.distributed.strategy import compute_dtype, weights_dtype
+from fabric_train.preflight.memory.activations import Activations, MicroBatch, trace_activations
+from fabric_train.preflight.memory.device_memory import Budget, make_budget
+from fabric_train.preflight.memory.model_layout import Layout, Units, make_layout, read_units
+from fabric_train.preflight.memory.resources import process_memory
+from fabric_train.preflight.memory.traffic import Collective, collectives_of_step
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
     from fabric_train.model.hf_model import ModelShape
-    from fabric_train.plan import Plan
+    from fabric_train.preflight.step_plan import Plan
 
 CUDA_ALLOWANCE = 2_000_000_000
 """Bytes of a GPU that are left to the CUDA context, NCCL and the allocator's gaps: set aside, not measured."""

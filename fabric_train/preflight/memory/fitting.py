@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.budget.forecast import Forecast, Wanted
-from fabric_train.budget.resources import machine_memory
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.files.sizes import show_size
+from fabric_train.preflight.memory.forecast import Forecast, Wanted
+from fabric_train.preflight.memory.resources import machine_memory
 
 if TYPE_CHECKING:
-    from fabric_train.plan import Plan
+    from fabric_train.preflight.step_plan import Plan
 
 
 def faults_of(wanted: Wanted, forecast: Forecast) -> list[str]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
-from fabric_train.contract import Verdict, compare_with_contract
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.preflight.dataset_check import Verdict, compare_with_contract
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

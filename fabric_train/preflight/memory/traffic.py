@@ -7,7 +7,7 @@ as much goes through the line that joins a machine to the others, which its devi
 import math
 from dataclasses import dataclass
 
-from fabric_train.budget.layout import REDUCED_BYTES, Layout, Units
+from fabric_train.preflight.memory.model_layout import REDUCED_BYTES, Layout, Units
 
 
 @dataclass(frozen=True)

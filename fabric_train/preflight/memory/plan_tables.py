@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.table import Table
 
-from fabric_train.budget.forecast import Forecast
 from fabric_train.files.sizes import show_size
+from fabric_train.preflight.memory.forecast import Forecast
 
 if TYPE_CHECKING:
-    from fabric_train.plan import Plan
+    from fabric_train.preflight.step_plan import Plan
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 

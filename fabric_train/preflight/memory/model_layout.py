@@ -12,7 +12,7 @@ from fabric_train.distributed.strategy import compute_dtype, weights_dtype
 if TYPE_CHECKING:
     from arguments import TrainArguments
     from fabric_train.model.hf_model import ModelShape
-    from fabric_train.plan import Plan
+    from fabric_train.preflight.step_plan import Plan
 
 REDUCED_BYTES = 4
 """Gradients are summed over ranks in fp32, see ``parallel``."""
