@@ -25,8 +25,8 @@ from benchmarks import (
 )
 from benchmarks.measure import ROOT
 from benchmarks.report import Report, checked_out_commit, this_machine, write_report
-from demo import real_data
 from fabric_train.cli.errors import InputError, run_program
+from sample_data import real_data
 
 
 @dataclass(frozen=True)

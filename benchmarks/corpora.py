@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from demo import real_data
+from sample_data import real_data
 
 DOCUMENT_CHARACTERS = 5_000
 _SHIFT = 577  # characters by which each copy is cut elsewhere; it has no divisor in common with the above

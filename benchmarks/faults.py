@@ -11,8 +11,11 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from benchmarks.forked_runs import ForkedRuns
-from benchmarks.kills import (
+from benchmarks.measure import ROOT, Command, run
+from benchmarks.report import Report
+from sample_data import real_data
+from tests.support.forked_runs import ForkedRuns
+from tests.support.kills import (
     AT_RANDOM,
     IN_A_SAVE,
     MOMENTS,
@@ -23,10 +26,7 @@ from benchmarks.kills import (
     train_at_once,
     train_through,
 )
-from benchmarks.measure import ROOT, Command, run
-from benchmarks.report import Report
-from benchmarks.tiny_model import write_tiny_model
-from demo import real_data
+from tests.support.tiny_model import write_tiny_model
 
 NUM_KILLS = 200
 NUM_RANKS = 2

@@ -12,7 +12,7 @@ from benchmarks.corpora import DOCUMENT_CHARACTERS, cut_documents, to_line, whol
 from benchmarks.measure import ROOT, run
 from benchmarks.report import Report
 from benchmarks.systems import MAX_LENGTH, NUM_PROC, OURS, our_command
-from demo import real_data
+from sample_data import real_data
 
 JSONL_BYTES = 2_000_000_000
 

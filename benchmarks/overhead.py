@@ -27,7 +27,7 @@ from benchmarks.training import (
     run_ours,
     run_peer,
 )
-from demo import real_data
+from sample_data import real_data
 
 REPETITIONS = 3
 STARTED, LOADED = "start: fabric_train", "start: transformers"

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.measure import ROOT
-from demo import real_data
 from fabric_train.files.atomic_folder import complete_folder
+from sample_data import real_data
 
 _REQUIREMENTS = ROOT / "benchmarks" / "peers" / "requirements"
 

@@ -14,10 +14,10 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from benchmarks.forked_runs import ForkedRun, ForkedRuns
 from benchmarks.measure import ROOT, Command
 from benchmarks.report import Report
-from demo import real_data
+from sample_data import real_data
+from tests.support.forked_runs import ForkedRun, ForkedRuns
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
 STEPS = 4

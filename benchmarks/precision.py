@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
-from demo import real_data
+from sample_data import real_data
 
 STEPS, LR = 100, 2e-5
 MAX_LENGTH = 32  # tokens of a step: a CPU that has no bf16 instructions takes four times as long for its products

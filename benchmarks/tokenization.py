@@ -29,7 +29,7 @@ from benchmarks.systems import (
     prepare_peers,
     read_rows,
 )
-from demo import real_data
+from sample_data import real_data
 
 REPETITIONS = 3
 COPIES = 10  # of the text, in the larger set

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from demo import real_data
 from demo.loss_curve import draw_loss_curve
 from demo.stages import ROOT, StageError, run_stage
+from sample_data import real_data
 
 FOLDER = Path("demo_run")
 TOKENS, BEFORE, RUN, EXPORT = FOLDER / "tokens", FOLDER / "before", FOLDER / "run", FOLDER / "model"

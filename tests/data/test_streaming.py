@@ -1,0 +1,494 @@
+"""Streamed texts: tokenization's ids, each document once a pass whoever shares it, the same rows after a resume."""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Batch
+from fabric_train.data.lanes import Cursor, Lanes, LaneStand, deal
+from fabric_train.data.row_hash import hash_of
+from fabric_train.data.step_sampler import Window
+from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
+from fabric_train.data.token_dataset import Rows
+from fabric_train.preflight.prepare import prepare
+from fabric_train.tokenization.reading.sources import StreamSource
+from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
+from tests.programs.test_training import SETTINGS, timeless
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+
+
+def letters(text: str) -> np.ndarray:
+    """An encoder for tests: a letter is a token, 0 ends the document."""
+    return np.array([*map(ord, text), 0], np.int32)
+
+
+def batches_of(
+    texts: Sequence[str],
+    order: LaneOrder,
+    stands: Sequence[LaneStand] | None = None,
+    num_workers: int = 0,
+    max_length: int = 5,
+) -> StreamBatches:
+    return StreamBatches(lambda: texts, letters, max_length, True, order, stands, num_workers, pin_memory=False)
+
+
+def all_ranks(
+    texts: Sequence[str],
+    num_windows: int,
+    rows_per_window: int,
+    micro_batch_size: int,
+    world_size: int,
+    stands: Sequence[LaneStand] | None = None,
+    num_workers: int = 0,
+) -> tuple[list[np.ndarray], list[list[LaneStand]]]:
+    """Every window's rows over all ranks, [rows_per_window, max_length], and where all lanes stand after it."""
+    ranks: list[list[Window]] = []
+    for rank in range(world_size):
+        order = LaneOrder(rows_per_window, micro_batch_size, world_size, rank)
+        ranks.append(list(batches_of(texts, order, stands, num_workers).windows(0, num_windows)))
+    rows, after = [], []
+    for windows in zip(*ranks, strict=True):
+        stacked = np.concatenate([batch.input_ids.numpy() for window in windows for batch in window.batches])
+        told = np.concatenate([window.cursors for window in windows if window.cursors is not None])
+        assert sorted(told[:, 0]) == list(range(rows_per_window))
+        in_order = np.argsort(told[:, 0])
+        rows.append(stacked[in_order])
+        after.append([LaneStand.from_numbers(numbers) for numbers in told[in_order, 1:]])
+    return rows, after
+
+
+def assert_same(batch: Batch, other: Batch) -> None:
+    assert torch.equal(batch.input_ids, other.input_ids)
+    assert torch.equal(batch.labels, other.labels)
+    positions = [part.documents.position_ids.tolist() if part.documents else None for part in (batch, other)]
+    assert positions[0] == positions[1]
+
+
+def lanes_by_hand(texts: Sequence[str], num_lanes: int) -> list[list[str]]:
+    """The documents of each lane: always to the one that has the fewest bytes."""
+    lanes: list[list[str]] = [[] for _ in range(num_lanes)]
+    for text in texts:
+        sizes = [len("".join(lane).encode()) for lane in lanes]
+        lanes[sizes.index(min(sizes))].append(text)
+    return lanes
+
+
+some_texts = st.lists(st.text("abcdé", min_size=1, max_size=12), min_size=8, max_size=20)
+cuts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2), (8, 1), (1, 8)])  # of windows of 8 rows
+
+
+@settings(deadline=None, max_examples=40)
+@given(some_texts, cuts)
+def test_each_document_is_in_one_lane_once_a_pass_in_order_over_all_ranks(
+    texts: list[str], cut: tuple[int, int]
+) -> None:
+    rows, after = all_ranks(texts, 12, 8, *cut)
+    lanes = lanes_by_hand(texts, 8)
+    assert sorted(itertools.chain(*lanes)) == sorted(texts)
+    for lane in range(8):
+        taken = np.concatenate([window[lane] for window in rows])
+        one_pass = np.concatenate([letters(text) for text in lanes[lane]])
+        endless = np.tile(one_pass, len(taken) // len(one_pass) + 1)
+        np.testing.assert_array_equal(taken, endless[: len(taken)])
+        assert after[-1][lane].next.epoch in (len(taken) // len(one_pass), (len(taken) - 1) // len(one_pass))
+
+
+@settings(deadline=None, max_examples=40)
+@given(some_texts, cuts, cuts, st.integers(0, 7))
+def test_resumed_at_any_step_by_other_ranks_the_windows_are_those_of_the_uninterrupted_run(
+    texts: list[str], cut: tuple[int, int], other: tuple[int, int], step: int
+) -> None:
+    rows, after = all_ranks(texts, 8, 8, *cut)
+    stands = after[step - 1] if step else None
+    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *other, stands=stands)
+    for window, same in zip(rows[step:], resumed, strict=True):
+        np.testing.assert_array_equal(window, same)
+    assert after[step:] == resumed_after
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("num_workers", [1, 2, 4])  # 4 do not divide a window: 3 are taken
+def test_workers_make_the_batches_that_the_loop_alone_would_make(num_workers: int) -> None:
+    texts = [chr(97 + number % 26) * (1 + number * 7 % 11) for number in range(40)]
+    for rank in range(2):
+        order = LaneOrder(rows_per_window=12, micro_batch_size=1, world_size=2, rank=rank)  # 6 micro-batches a window
+        alone = list(batches_of(texts, order).windows(3, 8))
+        helped = list(batches_of(texts, order, num_workers=num_workers).windows(3, 8))
+        assert [window.step for window in helped] == [4, 5, 6, 7, 8]
+        for window, same in zip(alone, helped, strict=True):
+            np.testing.assert_array_equal(window.cursors, same.cursors)
+            for one, other in zip(window.batches, same.batches, strict=True):
+                assert_same(one, other)
+
+
+def test_a_window_says_what_it_holds() -> None:
+    order = LaneOrder(rows_per_window=4, micro_batch_size=2, world_size=2, rank=0)
+    windows = list(batches_of(["a", "b", "c", "d"], order).windows(0, 3))  # a lane has 2 tokens a pass, a row 5
+    assert [(window.num_rows, window.ends_epoch) for window in windows] == [(4, False)] * 3
+    assert [window.epoch for window in windows] == [2, 4, 7]
+    assert windows[0].batches[0].input_ids.tolist() == [[97, 0, 97, 0, 97], [98, 0, 98, 0, 98]]
+    assert windows[0].batches[0].lengths == (2, 2, 1) * 2
+    documents = windows[1].batches[0].documents
+    assert documents is not None
+    assert documents.position_ids.tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 1]]  # begins within a document
+
+
+def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
+    lanes = Lanes(lambda: ["abc", "d", "efghij"], letters, 1, {0: Cursor()}, max_length=6)
+    rows = [lanes.next_row(0) for _ in range(4)]
+    assert ["".join(chr(token or 46) for token in row.input_ids) for row in rows] == [
+        "abc.d.",
+        "efghij",
+        ".abc.d",
+        ".efghi",
+    ]
+    assert [row.document_starts for row in rows] == [[0, 4], [0], [1, 5], [1]]
+    assert [row.stand.next for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
+    assert [row.stand.last for row in rows] == [(0, 0, 0), (0, 2, 0), (0, 2, 6), (1, 1, 1)]
+
+
+def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
+    texts = ["long " * 20, "short"] * 500
+    cursors = {lane: Cursor() for lane in range(2)}
+    lanes = Lanes(lambda: texts, letters, 2, cursors, max_length=64)
+    most = 0
+    for _, lane in itertools.product(range(700), range(2)):
+        lanes.next_row(lane)
+        most = max(most, *(len(part.waiting) for part in lanes._lanes.values()))
+    assert most <= 25  # as many short texts as are dealt for a long one, and some for what a token is in bytes
+
+
+def test_only_a_ranks_own_documents_are_encoded() -> None:
+    encoded: list[str] = []
+
+    def encode(text: str) -> np.ndarray:
+        encoded.append(text)
+        return letters(text)
+
+    texts = [chr(97 + number) * 9 for number in range(8)]
+    order = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=4, rank=1)
+    made = StreamBatches(lambda: texts, encode, 10, True, order, None, 0, pin_memory=False)
+    list(made.windows(0, 2))
+    assert encoded == [texts[1], texts[5]]
+    encoded.clear()
+    stands = [LaneStand(Cursor(0, 2, 0), Cursor(0, 1, 0), hash_of(letters(texts[1])))] * 4
+    list(StreamBatches(lambda: texts, encode, 10, True, order, stands, 0, pin_memory=False).windows(1, 2))
+    assert encoded == [texts[1], texts[5]]  # of what lies behind, only the last row is encoded again, to compare it
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_texts_that_have_changed_since_are_refused_before_a_row_is_made(num_workers: int) -> None:
+    order = LaneOrder(rows_per_window=2, micro_batch_size=1, world_size=1, rank=0)
+    texts = ["abcd", "efgh", "ijkl", "mnop"]
+    _, after = all_ranks(texts, 2, 2, 1, 1)
+    beyond = [*texts[:3], "MNOP"]  # the row that is compared ends before it
+    assert len(list(batches_of(beyond, order, after[0], num_workers).windows(1, 2))) == 1
+    with pytest.raises(
+        InputError, match=r"^--streaming_dataset: row 1 of the last step before the checkpoint"
+    ) as error:
+        list(batches_of(["abcd", "efgX", *texts[2:]], order, after[0], num_workers).windows(1, 2))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fewer_documents_than_rows_in_a_step_are_refused(num_workers: int) -> None:
+    order = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=1, rank=0)
+    with pytest.raises(InputError, match=r"^--streaming_dataset: 3 documents with text do for as many rows") as error:
+        list(batches_of(["a", "b", "c"], order, num_workers=num_workers).windows(0, 2))
+    assert "\n" not in str(error.value)
+
+
+def test_dealing_begins_at_a_pass() -> None:
+    dealt = list(itertools.islice(deal(lambda: ["a", "bb"], 1, epoch=3), 3))
+    assert [text[:3] for text in dealt] == [(3, 0, 0), (3, 1, 0), (4, 0, 0)]
+
+
+# ----------------------------------------------------------------------------------------------------- real sources
+
+
+@pytest.fixture(scope="module")
+def slices(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path) -> list[str]:
+    """Pieces of Shakespeare of very unequal lengths."""
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        text = json.loads(next(lines))["text"]
+    ends = list(itertools.accumulate(150 + (number * 7919) % 2500 for number in range(40)))
+    return [text[start:stop] for start, stop in itertools.pairwise([0, *ends])]
+
+
+def write_jsonl(file: Path, texts: Sequence[str]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return file
+
+
+def stream_of(
+    names: Sequence[object], tokenizer: Path, folder: Path, max_length: int = 64, text_column: str = "text"
+) -> Stream:
+    stream = open_stream(
+        [str(name) for name in names], text_column, max_length, str(tokenizer), None, folder / "tokenizer", True, None
+    )
+    stream.tokenizer.save(stream.tokenizer_folder)
+    return stream
+
+
+def windows_of(stream: Stream, num_windows: int, order: LaneOrder, num_workers: int = 0) -> list[Window]:
+    made = StreamBatches(
+        stream.texts.read,
+        stream.open_encoder(),
+        stream.max_length,
+        stream.isolates,
+        order,
+        None,
+        num_workers,
+        pin_memory=False,
+    )
+    return list(made.windows(0, num_windows))
+
+
+ONE_LANE = LaneOrder(rows_per_window=1, micro_batch_size=1, world_size=1, rank=0)
+
+
+@pytest.mark.parametrize("kind", ["tiny_model_dir", "spm_tokenizer_model"])
+def test_with_one_row_a_step_the_rows_are_those_of_tokenization(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, slices: list[str], run_program: Callable[..., Any]
+) -> None:
+    tokenizer: Path = request.getfixturevalue(kind)
+    texts = [*slices[:12], "  \n", "<s> and </s> within a text, <|end_of_text|> too", *slices[12:]]
+    file = write_jsonl(tmp_path / "texts.jsonl", texts)
+    line = ["--dataset", file, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "tokens"]
+    line += ["--max_length", 64, "--validation_split", 0, "--num_proc", 1]
+    finished = run_program("tokenize_dataset.py", *line)
+    assert finished.returncode == 0, finished.stderr
+    split = datasets.load_from_disk(str(tmp_path / "tokens"))["train"]
+    rows = Rows(split)
+    streamed = windows_of(stream_of([file], tokenizer, tmp_path), len(rows), ONE_LANE, num_workers=1)
+    for number, window in enumerate(streamed):
+        (batch,) = window.batches
+        offline = rows.__getitems__([number])
+        assert_same(batch, offline)
+
+
+def test_every_kind_of_source_gives_the_same_rows_also_in_workers(
+    tmp_path: Path, slices: list[str], tiny_model_dir: Path
+) -> None:
+    table = datasets.Dataset.from_dict({"text": slices, "other": list(range(len(slices)))})
+    plain = write_jsonl(tmp_path / "plain.jsonl", slices)
+    table.to_parquet(str(tmp_path / "texts.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    table.to_csv(str(tmp_path / "texts.csv"), index=False)
+    for number, start in enumerate(range(0, len(slices), 10)):
+        write_jsonl(tmp_path / "folder" / f"{number}.jsonl", slices[start : start + 10])
+    order = LaneOrder(rows_per_window=4, micro_batch_size=2, world_size=1, rank=0)
+
+    def rows(*names: Path, num_workers: int = 0) -> list[list[int]]:
+        windows = windows_of(stream_of(names, tiny_model_dir, tmp_path), 40, order, num_workers)
+        return [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()]
+
+    expected = rows(plain)
+    for name in ("texts.parquet", "saved", "texts.csv", "folder"):
+        assert rows(tmp_path / name, num_workers=2) == expected, name
+    hub = stream_of([plain], tiny_model_dir, tmp_path)
+    loaded = datasets.load_dataset("json", data_files=str(plain), streaming=True, cache_dir=str(tmp_path / "cache"))
+    streamed = replace(hub, texts=Texts([StreamSource("hub", {"train": loaded["train"]})], "text"))
+    assert streamed.texts.identities()[0].startswith("hub, train, version ")
+    windows = windows_of(streamed, 40, order, num_workers=2)
+    assert [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()] == expected
+    first, rest = write_jsonl(tmp_path / "first.jsonl", slices[:3]), write_jsonl(tmp_path / "rest.jsonl", slices[3:])
+    assert rows(first, rest) == expected
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as error:
+        call()
+    (fault,) = error.value.faults
+    assert "\n" not in fault
+    return fault
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_row_ends_the_run_with_its_place(
+    tmp_path: Path, slices: list[str], tiny_model_dir: Path, num_workers: int
+) -> None:
+    file = write_jsonl(tmp_path / "texts.jsonl", slices[:20])
+    file.write_text(file.read_text(encoding="utf-8") + '{"text": 5}\n', encoding="utf-8")
+    stream = stream_of([file], tiny_model_dir, tmp_path)
+    fault = refusal(lambda: windows_of(stream, 1000, ONE_LANE, num_workers))
+    assert fault.startswith(f"{file}, line 21: column 'text' holds int, not text")
+
+
+def test_what_is_no_text_is_refused_before_the_run(tmp_path: Path, tiny_model_dir: Path, chats_jsonl: Path) -> None:
+    fault = refusal(lambda: stream_of([chats_jsonl], tiny_model_dir, tmp_path))
+    assert fault.startswith(f"--streaming_dataset {chats_jsonl}: chats and instructions are not streamed; ")
+    file = write_jsonl(tmp_path / "a.jsonl", ["text"])
+    fault = refusal(lambda: stream_of([file], tiny_model_dir, tmp_path, text_column="body"))
+    assert "no column 'body'; there are: text" in fault
+    fault = refusal(lambda: stream_of([file], tmp_path, tmp_path))
+    assert fault.startswith(f"--model_name {tmp_path}: there is no tokenizer.json")
+    fault = refusal(lambda: stream_of([tmp_path / "missing.jsonl"], tiny_model_dir, tmp_path))
+    assert fault.startswith(f"--streaming_dataset {tmp_path / 'missing.jsonl'}: no such file or folder; ")
+
+
+def test_training_rows_have_one_kind_of_source() -> None:
+    def given(*line: str) -> TrainArguments:
+        return parse(TrainArguments, [*line, "--output_dir", "run"])
+
+    assert refusal(given) == "--train_data_dir is required, or --streaming_dataset"
+    assert given("--streaming_dataset", "a.jsonl").data.streaming_dataset == ["a.jsonl"]
+    both = given("--streaming_dataset", "a.jsonl", "b.txt", "--train_data_dir", "tokens").data
+    assert (both.streaming_dataset, both.train_data_dir) == (["a.jsonl", "b.txt"], "tokens")
+    assert "a URL is not streamed" in refusal(lambda: given("--streaming_dataset", "https://example.org/a.jsonl"))
+    assert refusal(lambda: given("--streaming_dataset", "a", "--max_length", "1")).startswith("--max_length 1 leaves")
+
+
+def test_a_stream_is_known_by_content_and_not_by_place_or_time(
+    tmp_path: Path, slices: list[str], tiny_model_dir: Path
+) -> None:
+    one, same, other = (tmp_path / name / "texts.jsonl" for name in ("one", "same", "other"))
+    for file in (one, same, other):
+        write_jsonl(file, slices)
+    os.utime(same, (1, 1))
+    other.write_text(other.read_text(encoding="utf-8").replace(slices[-1][-5:], "other"), encoding="utf-8")
+    identities = [stream_of([file], tiny_model_dir, tmp_path).texts.identities() for file in (one, same, other)]
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_an_encoder_with_other_ids_is_found_out_and_replaced(
+    tmp_path: Path, slices: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = stream_of([write_jsonl(tmp_path / "texts.jsonl", slices)], tiny_model_dir, tmp_path)
+    assert isinstance(stream.open_encoder().encoder, ByteBPE)
+    encode_batch = ByteBPE.encode_batch
+
+    def wrong_in_one_document(encoder: ByteBPE, texts: list[str]) -> list[np.ndarray]:
+        return [ids[text == slices[1] :] for text, ids in zip(texts, encode_batch(encoder, texts), strict=True)]
+
+    monkeypatch.setattr(ByteBPE, "encode_batch", wrong_in_one_document)
+    assert isinstance(stream.open_encoder().encoder, FastEncoder)
+
+
+def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], spm_tokenizer_model: Path) -> None:
+    file = write_jsonl(tmp_path / "texts.jsonl", slices)
+    stream = stream_of([file], spm_tokenizer_model, tmp_path)
+    again = open_stream([str(file)], "text", 64, str(tmp_path / "tokenizer"), True, tmp_path / "tokenizer", True, None)
+    assert again.tokenizer_hash == stream.tokenizer_hash
+    assert isinstance(again.open_encoder(), DocumentEncoder)
+
+
+# ------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Run:
+    """Starts runs of the tiny model on a stream."""
+
+    def __init__(self, folder: Path, model: Path, file: Path, tokens: Path, runs: ForkedRuns) -> None:
+        self.folder, self.file, self.runs = folder, file, runs
+        self.given = {**SETTINGS, "model_name": model, "streaming_dataset": file, "train_data_dir": tokens}
+        self.given |= {"max_length": 64, "max_step": 8, "save_step_interval": 3, "num_workers": 2}
+
+    def line(self, name: str, options: dict[str, object]) -> list[str]:
+        given = {**self.given, "accelerator": "cpu", "output_dir": self.folder / name, **options}
+        return [part for key, value in given.items() for part in (f"--{key}", str(value))]
+
+    def faults(self, name: str, **options: object) -> tuple[str, ...]:
+        """What forbids the run before it begins."""
+        with pytest.raises(InputError) as error:
+            prepare(parse(TrainArguments, self.line(name, options)))
+        assert not any("\n" in fault for fault in error.value.faults)
+        return error.value.faults
+
+    def start(self, name: str, num_ranks: int = 1, **options: object) -> ForkedRun:
+        return self.runs.start(self.line(name, options), num_ranks, cwd=self.folder)
+
+    def __call__(self, name: str, num_ranks: int = 1, **options: object) -> Path:
+        self.start(name, num_ranks, **options).finish(200)
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    slices: list[str],
+    forked_runs: ForkedRuns,
+) -> Run:
+    folder = tmp_path_factory.mktemp("streams")
+    return Run(folder, tiny_model_dir, write_jsonl(folder / "texts.jsonl", slices), tiny_tokens_dir, forked_runs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run: Run) -> Path:
+    return run("uninterrupted")
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_the_very_metrics_of_the_uninterrupted_one(run: Run, uninterrupted: Path) -> None:
+    started = run.start("killed")
+    wanted = run.folder / "killed" / "checkpoints" / "step-00000003"
+    assert started.wait_until(wanted.is_dir)
+    started.kill()
+    assert started.wait() == [-9]
+    assert not (run.folder / "killed" / "checkpoints" / "step-00000008").exists()
+    resumed = run("killed", resume="true", num_workers=0)
+    assert timeless(resumed) == timeless(uninterrupted)
+    assert len(timeless(resumed)) == 8
+    last = json.loads((resumed / "checkpoints" / "step-00000008" / "stream.json").read_text(encoding="utf-8"))
+    whole = json.loads((uninterrupted / "checkpoints" / "step-00000008" / "stream.json").read_text(encoding="utf-8"))
+    assert last == whole
+    assert len(last["cursors"]) == SETTINGS["total_batch_size"]
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_under_two_ranks_and_without_the_models_name(run: Run, uninterrupted: Path) -> None:
+    checkpoint = uninterrupted / "checkpoints" / "step-00000003"
+    resumed = run("two-ranks", 2, checkpoint=checkpoint, parallelism="fsdp", model_name="no/such-model")
+    ours, theirs = ([row[:1] + row[2:4] + row[7:] for row in timeless(one)] for one in (resumed, uninterrupted))
+    assert [row[0] for row in ours] == ["4", "5", "6", "7", "8"]
+    for row, same in zip(ours, theirs[3:], strict=True):
+        assert [float(cell or 0) for cell in row] == pytest.approx([float(cell or 0) for cell in same], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices: list[str]) -> None:
+    changed = write_jsonl(run.folder / "changed" / "texts.jsonl", [*slices[:-1], "changed"])
+    checkpoint = uninterrupted / "checkpoints" / "step-00000003"
+    other, longer = run.faults("other", checkpoint=checkpoint, streaming_dataset=changed, max_length=32)
+    assert "--streaming_dataset reads other files, or they have changed: texts.jsonl, " in other
+    assert "--max_length differs: 64 there, 32 here" in longer
+    (unlike,) = run.faults("unlike", checkpoint=checkpoint, streaming_dataset="null")
+    assert "its run read --streaming_dataset, not --train_data_dir" in unlike
+
+
+@pytest.mark.slow
+def test_a_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
+    started = run.start("few", total_batch_size=64)
+    assert started.wait(100) == [2]
+    output = started.stdout() + started.stderr()
+    assert "error: --streaming_dataset: 40 documents with text do for as many rows of a step, which has 64" in output
+    assert "Traceback" not in output
+
+
+def test_a_stream_without_end_or_too_long_for_the_model_is_refused(run: Run) -> None:
+    endless, long = run.faults("refused", max_step="null", max_length=512)
+    assert endless == "--streaming_dataset has no end that is known beforehand: give --max_step"
+    assert long.startswith("--max_length 512: ")
+    assert long.endswith(" takes 256; give no more")
+
+
+def test_to_evaluate_alone_a_token_dataset_is_needed(run: Run) -> None:
+    (fault,) = run.faults("evaluated", eval_only="true", train_data_dir="null")
+    assert fault.startswith("--eval_only true needs --train_data_dir")

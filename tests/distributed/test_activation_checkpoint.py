@@ -1,0 +1,149 @@
+"""Checkpointed layers keep as much as they may, recompute the rest, and give the same loss and gradients bit by bit."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, metrics, write_model, write_rows
+
+LAYERS, LENGTH = 6, 256
+LINEARS = 7  # of a layer: q, k, v, o, gate, up, down
+SIZES: dict[str, Any] = {
+    "use_cache": False,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Watched(TorchDispatchMode):
+    """Counts matrix products and attentions, and the bytes of what has come to be in it and still is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        for tensor in tree_leaves(returned):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        return returned
+
+    def living_bytes(self) -> int:
+        return sum(size for reference, size in self._storages.values() if not reference.expired())
+
+
+class Step:
+    """The second of two forward and backward passes of a model, the first of which may plan."""
+
+    def __init__(self, budget: float | None, dropout: float = 0.0, **options: Any) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=64, num_hidden_layers=LAYERS, **SIZES)
+        config.attention_dropout = dropout
+        model = LlamaForCausalLM(config).train()
+        if budget is not None:
+            checkpoint_layers(model.model.layers, budget, **options)
+        ids = torch.randint(64, (2, LENGTH))
+        model(ids).logits.sum().backward()
+        model.zero_grad()
+        hidden = torch.randn(2, LENGTH, SIZES["hidden_size"], requires_grad=True)
+        with Watched() as watched:
+            output = model.model(inputs_embeds=hidden).last_hidden_state
+            self.kept_bytes = watched.living_bytes()
+            forward = watched.counts.copy()
+            (output**2).sum().backward()
+        counts = watched.counts - forward
+        self.products = counts["mm"] // LAYERS  # in the backward pass of a layer, two for each linear layer
+        self.loss = output.detach()
+        self.gradients = [weight.grad for weight in model.model.layers.parameters()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Step:
+    return Step(None)
+
+
+@pytest.fixture(scope="module")
+def full() -> Step:
+    return Step(0)
+
+
+@pytest.mark.parametrize("budget", [0, 0.4, 0.9])
+def test_loss_and_gradients_are_the_same_bit_by_bit(budget: float) -> None:
+    plain, step = Step(None, dropout=0.1), Step(budget, dropout=0.1)
+    assert torch.equal(step.loss, plain.loss)
+    for gradient, expected in zip(step.gradients, plain.gradients, strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, expected)
+
+
+def test_full_keeps_the_inputs_alone_and_recomputes_all_but_the_last_product(plain: Step, full: Step) -> None:
+    assert plain.products == 2 * LINEARS
+    assert full.products == 2 * LINEARS + LINEARS - 1
+    assert full.kept_bytes < 0.15 * plain.kept_bytes
+
+
+@pytest.mark.parametrize(("budget", "num_recomputed"), [(0.2, 5), (0.4, 2), (0.6, 0)])
+def test_selective_keeps_no_more_than_its_budget_and_the_costliest_results(
+    plain: Step, full: Step, budget: float, num_recomputed: int
+) -> None:
+    step = Step(budget)
+    assert step.products == 2 * LINEARS + num_recomputed
+    assert (
+        step.kept_bytes - full.kept_bytes < budget * plain.kept_bytes
+    )  # of the model around the layers something stays
+
+
+def test_offloaded_inputs_come_back_as_they_were(plain: Step) -> None:
+    assert torch.equal(Step(0, offloads=True).loss, plain.loss)
+
+
+def test_evaluation_recomputes_and_plans_nothing() -> None:
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **SIZES))
+    checkpoint_layers(model.model.layers, 0.5)
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_offload_is_refused_where_nothing_is_kept_that_it_could_move() -> None:
+    options = ["--train_data_dir", "unused", "--output_dir", "unused", "--activation_offload", "true"]
+    for kept in ("none", "selective"):
+        with pytest.raises(InputError, match="--activation_offload true needs --activation_checkpointing full"):
+            parse(TrainArguments, [*options, "--activation_checkpointing", kept])
+    arguments = parse(TrainArguments, [*options, "--activation_checkpointing", "full"])
+    with pytest.raises(InputError, match="nothing to offload from on CPU"):
+        parallel.resolve_parallelism(arguments, 1, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
+def test_two_ranks_compute_the_same_whatever_they_recompute(
+    forked_runs: ForkedRuns, tmp_path: Path, parallelism: str
+) -> None:
+    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    logged = []
+    for kept in ("none", "full", "selective"):
+        options = {"parallelism": parallelism, "devices": 2, "max_step": 4, "activation_checkpointing": kept}
+        forked_runs.start(argv(model, tokens, tmp_path / kept, **options), 2).finish()
+        logged.append([(row["train_loss"], row["grad_norm"]) for row in metrics(tmp_path / kept)])
+    assert len(logged[0]) == 4
+    assert logged[0] == logged[1] == logged[2]

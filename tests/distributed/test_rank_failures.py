@@ -1,0 +1,170 @@
+"""A rank that dies or hangs ends the run in time and in one line that names it; torchrun's restarts go on by
+themselves; two runs do not share a folder.
+"""
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.launched import Launched, launcher
+from tests.support.moments import argv, at_point, checkpoints, metrics
+
+pytestmark = pytest.mark.slow
+
+Arguments = Callable[..., list[str]]
+HOST = socket.gethostname()
+GO_ON = "the other ranks have ended: go on with --resume true"
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_model_dir: Path, tiny_tokens_dir: Path) -> Arguments:
+    return lambda run, **options: argv(tiny_model_dir, tiny_tokens_dir, run, **options)
+
+
+def only_line(run: ForkedRun) -> str:
+    """The one line that all ranks together say on standard error; gloo's own apart."""
+    lines = [line for rank in (0, 1) for line in run.stderr(rank).splitlines() if "gloo" not in line]
+    assert len(lines) == 1, run.report()
+    return lines[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_is_named_at_once(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int
+) -> None:
+    dies = at_point("os.kill(os.getpid(), signal.SIGKILL)", 4, "COMPUTING", 1, (rank,))
+    run = forked_runs.start(arguments(tmp_path / "run", async_save="false"), before=dies)
+    assert run.wait_until(lambda: run.codes()[rank] == -signal.SIGKILL)
+    died = time.monotonic()
+    codes = run.wait(30)
+    assert time.monotonic() - died < 10
+    assert codes[1 - rank] == 1
+    line = only_line(run)
+    assert re.match(rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) died as the run was at step 4, ", line)
+    assert line.endswith(GO_ON)
+    assert checkpoints(tmp_path / "run") == [3]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_named_in_time_and_does_not_stay(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int
+) -> None:
+    stops = at_point("os.kill(os.getpid(), signal.SIGSTOP)", 4, "COMPUTING", 1, (rank,))
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=3), before=stops)
+    codes = run.wait(40)
+    assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
+    who = (
+        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) gave no sign for 3 s, stopped or out of reach, "
+        "as the run was at step 4, "
+    )
+    assert only_line(run).startswith(who)
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "where"),
+    [
+        (1, "DATA", "step 4, waiting for data"),
+        (0, "COMPUTING", "step 4, forward and backward pass 1"),
+        (1, "VALIDATION", "step 5, validation batch 1"),
+    ],
+)
+def test_a_rank_whose_main_thread_hangs_is_named_in_time(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, rank: int, phase: str, where: str
+) -> None:
+    index = 0 if phase == "DATA" else 1
+    hangs = at_point("time.sleep(600)", 5 if phase == "VALIDATION" else 4, phase, index, (rank,))
+    run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=3), before=hangs)
+    assert run.wait(40)[1 - rank] == 1
+    who = rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) hung at {where} for [34] s, in .*, at; {GO_ON}"
+    assert re.fullmatch(who, only_line(run))
+
+
+def test_an_error_of_one_rank_is_said_by_rank_0_in_one_line(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    full = at_point("raise OSError(28, 'No space left on device', 'a file')", 4, "COMPUTING", 1, (1,))
+    run = forked_runs.start(arguments(tmp_path / "run"), before=full)
+    assert run.wait(40) == [1, 1]
+    assert run.stderr(1) == ""
+    assert only_line(run).startswith("error (rank 1): No space left on device: a file; ")
+
+
+def test_a_rank_that_lawfully_keeps_the_others_waiting_is_let_alone(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    """A long save, and a first step that compiles; the watch would else have ended the run after a second."""
+    lasts = at_point("time.sleep(3)", 6, "SAVING", 0, (1,)) + at_point("time.sleep(3)", 1, "COMPUTING", 1, (0,))
+    forked_runs.start(arguments(tmp_path / "run", rank_timeout=1.5), before=lasts).finish()
+    assert len(metrics(tmp_path / "run")) == 8
+
+
+def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
+    """It was started by a process that is not there any more: here, one that never was its parent."""
+    run = forked_runs.start(arguments(tmp_path / "run"), env={"FABRIC_TRAIN_LAUNCHER": "999999"})
+    codes = run.wait(60)
+    assert codes == [75, 75], run.report()
+    assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
+
+
+def test_torchrun_goes_on_by_itself_to_the_metrics_of_a_run_that_nobody_killed(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, free_port: Callable[[], int]
+) -> None:
+    options = {"max_step": 60, "eval_step_interval": 20, "save_step_interval": 10, "num_workers": 1}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    at_once = forked_runs.start(arguments(whole, **options))
+    with Launched([*launcher("torchrun", free_port()), *arguments(run, **options)], tmp_path) as started:
+        for rank, step, has_saved in ((1, 5, False), (0, 25, True)):
+            _wait_for_step(started, run, step)
+            assert bool(checkpoints(run)) == has_saved
+            _kill_and_wait_for_restart(started, rank)
+        assert started.process.wait(100) == 0, started.said()
+        assert started.all_gone(10)
+    at_once.finish()
+    assert metrics(run) == metrics(whole)
+    assert len(re.findall(r"^error: rank \d .* died ", started.said(), re.MULTILINE)) == 2
+    starts = re.findall(r"^start  .*\n(?: .*\n)*", started.said(), re.MULTILINE)
+    assert ["/step-000000" in start for start in starts] == [False, False, True]
+
+
+def _wait_for_step(started: Launched, run: Path, step: int) -> None:
+    started.wait_until(lambda: len(metrics(run)) >= step and len(started.ranks()) == 2)
+
+
+def _kill_and_wait_for_restart(started: Launched, rank: int) -> None:
+    before = started.ranks()
+    before[rank].kill()
+    started.wait_until(lambda: len(started.ranks()) == 2 and not set(started.ranks()) & set(before))
+
+
+def test_a_second_run_into_a_folder_is_refused_until_the_first_has_ended_in_whatever_way(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    folder = tmp_path / "run"
+    first = forked_runs.start(arguments(folder), before=at_point("time.sleep(600)", 1, "SAVING"), cwd=tmp_path)
+    waits = at_point("open('there', 'w'); time.sleep(600)", 2, "COMPUTING", 0, (0,))
+    first.kill()
+    first.wait()
+    first = forked_runs.start(arguments(folder, resume="true"), before=waits, cwd=tmp_path)
+    assert first.wait_until((tmp_path / "there").exists)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for num_devices in (1, 2):
+        options = {"resume": "true", "devices": num_devices}
+        second = forked_runs.start(arguments(folder, **options), 1)
+        assert second.wait(60) == [2]
+        assert second.stderr() == (
+            f"error: --output_dir {folder}: another run is writing into it (process {first.pids[0]} on {HOST}); "
+            "wait for it, stop it, or give another --output_dir\n"
+        )
+        assert second.stdout() == ""
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    first.kill()
+    first.wait()
+    forked_runs.start(arguments(folder, resume="true")).finish()
+    assert len(metrics(folder)) == 8
+    assert not (folder / ".lock").exists()

@@ -1,0 +1,215 @@
+"""SIGTERM, SIGINT and SIGUSR1 to any rank or to the launcher: all ranks save at the same step border and end with 75;
+what goes on from there is the run that nobody stopped.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.launched import Launched, launcher
+from tests.support.moments import argv, at_point, checkpoints, metrics
+
+pytestmark = pytest.mark.slow
+
+STOPPED = 75
+LAST_STEP = 8
+HEARD = "time.sleep(0.5)"  # by the thread that hears signals, before the ranks tell each other
+Arguments = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_model_dir: Path, tiny_tokens_dir: Path) -> Arguments:
+    return lambda run, **options: argv(tiny_model_dir, tiny_tokens_dir, run, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, arguments: Arguments) -> Path:
+    """A run over two ranks that nobody stops."""
+    run = tmp_path_factory.mktemp("signals") / "whole"
+    forked_runs.start(arguments(run)).finish()
+    return run
+
+
+def said(run: ForkedRun) -> list[str]:
+    """The lines in which a run says that it was stopped, whichever rank says it."""
+    lines = [line for rank in (0, 1) for line in (run.stdout(rank) + run.stderr(rank)).splitlines()]
+    assert not any("Traceback" in line for line in lines), run.report()
+    return [line for line in lines if "stopped by" in line or "error" in line or "again:" in line]
+
+
+def members(run: ForkedRun) -> list[psutil.Process]:
+    """Every living process of a run: each rank leads a session."""
+    living = [process for process in psutil.process_iter() if process.pid not in (0, os.getpid())]
+    return [process for process in living if process.is_running() and _session(process.pid) in run.pids]
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "step", "phase", "index", "saved"),
+    [
+        (signal.SIGTERM, (1,), 4, "COMPUTING", 1, 4),
+        (signal.SIGINT, (0,), 7, "DATA", 0, 7),
+        (signal.SIGUSR1, (0, 1), 6, "SAVING", 0, 7),
+        (signal.SIGTERM, (1,), 5, "VALIDATION", 1, 5),
+        (signal.SIGUSR1, (0,), LAST_STEP, "OPTIMIZER", 0, LAST_STEP),
+    ],
+    ids=["a step", "waiting for data", "a save", "a validation", "the last step"],
+)
+def test_a_signal_in(
+    forked_runs: ForkedRuns,
+    tmp_path: Path,
+    arguments: Arguments,
+    whole: Path,
+    number: int,
+    ranks: tuple[int, ...],
+    step: int,
+    phase: str,
+    index: int,
+    saved: int,
+) -> None:
+    """... leads to a checkpoint of that step, from which the run goes on to the very metrics of one nobody stopped."""
+    run = tmp_path / "run"
+    stops = at_point(f"os.kill(os.getpid(), {int(number)}); {HEARD}", step, phase, index, ranks)
+    stopped = forked_runs.start(arguments(run), before=stops)
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    name = signal.Signals(number).name
+    checkpoint = run / "checkpoints" / f"step-{saved:08d}"
+    how = f"stopped by {name} after step {saved} of {LAST_STEP}, saved in {checkpoint}"
+    assert said(stopped) == [f"{how}: go on with --resume true"]
+    assert checkpoints(run)[-1] == saved
+    forked_runs.start(arguments(run, resume="true")).finish()
+    assert metrics(run) == metrics(whole)
+    assert checkpoints(run)[-1] == LAST_STEP
+
+
+def test_a_signal_after_the_last_step_lets_the_run_end_well(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
+) -> None:
+    stops = at_point("os.kill(os.getpid(), signal.SIGTERM)", LAST_STEP, "SAVING")
+    forked_runs.start(arguments(tmp_path / "run"), before=stops).finish()
+    assert metrics(tmp_path / "run") == metrics(whole)
+
+
+def test_a_signal_before_training_ends_all_ranks_with_nothing_saved(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    stops = """
+import os, signal, time
+import fabric_train.training.build_run as building
+load = building._open
+def load_and_be_stopped(prepared):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+building._open = load_and_be_stopped
+"""
+    started = time.monotonic()
+    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    assert time.monotonic() - started < 25
+    how = "stopped by SIGTERM outside of training, nothing was to be saved"
+    assert said(stopped) == [f"{how}: go on with --resume true"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_second_signal_ends_all_ranks_at_once_and_leaves_nothing_half_written(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
+) -> None:
+    run = tmp_path / "run"
+    in_the_save = """
+import os, signal, time
+from fabric_train.checkpoint.writer import Writing
+write = Writing.run
+def write_and_be_stopped(self):
+    write(self)
+    if rank == 1 and "step-00000006" in str(self._folder):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+Writing.run = write_and_be_stopped
+"""
+    stopped = forked_runs.start(arguments(run), before=in_the_save)
+    assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
+    assert said(stopped) == ["SIGTERM again: ended at once, without saving: go on with --resume true"]
+    assert checkpoints(run) == [3]
+    forked_runs.start(arguments(run, resume="true")).finish()
+    assert metrics(run) == metrics(whole)
+    assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
+
+
+def test_data_workers_leave_a_signal_to_their_rank_and_end_with_it(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    """torchrun signals a rank's process group, Slurm and a terminal every process there is."""
+    stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 4, "OPTIMIZER")
+    stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=2), before=stops)
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    assert len(said(stopped)) == 1
+    assert checkpoints(tmp_path / "run")[-1] == 4
+    assert not members(stopped)
+    killed = forked_runs.start(
+        arguments(tmp_path / "killed", num_workers=2),
+        before=at_point("os.kill(os.getpid(), signal.SIGKILL)", 4, "OPTIMIZER"),
+    )
+    assert -signal.SIGKILL in killed.wait()  # the other may be ended by its watch first
+    deadline = time.monotonic() + 3
+    while members(killed) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not members(killed)
+
+
+def test_a_stream_stops_and_goes_on(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, tiny_tokens_dir: Path
+) -> None:
+    options = {
+        "streaming_dataset": tiny_tokens_dir.parent / "slice.jsonl",
+        "max_length": 64,
+        "max_step": 6,
+        "num_workers": 1,
+    }
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGUSR1); {HEARD}", 4, "COMPUTING", 0, (1,))
+    stopped = forked_runs.start(arguments(tmp_path / "run", **options), before=stops)
+    at_once = forked_runs.start(arguments(tmp_path / "whole", **options))
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    at_once.finish()
+    assert checkpoints(tmp_path / "run")[-1] == 4
+    forked_runs.start(arguments(tmp_path / "run", resume="true", **options)).finish()
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "to_all", "code"),
+    [
+        ("python -m", signal.SIGINT, True, STOPPED),  # Ctrl-C in a terminal
+        ("fabric run", signal.SIGTERM, False, 1),  # docker stop; the launcher's own code
+        ("fabric run", signal.SIGUSR1, False, -signal.SIGUSR1),  # which ends the launcher, and the ranks notice
+    ],
+)
+def test_a_signal_to_the_launcher_leads_to_a_saved_checkpoint(
+    tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], name: str, number: int, to_all: bool, code: int
+) -> None:
+    run = tmp_path / "run"
+    long = {"max_step": 5000, "number_epochs": 999, "eval_step_interval": 5000, "save_step_interval": 5000}
+    command = [*launcher(name, free_port()), *arguments(run, num_workers=1, **long)]
+    with Launched(command, tmp_path) as started:
+        started.wait_until(lambda: len(metrics(run)) >= 3)
+        (os.killpg if to_all else os.kill)(started.process.pid, number)
+        assert started.process.wait(30) == code, started.said()
+        assert started.all_gone(10)
+    (line,) = [line for line in started.said().splitlines() if "stopped by" in line]
+    assert line.endswith("go on with --resume true")
+    (step,) = checkpoints(run)
+    assert len(metrics(run)) == step

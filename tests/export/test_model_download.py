@@ -1,0 +1,136 @@
+"""A model is downloaded whole or not at all, from a server that speaks as the hub does."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import ROOT
+
+pytestmark = pytest.mark.slow
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Download = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the hub answers about the repositories that ``files`` holds."""
+
+    files: dict[str, dict[str, bytes]] = {}  # noqa: RUF012
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def _answer(self) -> None:
+        api, path = (
+            self.path.startswith("/api/models/"),
+            self.path.split("?")[0].removeprefix("/api/models/").strip("/"),
+        )
+        name, _, rest = ("/".join(path.split("/")[:2]), "", "/".join(path.split("/")[2:]))
+        there = self.files.get(name)
+        if there is None:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif api and rest.startswith("tree/"):
+            entries = [self._entry(file, content) for file, content in there.items()]
+            self._send(200, json.dumps(entries).encode())
+        elif api and rest in ("revision/main", f"revision/{COMMIT}"):
+            siblings = [{"rfilename": file} for file in there]
+            self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}).encode())
+        elif api:
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        else:
+            file = rest.removeprefix(f"resolve/{COMMIT}/")
+            etag = self._entry(file, there[file])["oid"]
+            self._send(200, there[file], {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+
+    @staticmethod
+    def _entry(file: str, content: bytes) -> dict[str, object]:
+        blob = b"blob %d\0" % len(content) + content
+        return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(blob).hexdigest()}
+
+    def _send(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def hub(tiny_model_dir: Path) -> Iterator[str]:
+    model = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
+    more = {
+        "original/params.json": b"{}",
+        "model.gguf": b"x",
+        "pytorch_model.bin": b"x",
+        "consolidated.safetensors": b"x",
+    }
+    pickled = {"config.json": model["config.json"], "pytorch_model.bin": b"x"}
+    cut_off = model | {"model.safetensors": model["model.safetensors"][:5000]}
+    Hub.files = {"some/model": model | more, "some/pickles": pickled, "some/broken": cut_off}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture
+def download(hub: str, tmp_path: Path) -> Download:
+    def run(name: str, *options: str, endpoint: str = hub) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, str(ROOT / "download_model.py"), "--model_name", name, "--output_dir", "out", *options]
+        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        return subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+    return run
+
+
+def test_the_safetensors_and_the_tokenizer_come_and_nothing_else(
+    download: Download, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    finished = download("some/model")
+    assert finished.returncode == 0, finished.stderr
+    there = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert there == {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
+    assert f"bytes of some/model at {COMMIT} in out" in finished.stdout
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "home"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("some/absent", [], "error: --model_name some/absent: the hub has no such model"),
+        ("some/model", ["--revision", "v9"], "error: --revision v9: some/model has no such branch, tag or commit"),
+        ("some/pickles", [], "error: --model_name some/pickles: its weights are pickles, not safetensors"),
+        ("some/broken", [], "model.safetensors: not a complete safetensors file"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_line(
+    download: Download, tmp_path: Path, name: str, options: list[str], said: str
+) -> None:
+    finished = download(name, *options)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert said in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_told_in_a_line(download: Download, tmp_path: Path) -> None:
+    finished = download("some/model", endpoint="http://127.0.0.1:9")
+    assert finished.returncode == 2
+    assert "error: --model_name some/model: cannot be downloaded" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "out").exists()

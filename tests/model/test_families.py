@@ -1,0 +1,95 @@
+"""Families beside Llama are read by each rank in parts, and train under both FSDPs as they do in plain PyTorch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.load_weights import Materialization, open_pretrained, read_weights
+from tests.support.forked_runs import ForkedRuns
+from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
+from tests.support.unequal_rows import ROWS_PER_WINDOW, VOCABULARY, argv, metrics, write_rows
+
+STEPS = 3
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": SIZES | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gpt_neox": SIZES | {"intermediate_size": 48},
+    "mistral": GROUPED,
+    "mixtral": GROUPED | {"num_local_experts": 4},
+    "qwen3": GROUPED | {"tie_word_embeddings": True},
+    "gemma": GROUPED,
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families") / request.param
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **FAMILIES[request.param]))
+        for parameter in built.parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)  # norms and biases are not all one and zero either
+    built.float().save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("families") / "tokens")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, dtype: torch.dtype) -> None:
+    shape = read_shape(str(model))
+    whole: Any = load_model(shape, dtype)
+    unread = open_pretrained(shape, dtype)
+    parts: Any = unread.model
+    assert unread.weights is not None
+    assert all(parameter.is_meta for parameter in parts.parameters())
+    parts.apply(Materialization(torch.device("cpu")))
+    read_weights(parts, unread.weights)
+    for there, here in (
+        (whole.named_parameters(), parts.named_parameters()),
+        (whole.named_buffers(), parts.named_buffers()),
+    ):
+        expected, tensors = dict(there), dict(here)
+        assert expected.keys() == tensors.keys()  # a tied weight is one here too
+        for name, tensor in tensors.items():
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), name
+    assert whole.generation_config == parts.generation_config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2"])
+def test_a_family_trains_as_in_plain_pytorch(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
+) -> None:
+    given = {"parallelism": parallelism, "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 2).finish()
+    losses, norms = plain_pytorch(model, tokens, ROWS_PER_WINDOW, STEPS)
+    logged = metrics(tmp_path / "run")
+    assert [float(row["train_loss"]) for row in logged] == pytest.approx(losses, rel=1e-5)
+    assert [float(row["grad_norm"]) for row in logged] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+def test_a_rank_whose_part_begins_within_a_row_reads_it(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    given = {"parallelism": "fsdp", "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP, "total_batch_size": 6}
+    forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 3).finish()
+    losses, _ = plain_pytorch(model, tokens, 6, STEPS)
+    assert [float(row["train_loss"]) for row in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-5)

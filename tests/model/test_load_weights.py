@@ -1,0 +1,76 @@
+"""No rank ever holds a whole copy of the model that is read: what its memory grows by, seen by the kernel."""
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import VOCABULARY, argv, write_rows
+
+pytestmark = pytest.mark.slow
+
+_MEASURE = """
+import ctypes
+import fabric_train.training.build_run as building
+from fabric_train.distributed import strategy as parallel
+from fabric_train.model.load_weights import Unread
+from fabric_train.model.hf_model import load_model
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+read, set_up = building._open, parallel.setup_model
+def measured_read(prepared):
+    global before
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins here
+    # what is freed goes back to the system, as that of a real model's large tensors does
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
+    before = status("VmRSS")
+    return Unread(load_model(prepared.shape, parallel.weights_dtype("32-true")), None) if WHOLE else read(prepared)
+def measured_set_up(*args):
+    model = set_up(*args)
+    print("grown by", status("VmHWM") - before)
+    return model
+building._open, parallel.setup_model = measured_read, measured_set_up
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """168 MB in fp32, 84 in its files of 5 MB; a layer has 10 MB."""
+    folder = tmp_path_factory.mktemp("memory") / "model"
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="5MB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("memory") / "tokens")
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2"])
+def test_a_rank_reads_its_part_and_never_holds_the_whole(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
+) -> None:
+    size = 2 * sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    grown = {}
+    for whole in (True, False):
+        line = argv(model, tokens, tmp_path / str(whole), parallelism=parallelism, max_step=1, total_batch_size=2)
+        run = forked_runs.start(line, 2, before=_MEASURE.replace("WHOLE", str(whole)))
+        run.finish()
+        said = [line for rank in (0, 1) for line in run.stdout(rank).splitlines() if line.startswith("grown by")]
+        assert len(said) == 2
+        grown[whole] = max(int(line.split()[-1]) for line in said) / size
+    assert grown[True] > 1.2, grown  # the whole, and this rank's half
+    assert grown[False] < 0.8, grown  # the half, a layer, and what is mapped of the files

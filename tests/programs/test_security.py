@@ -1,0 +1,300 @@
+"""Data and models of strangers run no code and lead out of no folder; secrets are written nowhere; files belong to the
+user's umask.
+"""
+
+import http.server
+import json
+import pickle
+import shutil
+import socketserver
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.bad_input_folder import MODULES, Payload, edit_json
+from tests.support.checkpoint_examples import trained_weights, write_full
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+
+pytestmark = pytest.mark.slow
+
+SECRETS = {
+    "HF_TOKEN": "hf_sekretsekretsekret",
+    "WANDB_API_KEY": "5ek2e75ek2e75ek2e75ek2e75ek2e75ek2e75ek2",
+    "AWS_SECRET_ACCESS_KEY": "awssekretawssekret",
+}
+Start = Callable[..., ForkedRun]
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Path:
+    """A folder with a model, a token dataset, texts, and a secret and its like outside of all of them."""
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    shutil.copytree(tiny_tokens_dir, tmp_path / "tokens")
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "Text number {n}, and on."}}\n' for n in range(40)))
+    (tmp_path / "secret.txt").write_text("sekret of somebody")
+    return tmp_path
+
+
+@pytest.fixture
+def start(place: Path, forked_runs: ForkedRuns) -> Start:
+    """Return ``start(program, line, **options)``, which runs a command line in ``place`` to its end."""
+
+    def run(program: str, line: str, num_ranks: int = 1, **options: Any) -> ForkedRun:
+        run = forked_runs.start(line.split(), num_ranks, cwd=place, program=MODULES[program], **options)
+        run.wait()
+        return run
+
+    return run
+
+
+def train(more: str, model: str = "model", data: str = "tokens") -> str:
+    line = f"--train_data_dir {data} --model_name {model} --output_dir run --accelerator cpu --max_step 1 "
+    return line + "--total_batch_size 2 --precision 32-true --eval_iters 1 " + more
+
+
+def fault(run: ForkedRun) -> str:
+    """What the run was refused for, in one line."""
+    assert run.codes()[0] == 2, run.report()
+    lines = [line for line in run.stderr().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, run.report()
+    assert "Traceback" not in run.stderr()
+    return lines[0].removeprefix("error: ")
+
+
+# ------------------------------------------------------------------------------------------------ no code of others
+
+
+@pytest.mark.parametrize("form", ["pytorch_model.bin", "sharded", "protocol 0"])
+def test_code_in_a_pickle_of_weights_does_not_run(place: Path, start: Start, form: str) -> None:
+    (place / "model" / "model.safetensors").unlink()
+    pickled = place / "model" / "pytorch_model.bin"
+    content = {"model.norm.weight": Payload(place / "ran")}
+    if form == "protocol 0":
+        pickled.write_bytes(pickle.dumps(content, protocol=0))
+    else:
+        torch.save(content, pickled)
+    if form == "sharded":
+        pickled.rename(place / "model" / "shard.bin")
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "shard.bin"}}
+        (place / "model" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for run in (start("train", train("")), start("generate", "--model_name model --prompt Hello")):
+        assert "model: cannot load its weights: " in fault(run)
+    assert not (place / "ran").exists()
+    assert not (place / "run").exists()
+
+
+def test_plain_tensors_in_a_pickle_are_read(place: Path, start: Start) -> None:
+    weights = load_file(place / "model" / "model.safetensors")
+    (place / "model" / "model.safetensors").unlink()
+    torch.save(weights, place / "model" / "pytorch_model.bin")
+    run = start("generate", "--model_name model --prompt Hello --num_tokens 2")
+    assert run.codes() == [0], run.report()
+
+
+def test_code_that_a_model_brings_does_not_run(place: Path, start: Start) -> None:
+    code = f"import os\nos.system('touch {place}/ran')\n"
+    (place / "model" / "code.py").write_text(code)
+    names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.A", "code.B"]}
+    edit_json(place / "model" / "config.json", lambda content: content.update(model_type="own", auto_map=names))
+    edit_json(
+        place / "model" / "tokenizer_config.json",
+        lambda content: content.update(tokenizer_class="Own", auto_map=names),
+    )
+    said = "--model_name model: it brings Python code of its own, which is never run here; "
+    assert fault(start("train", train(""))).startswith(said)
+    assert fault(start("generate", "--model_name model --prompt Hello")).startswith(said)
+    (place / "model" / "tokenizer.json").rename(place / "model" / "vocab.json")
+    (place / "model" / "merges.txt").touch()
+    start("tokenize", "--dataset texts.jsonl --tokenizer_name model --output_dir out --num_proc 1")
+    assert not (place / "ran").exists()
+
+
+def test_a_chat_template_reaches_no_python(place: Path, start: Start) -> None:
+    shell = "{{ cycler.__init__.__globals__.os.system('touch PLACE/ran') }}".replace("PLACE", str(place))
+    (place / "model" / "chat_template.jinja").write_text(shell)
+    chat = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]}
+    (place / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 40)
+    run = start("tokenize", "--dataset chats.jsonl --tokenizer_name model --output_dir out --num_proc 1")
+    assert run.codes() == [2], run.report()
+    assert not (place / "ran").exists()
+
+
+# ----------------------------------------------------------------------------------- no name leads out of its folder
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/PLACE/secret.safetensors", "a/../../secret.safetensors"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(place: Path, start: Start, name: str) -> None:
+    (place / "model" / "model.safetensors").rename(place / "secret.safetensors")  # readable, and the right tensors
+    name = name.replace("/PLACE", str(place))
+    weights = load_file(place / "secret.safetensors")
+    index = place / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)}))
+    said = f"model/{index.name}: it names {name!r}, which lies not beside it: damaged or forged; fetch it again"
+    assert fault(start("train", train(""))) == said
+    assert fault(start("generate", "--model_name model --prompt Hello")) == said
+    index.rename(place / "model" / "pytorch_model.bin.index.json")
+    assert "pytorch_model.bin.index.json: it names " in fault(start("train", train("")))
+
+
+def test_an_index_of_the_hub_that_names_a_file_elsewhere_is_refused(place: Path, start: Start) -> None:
+    repository = place / "hub" / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = Path(shutil.move(place / "model", repository / "snapshots" / ("0" * 40)))
+    weights = load_file(snapshot / "model.safetensors")
+    shutil.move(snapshot / "model.safetensors", snapshot.parent / "secret.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../secret.safetensors")}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = (
+        "import huggingface_hub.constants as constants, transformers.utils.hub as hub\n"
+        f"constants.HF_HUB_CACHE = hub.TRANSFORMERS_CACHE = {str(place / 'hub')!r}"
+    )
+    run = start("generate", "--model_name owner/name --prompt Hello", before=before)
+    assert "it names '../secret.safetensors', which lies not beside it" in fault(run)
+
+
+def forge_splits(tokens: Path) -> None:
+    edit_json(tokens / "dataset_dict.json", lambda content: content["splits"].append("../other"))
+
+
+def forge_files(tokens: Path) -> None:
+    edit_json(
+        tokens / "train" / "state.json", lambda content: content["_data_files"][0].update(filename="../../x.arrow")
+    )
+
+
+def forge_manifest(tokens: Path) -> None:
+    edit_json(
+        tokens / "manifest.json", lambda content: content["tokenizer"]["sha256"].update({"../../secret.txt": "0"})
+    )
+
+
+@pytest.mark.parametrize("forge", [forge_splits, forge_files, forge_manifest])
+def test_a_token_dataset_that_names_files_elsewhere_is_refused(
+    place: Path, start: Start, forge: Callable[[Path], None]
+) -> None:
+    shutil.copytree(place / "tokens", place / "other")
+    shutil.copyfile(next((place / "tokens" / "train").glob("*.arrow")), place / "x.arrow")
+    forge(place / "tokens")
+    for program, line in (("train", train("")), ("inspect", "tokens"), ("merge", "other tokens --output_dir out")):
+        assert "which lies not beside it: damaged or forged" in fault(start(program, line))
+    if forge is not forge_manifest:
+        line = "--dataset tokens --tokenizer_name model --output_dir out --num_proc 1"
+        assert "which lies not beside it: damaged or forged" in fault(start("tokenize", line))
+
+
+def test_a_link_out_of_a_tokenizer_folder_is_not_copied(place: Path, start: Start) -> None:
+    (place / "tokens" / "tokenizer" / "notes.txt").symlink_to("../../secret.txt")
+    shutil.copytree(place / "tokens", place / "other", symlinks=True)
+    said = "tokens/tokenizer/notes.txt: a link to ../../secret.txt, out of its folder; put the file itself there"
+    assert fault(start("train", train(""))) == said
+    assert fault(start("merge", "tokens other --output_dir out")) == said
+    assert not (place / "run").exists()
+    assert not (place / "out").exists()
+
+
+def test_a_link_out_of_a_checkpoint_is_not_exported(place: Path, start: Start) -> None:
+    checkpoint = write_full(place / "step-00000001", place / "model", trained_weights(place / "model"), step=1)
+    (checkpoint / "tokenizer" / "notes.txt").symlink_to("../../secret.txt")
+    assert "notes.txt: a link to ../../secret.txt, out of its folder" in fault(
+        start("convert", "--checkpoint step-00000001 --output_dir out")
+    )
+    assert not (place / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------- secrets and rights
+
+
+def files_with(folder: Path, secrets: list[str]) -> list[str]:
+    """The files below a folder that hold one of the secrets, in their name or content."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return [str(file) for file in files if any(s.encode() in file.read_bytes() or s in file.name for s in secrets)]
+
+
+def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_says(place: Path, start: Start) -> None:
+    run = start("train", train("--loggers csv tensorboard wandb"), env=SECRETS)
+    assert run.codes() == [0], run.report()
+    assert (place / "run" / "wandb").is_dir()
+    exported = start("convert", "--checkpoint run --output_dir out", env=SECRETS)
+    assert exported.codes() == [0], exported.report()
+    assert not files_with(place, list(SECRETS.values()))
+    for ended in (run, exported):
+        assert not any(secret in ended.stdout() + ended.stderr() for secret in SECRETS.values())
+
+
+def test_a_secret_in_an_error_is_not_said(place: Path, start: Start) -> None:
+    before = (
+        "import fabric_train.tokenization.inspect.__main__ as program, os\n"
+        "address = 'https://me:pazzword@host/a?sig=zignature'\n"
+        "def fail(_): raise ValueError(f'401 for {address}: ' + os.environ['HF_TOKEN'])\n"
+        "program._examine = fail"
+    )
+    run = start("inspect", "tokens --debug", before=before, env=SECRETS)
+    assert "401 for https://host/a?***: ***" in run.stderr()
+    assert not any(secret in run.stderr() for secret in ("pazzword", "zignature", SECRETS["HF_TOKEN"]))
+
+
+@pytest.fixture
+def server(place: Path) -> Iterator[str]:
+    """A web server for the folder; yields host and port."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(place))
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{served.server_address[1]}"
+        served.shutdown()
+
+
+def test_the_password_of_an_address_is_in_no_manifest_and_no_message(place: Path, start: Start, server: str) -> None:
+    address = f"http://me:pazzword@{server}/texts.jsonl?signature=zignature"
+    options = "--tokenizer_name model --num_proc 1 --max_length 16 --output_dir"
+    run = start("tokenize", f"--dataset {address} --validation_dataset {address} {options} out")
+    assert run.codes() == [0], run.report()
+    manifest = json.loads((place / "out" / "manifest.json").read_text())
+    shown = f"http://{server}/texts.jsonl?***"
+    assert [source["name"] for source in manifest["sources"]] == [shown, shown]
+    assert manifest["settings"]["validation_dataset"] == [shown]
+    refused = start("tokenize", f"--dataset {address.replace('texts', 'nothing')} {options} other")
+    assert f"--dataset http://{server}/nothing.jsonl?***: cannot be fetched: " in fault(refused)
+    assert not files_with(place, ["pazzword", "zignature"])
+    for ended in (run, refused):
+        assert not any(secret in ended.stdout() + ended.stderr() for secret in ("pazzword", "zignature"))
+
+
+@pytest.mark.parametrize("umask", [0o027, 0o077])
+def test_all_that_is_written_has_the_rights_of_the_users_umask(place: Path, start: Start, umask: int) -> None:
+    shutil.copytree(place / "tokens", place / "other")
+    lines = {
+        "tokenize": "--dataset texts.jsonl --tokenizer_name model --num_proc 1 --max_length 16 --output_dir made",
+        "merge": "tokens other --output_dir merged",
+        "train": train("--state_dict_type sharded --loggers csv tensorboard wandb", data="merged"),
+        "convert": "--checkpoint run --output_dir export",
+    }
+    if umask == 0o077:
+        lines = {"train": train("--state_dict_type full")}
+    for program, line in lines.items():
+        run = start(program, line, num_ranks=2 if "sharded" in line else 1, before=f"import os; os.umask({umask})")
+        assert set(run.codes()) == {0}, run.report()
+    folders = [place / line.partition("--output_dir ")[2].split()[0] for line in lines.values()]
+    assert not wrong_rights(folders, umask)
+
+
+def wrong_rights(folders: list[Path], umask: int) -> dict[str, str]:
+    """Files and folders with other rights than the umask's; links, which have none, aside."""
+    paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
+    return {
+        str(path): oct(mode) for path, mode in modes.items() if mode != (0o777 if path.is_dir() else 0o666) & ~umask
+    }

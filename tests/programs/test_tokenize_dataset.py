@@ -1,0 +1,460 @@
+"""tokenize_dataset.py: documents in; a complete token dataset with a balanced ledger out, or a clear line, nothing."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from transformers import AutoTokenizer
+
+import tokenize_dataset
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.tokenization.tokenizers.piece_encoder import PieceEncoder
+from tests.support.programs import ROOT
+from tests.support.token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jsonl
+
+Write = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def real_jsonl(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path) -> Path:
+    """Real text in 300 documents of 1,000 characters."""
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        text = "".join(json.loads(next(lines))["text"] for _ in range(3))
+    return write_jsonl(
+        tmp_path_factory.mktemp("real") / "real.jsonl", [text[i * 1000 : i * 1000 + 1000] for i in range(300)]
+    )
+
+
+@pytest.mark.parametrize("kind", ["txt", "md", "csv", "json", "jsonl", "lines.json", "parquet", "saved", "saved_dict"])
+def test_the_same_documents_come_out_of_every_kind_of_source(tmp_path: Path, tiny_model_dir: Path, kind: str) -> None:
+    source = tmp_path / f"source.{kind}"
+    if kind in ("txt", "md"):
+        for number, text in enumerate(TEXTS):
+            file = tmp_path / f"source.{kind}" / f"{number // 10}" / f"{number:03d}.{kind.upper()}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(text.encode())
+    elif kind == "csv":
+        quoted = "".join(f'{number},"{text}"\r\n' for number, text in enumerate(TEXTS))
+        source.write_bytes(("\ufeffid,text\r\n" + quoted).encode())
+    elif kind == "json":
+        source.write_text(json.dumps([{"text": text, "id": number} for number, text in enumerate(TEXTS)], indent=1))
+    elif kind in ("jsonl", "lines.json"):
+        write_jsonl(source)
+    elif kind == "parquet":
+        parquet.write_table(pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS}), source, row_group_size=7)
+    else:
+        train = datasets.Dataset.from_dict({"text": TEXTS})
+        other = datasets.Dataset.from_dict({"text": ["not this split"]})
+        (train if kind == "saved" else datasets.DatasetDict(train=train, test=other)).save_to_disk(source)
+    rows = tokenize(tmp_path / "out", tiny_model_dir, source, validation_split=0)
+    assert list(rows) == ["train"]
+    found = documents_in(rows["train"], tmp_path / "out")
+    assert found == TEXTS[: len(found)]
+    assert len(found) >= len(TEXTS) - 1  # the last may be cut by the last incomplete row
+    assert manifest_of(tmp_path / "out").ledger.documents_kept == len(TEXTS)
+
+
+def test_bos_and_eos_stand_around_each_document_exactly_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+    texts = ["plain", f"{bos}brings its own{eos}", f"{bos}{bos}twice{eos}{eos}"]
+    rows = tokenize(
+        tmp_path / "out", tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", texts), validation_split=0, max_length=2
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    expected = []
+    for text in ["plain", "brings its own", "twice"]:
+        inner = tokenizer.encode(text, add_special_tokens=False)
+        expected += [tokenizer.bos_token_id, *inner, tokenizer.eos_token_id]
+    ids = [token for row in rows["train"] for token in row]
+    assert ids == expected[: len(ids)]
+    assert len(expected) - len(ids) < 2
+
+
+def test_a_document_is_never_split_between_train_and_validation(
+    tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path
+) -> None:
+    rows = tokenize(tmp_path / "out", tiny_model_dir, real_jsonl, validation_split=0.1, seed=3)
+    texts = [json.loads(line)["text"] for line in real_jsonl.read_text(encoding="utf-8").splitlines()]
+    found = {name: documents_in(rows[name], tmp_path / "out") for name in ("train", "validation")}
+    assert set(found["train"]).isdisjoint(found["validation"])
+    assert set(found["train"]) | set(found["validation"]) <= set(texts)
+    assert len(found["train"]) in (269, 270)
+    assert len(found["validation"]) in (29, 30)
+    for name in found:  # in the order of the source
+        assert found[name] == [text for text in texts if text in set(found[name])]
+
+
+def test_the_output_is_the_same_for_any_number_of_processes(
+    tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
+    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._SMALLEST", 5_000)  # sixty shards
+    results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
+    assert results[0] == results[1] == results[2]
+    assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("word", ["winter", "12"])
+def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, is_long: bool
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, f"Now is the {word} of our discontent"])
+    expected = tokenize(tmp_path / "expected", tiny_model_dir, source)
+    encode, quicken = PieceEncoder.encode, PieceEncoder.quicken
+
+    def encode_but_for_one_word(pieces: PieceEncoder, text: str) -> np.ndarray:
+        is_wrong = not is_long or hasattr(pieces, "is_quick")
+        return encode(pieces, text.replace("winter", "summer") if is_wrong else text)
+
+    def remember(pieces: PieceEncoder) -> None:
+        monkeypatch.setattr(pieces, "is_quick", True, raising=False)
+        quicken(pieces)
+
+    monkeypatch.setattr(PieceEncoder, "encode", encode_but_for_one_word)
+    monkeypatch.setattr(PieceEncoder, "quicken", remember)
+    monkeypatch.setattr("fabric_train.tokenization.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
+    assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
+    used = manifest_of(tmp_path / "out").tokenizer.encoder
+    assert used.startswith("encode_batch_fast: ids differ") if word == "winter" else used == "tiktoken"
+
+
+def test_the_ledger_counts_what_was_read_skipped_packed_and_dropped(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [None, *TEXTS[:10], "", " \n\t", *TEXTS[10:]])
+    rows = tokenize(tmp_path / "out", tiny_model_dir, source, validation_split=0.25)
+    manifest = manifest_of(tmp_path / "out")
+    ledger = manifest.ledger
+    assert (ledger.documents_read, ledger.documents_kept, ledger.documents_skipped) == (43, 40, {"empty": 3})
+    assert (ledger.splits["train"].documents, ledger.splits["validation"].documents) == (30, 10)
+    assert sum(split.characters for split in ledger.splits.values()) == sum(map(len, TEXTS))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    num_tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) + 2 for text in TEXTS)
+    assert sum(split.tokens_in for split in ledger.splits.values()) == num_tokens
+    for name, split in ledger.splits.items():
+        assert split.rows == len(rows[name])
+        assert split.tokens_dropped == {"last_incomplete_row": split.tokens_in % 16}
+    assert manifest.ledger.imbalances(16) == []
+    assert manifest.settings.seed == 0
+
+
+def test_the_manifest_names_sources_and_tokenizer_by_hash(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "folder" / "b").mkdir(parents=True)
+    files = [
+        write_jsonl(tmp_path / "folder" / "b" / "z.jsonl"),
+        write_jsonl(tmp_path / "folder" / "c.jsonl", TEXTS[:3]),
+    ]
+    tokenize(tmp_path / "out", tiny_model_dir, tmp_path / "folder", files[1])
+    manifest = manifest_of(tmp_path / "out")
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert [(file.path, file.sha256, file.bytes) for file in manifest.sources[0].files] == [
+        ("b/z.jsonl", hashes[0], files[0].stat().st_size),
+        ("c.jsonl", hashes[1], files[1].stat().st_size),
+    ]
+    assert manifest.sources[1].files[0].path == "c.jsonl"
+    folder = tmp_path / "out" / "tokenizer"
+    assert manifest.tokenizer.sha256 == {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()
+    }
+    assert manifest.tokenizer.vocab_size == len(AutoTokenizer.from_pretrained(folder))
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(
+        ["dataset_dict.json", "manifest.json", "tokenizer", "train", "validation"]
+    )
+
+
+def test_max_documents_counts_documents_with_text(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [TEXTS[0], "", *TEXTS[1:]])
+    tokenize(tmp_path / "out", tiny_model_dir, source, max_documents=5)
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_read, ledger.documents_kept) == (6, 5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 200, 10**6])
+def test_max_tokens_stops_after_the_document_that_reaches_it(
+    tmp_path: Path, tiny_model_dir: Path, max_tokens: int
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, None])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenize(tmp_path / "out", tiny_model_dir, source, max_tokens=max_tokens, validation_split=0, max_length=4)
+    expected = total = 0
+    for text in TEXTS:
+        expected += 1
+        total += len(tokenizer.encode(text, add_special_tokens=False)) + 2
+        if total >= max_tokens:
+            break
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_kept, ledger.splits["train"].tokens_in) == (expected, total)
+    assert ledger.documents_read == (expected if max_tokens < 10**6 else len(TEXTS) + 1)
+
+
+def test_a_tokenizer_without_bos_begins_documents_without_it_and_says_so(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((tiny_model_dir / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end_of_text|>"})
+    )
+    tokenize(tmp_path / "out", folder, write_jsonl(tmp_path / "a.jsonl"), validation_split=0)
+    manifest = manifest_of(tmp_path / "out")
+    assert (manifest.tokenizer.bos_token_id, manifest.tokenizer.bos_token) == (None, None)
+    assert "documents begin without BOS" in capsys.readouterr().out
+    starts = datasets.load_from_disk(tmp_path / "out")["train"]["document_starts"][:]
+    assert starts[0][0] == 0
+
+
+def parquet_of(**columns: list[Any]) -> Write:
+    return lambda path: parquet.write_table(pyarrow.table(columns), path)
+
+
+def bytes_of(content: bytes) -> Write:
+    return lambda path: path.write_bytes(content)
+
+
+def damaged_saved_dataset(path: Path) -> None:
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
+    next(path.glob("*.arrow")).unlink()
+
+
+BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
+    "gzip called txt": ("a.txt", bytes_of(gzip.compress(b"text")), r"gzip-compressed, not \.txt"),
+    "bzip2 called jsonl": ("a.jsonl", bytes_of(bz2.compress(b"text")), r"bzip2-compressed, not \.jsonl"),
+    "UTF-16": ("a.csv", bytes_of("text\n".encode("utf-16")), "UTF-16"),
+    "binary called txt": ("a.txt", bytes_of(b"abc\0def"), "byte 3 is zero"),
+    "Latin-1 txt": ("a.txt", bytes_of(b"caf\xe9"), r"byte 3 is not UTF-8 \(0xe9\)"),
+    "Latin-1 with BOM": ("a.txt", bytes_of(b"\xef\xbb\xbfcaf\xe9"), "byte 6 is not UTF-8"),
+    "Latin-1 jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "\xe9"}\n'), "byte 24 is not UTF-8"),
+    "Latin-1 csv": ("a.csv", bytes_of(b"text\n" + b"a\n" * 9000 + b"\xe9\n"), "byte 18005 is not UTF-8"),
+    "jsonl that is not JSON": ("a.jsonl", bytes_of(b'{"text": "a"}\n\nnot\n'), "a.jsonl, line 3: not JSON"),
+    "cut jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "a'), "line 2: not JSON"),
+    "jsonl of strings": ("a.jsonl", bytes_of(b'"a"\n'), "line 1: a JSON str, not an object"),
+    "json that is not JSON": ("a.json", bytes_of(b'[{"text": "a"},\n]'), "a.json: not JSON: .* at line 2"),
+    "json of numbers": ("a.json", bytes_of(b"[1, 2]"), "record 1: a JSON int"),
+    "deeply nested json": ("a.json", bytes_of(b"[" * 100_000), "not JSON"),
+    "half a surrogate pair": (
+        "a.jsonl",
+        bytes_of(b'{"text": "a\\ud800"}\n'),
+        "line 1: .* surrogate pair at character 1",
+    ),
+    "csv with an open quote": ("a.csv", bytes_of(b'text,n\n"a,1\n'), "line 2: not csv"),
+    "ragged csv": ("a.csv", bytes_of(b"text,n\na,1\nb,1,2\n"), "line 3: 3 fields, but the header has 2"),
+    "text called parquet": ("a.parquet", bytes_of(b"just some text"), "not a whole parquet file"),
+    "missing column, jsonl": (
+        "a.jsonl",
+        bytes_of(b'{"body": "a", "id": 1}\n'),
+        "no column 'text'; there are: body, id;",
+    ),
+    "missing column, csv": ("a.csv", bytes_of(b"id;text\n1;a\n"), "no column 'text'; there are: id;text;"),
+    "missing column, parquet": ("a.parquet", parquet_of(body=["a"], id=[1]), "there are: body, id;"),
+    "numbers, jsonl": ("a.jsonl", bytes_of(b'{"text": 3}\n'), "line 1: column 'text' holds int, not text"),
+    "numbers, parquet": ("a.parquet", parquet_of(text=[1, 2]), "column 'text' holds int64, not text"),
+    "empty txt": ("a.txt", bytes_of(b""), "no document with any text"),
+    "blank jsonl": ("a.jsonl", bytes_of(b'\n{"text": " "}\n{"text": null}\n'), "no document with any text"),
+    "empty csv": ("a.csv", bytes_of(b""), "no document with any text"),
+    "empty json": ("a.json", bytes_of(b"[]"), "no document with any text"),
+    "empty parquet": ("a.parquet", parquet_of(text=pyarrow.array([], pyarrow.string())), "no document with any text"),
+    "empty folder": ("a", lambda path: path.mkdir(), "no readable file in this folder of 0 files"),
+    "pdf": ("a.pdf", bytes_of(b"%PDF"), r"cannot read \.pdf; readable are \.txt, \.md"),
+    "nothing there": ("a.jsonl", lambda _path: None, "no such file or folder"),
+    "saved, missing column": (
+        "a",
+        lambda path: datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(path),
+        r"\(train\), row 1: no column 'text'; there are: body",
+    ),
+    "saved, damaged": ("a", damaged_saved_dataset, "not a whole save_to_disk folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SOURCES)
+def test_a_bad_source_is_one_clear_line_and_nothing_is_written(tmp_path: Path, tiny_model_dir: Path, case: str) -> None:
+    name, write, message = BAD_SOURCES[case]
+    write(tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=message) as caught:
+        tokenize(tmp_path / "new" / "out", tiny_model_dir, tmp_path / name)
+    (fault,) = caught.value.faults
+    assert name in fault
+    assert "\n" not in fault
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_every_source_that_is_not_there_is_named_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        tokenize(tmp_path / "out", tiny_model_dir, tmp_path / "a.txt", "owner/name", "x/y/z")
+    assert len(caught.value.faults) == 3
+    assert "hub cannot be reached" in caught.value.faults[1]
+
+
+def test_files_that_cannot_be_read_in_a_folder_are_said_in_one_line(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    (folder / ".git").mkdir(parents=True)
+    for name in ("a.pdf", "b.pdf", "c.docx", "LICENSE", ".hidden.txt", ".git/config.txt"):
+        (folder / name).write_text("not this")
+    write_jsonl(folder / "a.jsonl")
+    tokenize(tmp_path / "out", tiny_model_dir, folder)
+    assert "4 files of other kinds are passed over (1 .docx, 2 .pdf, 1 no suffix)" in capsys.readouterr().err
+    assert [file.path for file in manifest_of(tmp_path / "out").sources[0].files] == ["a.jsonl"]
+
+
+def test_less_text_than_a_row_is_refused_with_the_numbers(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        tokenize(tmp_path / "out", tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", ["one"]), max_length=100)
+    train, validation = caught.value.faults
+    assert "1 documents, less than one row of 100" in train
+    assert "--validation_split 0" in validation
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_an_output_folder_with_something_in_it_is_refused_before_any_work(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(InputError, match="not empty"):
+        tokenize(tmp_path / "out", tiny_model_dir, tmp_path / "not even there")
+    assert os.listdir(tmp_path / "out") == ["precious"]
+
+
+def start(tmp_path: Path, tokenizer: Path, source: Path, *options: object) -> "subprocess.Popen[str]":
+    """Start the program, in a process group of its own."""
+    argv = ["--dataset", source, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "new" / "out", *options]
+    command = [sys.executable, tokenize_dataset.__file__, *map(str, argv)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for_shards(process: "subprocess.Popen[str]", folder: Path, count: int) -> None:
+    while len(list(folder.glob(".out.unfinished/*.npz"))) < count and process.poll() is None:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes_on(
+    tmp_path: Path, tiny_model_dir: Path, number: signal.Signals
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 4_000)
+    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 1)
+    wait_for_shards(process, tmp_path / "new", 2)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert "Traceback" not in said
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == "error: interrupted"
+        assert "the same command goes on with them" in said.splitlines()[-2]
+    assert not (tmp_path / "new" / "out").exists()
+    finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("new/.out.unfinished/*.npz")}
+    assert len(finished) >= 2
+
+    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 2)
+    while not list(tmp_path.glob("new/.out.incomplete-*/train")) and process.poll() is None:
+        for file, written in finished.items():
+            with suppress(FileNotFoundError):  # the run may just have ended
+                assert file.stat().st_mtime_ns == written  # not encoded again
+        time.sleep(0.01)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert manifest_of(tmp_path / "new" / "out").ledger.documents_kept == 160_000
+    assert os.listdir(tmp_path / "new") == ["out"]
+
+
+def test_two_runs_for_one_folder_do_not_meet(tmp_path: Path, tiny_model_dir: Path) -> None:
+    process = start(tmp_path, tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500))
+    wait_for_shards(process, tmp_path / "new", 1)
+    with pytest.raises(InputError, match="another process is tokenizing into it"):
+        tokenize(tmp_path / "new" / "out", tiny_model_dir, write_jsonl(tmp_path / "b.jsonl"))
+    process.kill()
+    process.communicate()
+
+
+def test_a_source_that_has_changed_is_encoded_anew(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 0)
+    first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
+    with pytest.raises(InputError, match=r"b\.jsonl, line 2"):
+        tokenize(tmp_path / "out", tiny_model_dir, first, second)
+    assert len(list(tmp_path.glob(".out.unfinished/*.npz"))) == 1
+    write_jsonl(first, [*TEXTS, "one more"])
+    tokenize(tmp_path / "out", tiny_model_dir, first, second, on_bad_rows="skip")
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_read, ledger.documents_skipped) == (len(TEXTS) + 3, {"bad_row": 1})
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_is_finished(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    program = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"  # as a full disk: the write fails
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
+        "import tokenize_dataset; from fabric_train.cli.errors import run_program; run_program(tokenize_dataset.main)"
+    )
+    argv = ["--dataset", source, "--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: File too large")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out.incomplete*"))
+
+
+def test_the_program_itself_ends_with_the_projects_exit_codes(
+    tmp_path: Path, tiny_model_dir: Path, run_program: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl")
+    argv = ["tokenize_dataset.py", "--dataset", source, "--tokenizer_name", tiny_model_dir, "--max-length", 16]
+    done = run_program(*argv, "--output_dir", tmp_path / "out")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert "next       fabric run fabric_train" in done.stdout
+    assert done.stderr.splitlines() == [f"reading {source}"]
+    refused = run_program(*argv, "--output_dir", tmp_path / "out")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: ")
+    assert "already exists" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_damaged_manifest_is_refused_and_an_absent_one_is_none(tiny_tokens_dir: Path, tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+    whole = (tiny_tokens_dir / "manifest.json").read_text()
+    content = json.loads(whole)
+    content["ledger"]["train"]["rows"] += 1
+    for damaged, message in [
+        (whole[:-20], "damaged"),
+        (whole.replace('"format": 2', '"format": 3'), "format 3"),
+        (json.dumps(content), "is not"),
+        (whole.replace('"seed"', '"sead"'), "damaged"),
+        ("[]", "damaged"),
+    ]:
+        (tmp_path / "manifest.json").write_text(damaged)
+        with pytest.raises(InputError, match=message):
+            read_manifest(tmp_path)
+
+
+def test_manifests_are_read_without_heavy_libraries() -> None:
+    program = (
+        "import sys; import fabric_train.tokenization.manifest, fabric_train.tokenization.encoding\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: tiny models and datasets, real ranks started in a second, chosen kills."""

@@ -1,0 +1,311 @@
+"""Runs of several real processes that cost about a second: their ranks are forks of a server that has imported
+everything once.
+
+A rank is a process in a session of its own with torchrun's environment variables, and runs the program as
+``python -m fabric_train`` would: same arguments, same exit codes. There is no launcher, so nobody stops the ranks that
+are left when one ends. One rank alone has no launcher's variables, as under ``python -m``.
+
+The server answers each JSON line on its standard input with the process ids of a run's ranks, and writes the exit code
+of each rank that has ended into a file. It goes with the process that has started it, and the ranks with the server.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+_PORTS = range(12_000, 32_000)  # below those that Linux gives to outgoing connections, gloo's among them
+_START_SECONDS = 200  # the first start waits for the imports
+_POLL_SECONDS = 0.005
+_SHOWN_CHARACTERS = 4000
+_PR_SET_PDEATHSIG = 1
+_OF_LAUNCHERS = ("LT_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_")
+_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# what the program imports on its way, and a rank would import again in every run
+_IMPORTED_LATER = (
+    "torch._dynamo",
+    "torch.distributed._shard.checkpoint",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+class ForkedRun:
+    """The ranks of one run."""
+
+    def __init__(self, pids: tuple[int, ...], folder: Path) -> None:
+        self.pids, self._folder = pids, folder
+
+    def codes(self) -> list[int | None]:
+        """Return each rank's exit code, None while it runs; -9 means that SIGKILL has ended it."""
+        files = [self._folder / f"{rank}.code" for rank in range(len(self.pids))]
+        return [int(file.read_text()) if file.exists() else None for file in files]
+
+    def has_ended(self) -> bool:
+        """Whether some rank has ended."""
+        return any(code is not None for code in self.codes())
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        """Wait until all ranks have ended and return their exit codes.
+
+        Raises:
+            TimeoutError: some have not; they have been killed.
+        """
+        if not _wait_until(lambda: None not in self.codes(), timeout):
+            there = self.codes()
+            self.kill()
+            _wait_until(lambda: None not in self.codes(), 30)
+            raise TimeoutError(f"exit codes {there} after {timeout} s\n{self.report()}")
+        return [code for code in self.codes() if code is not None]
+
+    def finish(self, timeout: float = 120) -> None:
+        """Wait for the end and expect that it is a good one.
+
+        Raises:
+            AssertionError: a rank has another exit code than 0.
+        """
+        codes = self.wait(timeout)
+        assert not any(codes), f"exit codes {codes}\n{self.report()}"
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 120) -> bool:
+        """Wait for a condition, or for the ranks to end; return whether the condition holds."""
+        _wait_until(lambda: condition() or None not in self.codes(), timeout)
+        return condition()
+
+    def kill(self, number: int = signal.SIGKILL, ranks: Iterable[int] | None = None) -> None:
+        """Send a signal to the ranks that run, or to some of them. SIGKILL takes their data workers too."""
+        codes = self.codes()
+        for rank in range(len(self.pids)) if ranks is None else ranks:
+            if codes[rank] is None:
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(self.pids[rank], number)
+                with suppress(ProcessLookupError):
+                    if number == signal.SIGKILL:
+                        os.killpg(self.pids[rank], number)
+
+    def stdout(self, rank: int = 0) -> str:
+        """What a rank has written to its standard output so far."""
+        return (self._folder / f"{rank}.stdout").read_text(encoding="utf-8", errors="replace")
+
+    def stderr(self, rank: int = 0) -> str:
+        """What a rank has written to its standard error so far."""
+        return (self._folder / f"{rank}.stderr").read_text(encoding="utf-8", errors="replace")
+
+    def report(self) -> str:
+        """The end of what every rank has said."""
+        said = []
+        for rank in range(len(self.pids)):
+            said += [f"--- rank {rank}", self.stdout(rank)[-_SHOWN_CHARACTERS:], self.stderr(rank)[-_SHOWN_CHARACTERS:]]
+        return "\n".join(said)
+
+
+class ForkedRuns:
+    """Starts runs. To be closed, which ends what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start the server; ``folder`` keeps what the ranks say."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._num_runs = folder, 0
+        first = os.getpid() * 101 % (len(_PORTS) // 2)  # two of these at once begin at different ports
+        self._ports = iter(_PORTS[first:])
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])  # what can be imported here can be there
+        with (folder / "server.stderr").open("wb") as stderr:
+            self._server = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+                env=_environment() | {"PYTHONPATH": path},
+            )
+
+    def start(
+        self,
+        argv: Sequence[object],
+        num_ranks: int = 2,
+        *,
+        cwd: Path | None = None,
+        before: str = "",
+        env: Mapping[str, str] | None = None,
+        program: str = "fabric_train.__main__",
+    ) -> ForkedRun:
+        """Start the ranks of a run and return at once.
+
+        Args:
+            argv: the program's arguments, its name left out.
+            num_ranks: on one machine.
+            cwd: where the ranks run; left out, a folder of their own.
+            before: Python source that each rank runs before the program's ``main``, its number being ``rank``: what
+                breaks it at a certain moment.
+            env: variables set beside those there are and the launcher's.
+            program: module whose ``main`` is run.
+        """
+        self._num_runs += 1
+        folder = self._folder / f"run-{self._num_runs:03d}"
+        folder.mkdir()
+        launcher = _launcher_variables(num_ranks, self.free_port())
+        request = {
+            "program": program,
+            "argv": [str(word) for word in argv],
+            "cwd": str(cwd or folder),
+            "before": before,
+            "said": str(folder),
+            "environments": [_environment() | variables | dict(env or {}) for variables in launcher],
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.flush()
+        return ForkedRun(tuple(self._answer()), folder)
+
+    def free_port(self) -> int:
+        """Return a port that nobody listens on, and that no other run of this server is given."""
+        for port in self._ports:
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+        raise OSError(f"no port is free in {_PORTS}")
+
+    def close(self) -> None:
+        """End the server, and with it every rank that is left."""
+        # the end of standard input might not come: what this process has forked holds it open, too
+        self._server.communicate(b"\n", timeout=60)
+
+    def _answer(self) -> list[int]:
+        stdout = self._server.stdout
+        assert stdout is not None
+        answers = select.select([stdout], [], [], _START_SECONDS)[0]
+        line = stdout.readline() if answers else b""
+        if not line:
+            said = (self._folder / "server.stderr").read_text(errors="replace")
+            raise ChildProcessError(f"the server of forked runs does not answer: {said[-_SHOWN_CHARACTERS:]}")
+        return json.loads(line)
+
+
+def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return holds
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, as it is where no launcher has started it."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    for name in _OF_RANKS:
+        ours.pop(name, None)
+    return ours | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _launcher_variables(num_ranks: int, port: int) -> list[dict[str, str]]:
+    """What torchrun on one machine tells each rank."""
+    if num_ranks == 1:
+        return [{}]
+    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    elastic = {"RUN_ID": "none", "RESTART_COUNT": 0, "MAX_RESTARTS": 0, "USE_AGENT_STORE": False}
+    shared |= {f"TORCHELASTIC_{name}": value for name, value in elastic.items()}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, **shared} for rank in range(num_ranks)]
+    return [{name: str(value) for name, value in variables.items()} for variables in ranks]
+
+
+# -------------------------------------------------------------------------------------------------- in the server
+
+
+def serve() -> None:
+    """Import, then fork what is asked for until an empty line or the end of standard input."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # nothing but answers goes there
+    for module in ("arguments", "fabric_train.__main__", *_IMPORTED_LATER):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the ranks' collections leave the pages alone that they share
+    running: dict[int, Path] = {}
+    unread = b""
+    while True:
+        if select.select([0], [], [], _POLL_SECONDS if running else None)[0]:
+            received = os.read(0, 1 << 16)
+            if not received:
+                break
+            *lines, unread = (unread + received).split(b"\n")
+            for line in filter(None, lines):
+                request = json.loads(line)
+                started = [_fork(rank, request, answers) for rank in range(len(request["environments"]))]
+                running |= {pid: Path(request["said"], f"{rank}.code") for rank, pid in enumerate(started)}
+                os.write(answers, json.dumps(started).encode() + b"\n")
+            if b"" in lines:
+                break
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                file = running.pop(pid)
+                _write_at_once(file, str(os.waitstatus_to_exitcode(status)))
+    for pid in running:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _fork(rank: int, request: dict[str, Any], answers: int) -> int:
+    server = os.getpid()
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    streams = [os.open("/dev/null", os.O_RDONLY)]
+    streams += [os.open(f"{request['said']}/{rank}.{name}", flags, 0o644) for name in ("stdout", "stderr")]
+    pid = os.fork()
+    if pid:
+        for stream in streams:
+            os.close(stream)
+        return pid
+    try:
+        os.close(answers)
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it has ended before it could be said that the rank goes with it
+            os._exit(1)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _run(rank, request)
+    except BaseException:  # noqa: BLE001  the child must not go on as a second server
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _run(rank: int, request: dict[str, Any]) -> NoReturn:
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(request["environments"][rank])
+    os.chdir(request["cwd"])
+    sys.argv = [request["program"].removesuffix(".__main__"), *request["argv"]]
+
+    import torch
+
+    from fabric_train.cli.errors import run_program
+
+    torch.set_num_threads(1)
+
+    def main() -> None:
+        exec(request["before"], {"rank": rank})
+        importlib.import_module(request["program"]).main()
+
+    run_program(main)
+
+
+def _write_at_once(file: Path, text: str) -> None:
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").replace(file)
+
+
+if __name__ == "__main__":
+    serve()

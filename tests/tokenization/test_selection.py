@@ -1,0 +1,121 @@
+"""Mixing by weights, deduplication, caps and given validation sources, through the program and by property."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.selection import draw_validation, mix
+from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
+
+A = [f"a{number} from the first source" for number in range(30)]
+B = [f"b{number} from another source, which has longer documents" for number in range(10)]
+
+
+def test_weights_sample_whole_epochs_first_and_say_so(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", B)]
+    argv = ["--weights", "1", "3"]
+    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *argv, validation_split=0)
+    found = Counter(text[0] for text in documents_in(rows["train"], tmp_path / "out"))
+    ledger, records = manifest_of(tmp_path / "out").ledger, manifest_of(tmp_path / "out").sources
+    total = sum(record.tokens for record in records)
+    for record, weight in zip(records, (1, 3), strict=True):
+        assert record.weight == weight
+        assert record.epochs * record.tokens == pytest.approx(total * weight / 4, rel=0.1)
+        assert f"weight {weight}: {record.epochs:.2f} epochs in train" in capsys.readouterr().out or weight == 3
+    assert ledger.documents_unsampled == round(30 * (1 - records[0].epochs))
+    assert ledger.documents_repeated == round(10 * (records[1].epochs - 1))
+    assert abs(sum(found.values()) - ledger.splits["train"].documents) <= 1
+    assert tokenize(tmp_path / "again", tiny_model_dir, *sources, *argv, validation_split=0, num_proc=2) == rows
+
+
+def test_a_mixture_has_as_many_tokens_as_asked_for(tmp_path: Path, tiny_model_dir: Path) -> None:
+    sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", B)]
+    tokenize(tmp_path / "out", tiny_model_dir, *sources, "--weights", 2, 2, max_tokens=5_000, validation_split=0)
+    assert 5_000 <= manifest_of(tmp_path / "out").ledger.splits["train"].tokens_in < 5_100
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=20), min_size=1, max_size=4),
+    st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
+    st.integers(1, 3_000),
+    st.integers(0, 5),
+)
+def test_every_source_reaches_its_share_and_no_document_is_an_epoch_ahead(
+    lengths: list[list[int]], weights: list[float], num_tokens: int, seed: int
+) -> None:
+    flat = np.array([length for own in lengths for length in own])
+    sources = np.repeat(range(len(lengths)), [len(own) for own in lengths])
+    weights = weights[: len(lengths)]
+    order = mix(flat, sources, weights, num_tokens, seed)
+    for source, weight in enumerate(weights):
+        own = order[sources[order] == source]
+        wanted = num_tokens * weight / sum(weights)
+        assert wanted - 1e-6 <= flat[own].sum() < wanted + max(lengths[source])
+        times = np.bincount(own, minlength=len(flat))[sources == source]
+        assert times.max() - times.min() <= 1
+
+
+def test_duplicates_are_left_out_across_sources_and_counted(tmp_path: Path, tiny_model_dir: Path) -> None:
+    sources = [write_jsonl(tmp_path / "a.jsonl", [*A, A[3], A[3]]), write_jsonl(tmp_path / "b.jsonl", [A[0], *B])]
+    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, deduplicate="true", validation_split=0, max_length=4)
+    assert (
+        documents_in(rows["train"], tmp_path / "out") == [*A, *B][: len(documents_in(rows["train"], tmp_path / "out"))]
+    )
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_read, ledger.documents_kept) == (43, 40)
+    assert ledger.documents_skipped == {"duplicate": 3}
+
+
+def test_duplicates_do_not_count_for_a_cap(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [A[0], A[0], "", *A[1:]])
+    tokenize(tmp_path / "out", tiny_model_dir, source, deduplicate="true", max_documents=5, validation_split=0)
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_read, ledger.documents_kept) == (7, 5)
+    assert ledger.documents_skipped == {"duplicate": 1, "empty": 1}
+
+
+def test_a_given_validation_source_is_not_mixed_into_train(tmp_path: Path, tiny_model_dir: Path) -> None:
+    train, held_out = write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "v.jsonl", [*B, A[0]])
+    argv = ["--validation_dataset", held_out, "--deduplicate", "true", "--max_documents", 20]
+    rows = tokenize(tmp_path / "out", tiny_model_dir, train, *argv, max_length=4)
+    found = {name: documents_in(rows[name], tmp_path / "out") for name in ("train", "validation")}
+    assert set(found["train"]) <= set(A[:20])
+    assert set(found["validation"]) <= set(B)
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.splits["train"].documents, ledger.splits["validation"].documents) == (20, 10)
+    assert [source.documents for source in manifest_of(tmp_path / "out").sources] == [20, 10]
+
+
+def test_the_split_is_a_function_of_number_share_and_seed() -> None:
+    chosen = draw_validation(1000, 0.05, 3)
+    assert chosen.sum() == 50
+    assert (chosen == draw_validation(1000, 0.05, 3)).all()
+    assert (chosen != draw_validation(1000, 0.05, 4)).any()
+
+
+def test_weights_for_a_source_without_training_documents_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", [""])]
+    with pytest.raises(InputError, match=r"b\.jsonl: no document with any text"):
+        tokenize(tmp_path / "out", tiny_model_dir, *sources, "--weights", 1, 1)
+
+
+def test_bad_rows_are_skipped_and_counted_where_that_is_asked_for(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    good = "".join(json.dumps({"text": text}) + "\n" for text in A)
+    source.write_bytes(b'{"text": 3}\n' + good.encode() + b'nonsense\n{"txt": "a"}\n{"text": "\xff"}\n')
+    tokenize(tmp_path / "out", tiny_model_dir, source, on_bad_rows="skip", validation_split=0)
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_read, ledger.documents_kept, ledger.documents_skipped) == (34, 30, {"bad_row": 4})
+    assert "the first bad row left out" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"line 1: column 'text' holds int.*--on_bad_rows skip leaves such rows out"):
+        tokenize(tmp_path / "strict", tiny_model_dir, source, validation_split=0)

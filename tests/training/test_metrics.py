@@ -1,0 +1,324 @@
+"""What a run tells reaches metrics.csv, TensorBoard, Weights & Biases and the console, each step once."""
+
+import csv
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from fabric_train.training.loggers import TensorBoardLogger, open_loggers
+from fabric_train.training.metrics import (
+    CSVLogger,
+    Metrics,
+    ProgressLine,
+    Stopwatch,
+    Work,
+    peak_memory_gb,
+    read_metrics,
+)
+from tests.support.wandb_files import read_history
+
+COLUMNS = [
+    *("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm"),
+    *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
+    "skipped_steps",
+]
+
+
+def metrics(step: int, loss: float = 2.5) -> Metrics:
+    return Metrics(step=step, epoch=0, train_loss=loss, learning_rate=1e-4, grad_norm=0.5, num_tokens=64 * step)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write_csv(path: Path, last_step: int, steps: range, loss: float = 2.5) -> None:
+    logger = CSVLogger(path, last_step)
+    for step in steps:
+        logger.log(metrics(step, loss))
+    logger.close()
+
+
+# ------------------------------------------------------------------------------------------------------ metrics.csv
+
+
+def test_metrics_csv_has_one_header_and_one_row_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, 0, range(1, 4))
+    write_csv(path, 3, range(4, 6))
+    lines = path.read_text().splitlines()
+    assert lines[0].split(",") == COLUMNS
+    assert sum(line.startswith("step") for line in lines) == 1
+    assert [row["step"] for row in rows_of(path)] == ["1", "2", "3", "4", "5"]
+
+
+def test_what_was_not_measured_is_an_empty_cell(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, 0, range(1, 2))
+    (row,) = rows_of(path)
+    assert (row["val_loss"], row["perplexity"], row["mfu"]) == ("", "", "")
+    assert (row["train_loss"], row["learning_rate"], row["num_tokens"]) == ("2.5", "0.0001", "64")
+
+
+def test_a_resumed_run_takes_back_the_rows_beyond_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, 0, range(1, 8), loss=1.5)  # killed after step 7, saved at step 4
+    write_csv(path, 4, range(5, 10), loss=3.5)
+    rows = rows_of(path)
+    assert [int(row["step"]) for row in rows] == list(range(1, 10))
+    assert [row["train_loss"] for row in rows] == ["1.5"] * 4 + ["3.5"] * 5
+    write_csv(path, 0, range(1, 2))
+    assert len(rows_of(path)) == 1
+
+
+def test_losses_are_written_to_the_last_digit(tmp_path: Path) -> None:
+    path, loss = tmp_path / "metrics.csv", 2.718281828459045
+    write_csv(path, 0, range(1, 3), loss)
+    write_csv(path, 2, range(3, 4), loss)
+    assert [float(row["train_loss"]) for row in rows_of(path)] == [loss] * 3
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "metrics.csv", 0)
+    logger.log(metrics(1))
+    assert len(rows_of(tmp_path / "metrics.csv")) == 1
+    logger.close()
+
+
+def test_a_row_cut_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, 0, range(1, 13))
+    content = path.read_bytes()
+    torn = content[: content.rindex(b"12,") + 1]  # "1" is left of step 12
+    path.write_bytes(torn)
+    write_csv(path, 11, range(12, 14))
+    assert [int(row["step"]) for row in rows_of(path)] == list(range(1, 14))
+
+
+# ------------------------------------------------------------------------------------------------------ TensorBoard
+
+
+def scalars(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_holds_every_measured_value_at_its_step(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0)
+    for step in (1, 2):
+        logger.log(metrics(step, loss=step / 2))
+    logger.close()
+    events = scalars(tmp_path)
+    assert set(events.Tags()["scalars"]) == {"epoch", "train_loss", "learning_rate", "grad_norm", "num_tokens"}
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 0.5), (2, 1.0)]
+    assert [event.value for event in events.Scalars("num_tokens")] == [64.0, 128.0]
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
+    for last_step, steps, loss in ((0, range(1, 6), 1.0), (3, range(4, 8), 2.0)):
+        logger = TensorBoardLogger(tmp_path, last_step)
+        for step in steps:
+            logger.log(metrics(step, loss))
+        logger.close()
+    found = [(event.step, event.value) for event in scalars(tmp_path).Scalars("train_loss")]
+    assert found == [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 8)]
+
+
+def test_event_files_themselves_end_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0)
+    for step in range(1, 6):
+        logger.log(metrics(step))
+    logger.close()
+    (file,) = tmp_path.iterdir()
+    with file.open("ab") as events:
+        events.write(b"\x40\0\0\0\0\0\0\0 torn")  # a record that a crash has cut
+    TensorBoardLogger(tmp_path, 3).close()
+    steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    assert steps == [step for step in (1, 2, 3) for _ in range(5)]
+
+
+def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
+    path, loss = tmp_path / "metrics.csv", 2.718281828459045
+    write_csv(path, 0, range(1, 5), loss)
+    assert read_metrics(path, 3) == [metrics(step, loss) for step in (1, 2, 3)]
+    assert read_metrics(tmp_path / "nothing.csv", 3) == []
+
+
+def test_what_was_flushed_outlives_a_sigkill(tmp_path: Path) -> None:
+    process = subprocess.run([sys.executable, "-c", LOG_AND_DIE, tmp_path], timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert len(rows_of(tmp_path / "metrics.csv")) == 3
+    assert [event.step for event in scalars(tmp_path / "tensorboard").Scalars("train_loss")] == [1, 2, 3]
+
+
+def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -> None:
+    for names in ([], ["csv"], ["tensorboard"]):
+        folder = tmp_path / "-".join(["run", *names])
+        folder.mkdir()
+        loggers = open_loggers(names, folder, 0, "project", None, {})
+        for logger in loggers:
+            logger.log(metrics(1))
+            logger.close()
+        assert len(rows_of(folder / "metrics.csv")) == 1
+        assert (folder / "tensorboard").exists() == ("tensorboard" in names)
+
+
+LOG_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from fabric_train.training.metrics import Metrics
+from fabric_train.training.loggers import open_loggers
+
+loggers = open_loggers(["tensorboard"], Path(sys.argv[1]), 0, "project", None, {})
+for step in (1, 2, 3):
+    for logger in loggers:
+        logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
+for logger in loggers:
+    logger.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# ------------------------------------------------------------------------------------------------- Weights & Biases
+
+LOG_TO_WANDB = """
+import sys
+from pathlib import Path
+from fabric_train.training.metrics import Metrics
+from fabric_train.training.loggers import WandbLogger, open_loggers
+
+run, checkpoint, last_step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+loggers = open_loggers(["wandb"], run, last_step, "project of ours", None, {"lr": 0.5})
+for step in (last_step + 1, last_step + 2):
+    for logger in loggers:
+        logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
+wandb = loggers[-1]
+assert isinstance(wandb, WandbLogger), loggers
+print("mode", wandb.mode)
+wandb.log_model(checkpoint)
+for logger in loggers:
+    logger.close()
+"""
+
+
+@pytest.mark.slow
+def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path) -> None:
+    run, home, checkpoint = tmp_path / "run", tmp_path / "home", tmp_path / "step-00000002"
+    for folder in (run, home, checkpoint / "tokenizer", checkpoint / "optimizer"):
+        folder.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"weights of the model")
+    (checkpoint / "tokenizer" / "tokenizer.json").write_text("{}")
+    (checkpoint / "optimizer" / "optimizer.safetensors").write_bytes(b"moments of the optimizer")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"
+    }
+    environment |= {"HOME": str(home), "WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
+    for last_step in (0, 1):  # the second time resumes, from the checkpoint of step 1
+        finished = subprocess.run(
+            [sys.executable, "-c", LOG_TO_WANDB, run, checkpoint, str(last_step)],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        assert finished.stdout.splitlines() == ["mode offline"]
+        assert "wandb" not in finished.stderr
+    identity = (run / "wandb_run_id").read_text()
+    (newest,) = (run / "wandb").glob("offline-run-*")
+    assert [(row["_step"], row["train_loss"]) for row in read_history(newest)] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    offline = [newest, *(run / "wandb" / "replaced").glob("offline-run-*")]
+    assert len(offline) == 2
+    assert all(folder.name.endswith(identity) for folder in offline)
+    for folder in offline:
+        content = next(folder.glob("*.wandb")).read_bytes()
+        assert b"train_loss" in content
+        assert b"project of ours" in content
+        assert f"model-{identity}".encode() in content
+        assert b"model.safetensors" in content
+        assert b"tokenizer/tokenizer.json" in content
+        assert b"optimizer.safetensors" not in content
+    staged = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
+    assert b"weights of the model" in staged
+    assert b"moments of the optimizer" not in staged
+    assert not (home / ".netrc").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- the console
+
+
+def test_the_progress_line_is_printed_where_there_is_no_terminal() -> None:
+    text = io.StringIO()
+    line = ProgressLine(0, 3, Console(file=text, force_terminal=False, width=40))
+    line.log(Metrics(step=1, epoch=0, train_loss=2.5, learning_rate=1e-4, tokens_per_second=1234.5, peak_memory_gb=1.5))
+    line.log(Metrics(step=2, epoch=0, train_loss=2.25, learning_rate=1e-4))  # within two seconds: not a line
+    line.log(Metrics(step=3, epoch=0, train_loss=2.0, learning_rate=1e-4, val_loss=1.0, perplexity=2.718281828))
+    line.close()
+    printed = text.getvalue().splitlines()
+    assert re.fullmatch(r"step 1/3 loss 2\.5000 lr 1\.00e-04 tok/s 1,23[45] mem 1\.50 GB eta 0:00", printed[0])
+    assert printed[1] == "step 3: validation loss 1.0000, perplexity 2.718"
+    assert printed[-1] == "step 3/3 loss 2.0000 lr 1.00e-04 eta 0:00"
+    assert not any(line.startswith("step 2/3") for line in printed)
+
+
+def test_the_time_left_follows_from_the_steps_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, now = io.StringIO(), time.monotonic()
+    line = ProgressLine(100, 160, Console(file=text, force_terminal=False))
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    line.log(Metrics(step=110, epoch=0, train_loss=2.5))  # 10 steps a minute, 50 are left
+    monkeypatch.undo()
+    line.close()
+    minutes, seconds = text.getvalue().split("eta ")[1].split(":")
+    assert int(minutes) * 60 + int(seconds) in range(298, 301)
+
+
+def test_a_terminal_has_a_bar_and_no_lines_but_the_evaluations() -> None:
+    text = io.StringIO()
+    line = ProgressLine(0, 3, Console(file=text, force_terminal=True, width=120))
+    line.log(Metrics(step=2, epoch=0, train_loss=2.5, val_loss=1.0, perplexity=2.7))
+    line.close()
+    assert "2/3" in text.getvalue()
+    assert "loss 2.5000" in text.getvalue()
+    assert "validation loss 1.0000" in text.getvalue()
+    assert "step 2/3" not in text.getvalue()
+
+
+def test_the_stopwatch_counts_steps_tokens_rows_and_waiting_since_the_last_reading() -> None:
+    stopwatch = Stopwatch(peak_flops=1e9)
+    stopwatch.waited(1000.0)
+    stopwatch.restart()  # an evaluation: what was before does not count
+    time.sleep(0.05)
+    stopwatch.waited(0.01)
+    stopwatch.stepped(Work(300, 3, 4e6))
+    stopwatch.stepped(Work(200, 4, 3e6))
+    reading = stopwatch.read()
+    elapsed = reading["step_time"] * 2
+    assert 0.05 <= elapsed < 5
+    assert reading["tokens_per_second"] == pytest.approx(500 / elapsed)
+    assert reading["data_wait"] == pytest.approx(0.01 / elapsed)
+    assert reading["samples_per_second"] == pytest.approx(7 / elapsed)
+    assert reading["mfu"] == pytest.approx(7e6 / elapsed / 1e9)
+    stopwatch.stepped(Work(1, 1, 1.0))
+    assert stopwatch.read()["step_time"] < elapsed + 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
+def test_memory_on_cpu_is_the_most_that_this_process_held() -> None:
+    told = peak_memory_gb(torch.device("cpu"))
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert told == pytest.approx(int(status["VmHWM"].removesuffix(" kB")) * 1024 / 1e9, rel=0.02)

@@ -1,0 +1,210 @@
+"""No step is taken on a loss or gradient that is not finite, and none far above the others goes by without a line that
+names its step, ranks and rows.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from lightning import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
+from safetensors.torch import load_file
+from transformers.modeling_outputs import CausalLMOutput
+
+from fabric_train.data.batch import Batch
+from fabric_train.data.step_sampler import Window, WindowOrder
+from fabric_train.distributed.grad_norm import clip
+from fabric_train.training.loop import accumulate
+from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
+from tests.support.bigram import Bigram
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
+
+pytestmark = pytest.mark.slow
+
+SPOILED_TOKEN = 1  # its embedding is infinite
+ORDER = WindowOrder(NUM_ROWS, ROWS_PER_WINDOW, 1, world_size=2, rank=0, seed=0)
+WITHOUT_LABELS, WITH_ALL_LABELS = 0, 2  # rows by their number modulo 4
+
+
+def window(step: int) -> list[int]:
+    """The rows of a step, in their order."""
+    return ORDER.rows_in(*divmod(step - 1, ORDER.windows_per_epoch)).tolist()
+
+
+def rows_of_kind(step: int, kind: int) -> tuple[int, ...]:
+    return tuple(row for row in window(step) if row % 4 == kind)
+
+
+def rank_of(step: int, row: int) -> int:
+    """Which of two ranks has a row, in micro-batches of one."""
+    return window(step).index(row) % 2
+
+
+def tensors(run: Path, step: int) -> dict[str, bytes]:
+    """The bits of a checkpoint's weights and moments."""
+    files = sorted((run / "checkpoints" / f"step-{step:08d}").rglob("*.safetensors"))
+    return {
+        f"{file.name} {name}": tensor.numpy().tobytes() for file in files for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("spoiled") / "model", SPOILED_TOKEN)
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
+def test_a_run_stops_before_the_step_with_a_loss_that_is_not_finite_and_has_saved_the_state_before_it(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, parallelism: str
+) -> None:
+    rows = rows_of_kind(3, WITH_ALL_LABELS)
+    tokens = write_rows(tmp_path / "tokens", rows, SPOILED_TOKEN)
+    run, good = tmp_path / "run", tmp_path / "good"
+    options = {"parallelism": parallelism, "devices": 2, "lr_schedule": "constant"}
+    ended = forked_runs.start(argv(model, tokens, run, max_step=6, **options), 2)
+    without = forked_runs.start(argv(model, tokens, good, max_step=2, **options), 2)
+    assert ended.wait() == [1, 1]
+    without.finish()
+    (said,) = ended.stderr(0).splitlines()
+    assert said.startswith("error: step 3: the loss is nan, from rows ")
+    named = re.findall(r"([\d, ]+) \(rank (\d)\)", said)
+    assert {(int(row), int(rank)) for listed, rank in named for row in listed.strip(", ").split(", ")} == {
+        (row, rank_of(3, row)) for row in rows
+    }
+    assert str(run / "checkpoints" / "step-00000002") in said
+    assert not ended.stderr(1)
+    assert [row["step"] for row in metrics(run)] == ["1", "2"]
+    assert tensors(run, 2) == tensors(good, 2)
+
+
+def test_at_the_first_step_there_is_nothing_to_save(forked_runs: ForkedRuns, tmp_path: Path, model: Path) -> None:
+    rows = rows_of_kind(1, WITH_ALL_LABELS)[:1]
+    tokens = write_rows(tmp_path / "tokens", rows, SPOILED_TOKEN)
+    run = forked_runs.start(argv(model, tokens, tmp_path / "run", max_step=2), 1)
+    assert run.wait() == [1]
+    assert run.stderr().splitlines() == [
+        f"error: step 1: the loss is nan, from rows {rows[0]} (rank 0) of {tokens / 'train'}; "
+        "no step was taken before it, so nothing is saved"
+    ]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_gradient_alone_that_is_not_finite_names_the_windows_rows(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path
+) -> None:
+    # a row without labels costs nothing, and its gradient is 0 times infinity
+    tokens = write_rows(tmp_path / "tokens", rows_of_kind(2, WITHOUT_LABELS)[:1], SPOILED_TOKEN)
+    run = forked_runs.start(argv(model, tokens, tmp_path / "run", max_step=3), 1)
+    assert run.wait() == [1]
+    (said,) = run.stderr().splitlines()
+    rows = ", ".join(map(str, window(2)))
+    wanted = f"error: step 2: the gradient norm is nan and every loss finite; the window is rows {rows} (rank 0) of "
+    assert said.startswith(wanted)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_a_step_left_out_touches_no_weight_and_is_counted_and_the_run_resumes_exactly(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path
+) -> None:
+    tokens = write_rows(tmp_path / "tokens", rows_of_kind(3, WITH_ALL_LABELS)[:1], SPOILED_TOKEN)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    options = {"parallelism": "fsdp2", "devices": 2, "max_step": 6, "save_step_interval": 1, "on_nonfinite": "skip"}
+    run = forked_runs.start(argv(model, tokens, whole, **options), 2)
+    run.finish()
+    assert tensors(whole, 3) == tensors(whole, 2) != tensors(whole, 4)
+    assert [row["skipped_steps"] for row in metrics(whole)] == ["0", "0", "1", "1", "1", "1"]
+    assert metrics(whole)[2]["train_loss"] == "nan"
+    state = json.loads((whole / "checkpoints" / "step-00000006" / "trainer.json").read_text())
+    assert (state["step"], state["skipped_steps"]) == (6, 1)
+    (warning,) = [line for line in run.stdout().splitlines() if line.startswith("warning: step 3: the loss is nan")]
+    assert warning.endswith("the step is left out")
+    assert "1 step, whose loss" in " ".join(run.stdout().split())
+
+    checkpoint = whole / "checkpoints" / "step-00000003"
+    forked_runs.start(argv(model, tokens, resumed, **options, checkpoint=checkpoint), 2).finish()
+    names = ("step", "train_loss", "grad_norm", "num_tokens", "skipped_steps")
+    assert [[row[name] for name in names] for row in metrics(resumed)] == [
+        [row[name] for name in names] for row in metrics(whole)[3:]
+    ]
+    assert tensors(resumed, 6) == tensors(whole, 6)
+
+
+def test_a_loss_far_above_the_others_is_told_with_its_rows_and_changes_nothing(
+    forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    strange = int(WindowOrder(100, 2, 1, world_size=2, rank=0, seed=0).rows_in(0, 44)[1])
+    random = np.random.default_rng(0)
+    rows = [random.integers(3, 300, 24).tolist()] * 100  # soon known by heart
+    rows[strange] = random.integers(3, 300, 24).tolist()
+    tokens, model = tmp_path / "tokens", write_model(tmp_path / "model")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": rows})}).save_to_disk(str(tokens))
+    options = {"parallelism": "ddp", "devices": 2, "total_batch_size": 2, "max_step": 48, "lr": 1e-2}
+    run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), 2)
+    run.finish()
+    (warning,) = [line for line in run.stdout().splitlines() if line.startswith("warning:")]
+    loss = float(metrics(tmp_path / "run")[44]["train_loss"])
+    assert warning.startswith(f"warning: step 45: loss {loss:.4f}, where the last steps' median is ")
+    assert f"highest in rows {strange} (rank 1) of {tokens / 'train'}" in warning
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [str(step) for step in range(1, 49)]
+    assert metrics(tmp_path / "run")[-1]["skipped_steps"] == "0"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) -> None:
+    steps, noise = np.arange(1000), np.random.default_rng(seed).normal(0, 0.2, 1000)
+    falling = 2 + 4 * np.exp(-steps / 100) + noise
+    rule = SpikeRule()
+    assert [step for step, loss in enumerate(falling) if rule.usual_before_spike(loss) is not None] == []
+    told = [rule.usual_before_spike(loss) for loss in (6.0, 7.0, 6.5)]
+    assert told[0] == pytest.approx(2.0, abs=0.2)
+    assert told[1:] == [None, None]
+    assert rule.usual_before_spike(2.1) is None
+    assert rule.usual_before_spike(6.0) is not None
+
+
+def test_an_fp16_gradient_that_overflows_is_the_scalers_business_and_an_infinite_loss_is_not() -> None:
+    class Steep(Bigram):
+        """Its first gradients are so large that they overflow with a scale that is a number itself."""
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> CausalLMOutput:
+            return CausalLMOutput(logits=16 * self.table(input_ids))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
+    model = fabric.setup_module(Steep())
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1.0))
+    guard = StepGuard(fabric, "rows", print)
+    ids = torch.tensor([[0, 1, 2]])
+    window = Window(1, 0, False, np.arange(1), 1, [Batch(ids, ids)])
+
+    def step() -> str | None:
+        loss = accumulate(fabric, model, window)
+        verdict = guard.judge(window, loss, clip(fabric, model, optimizer, 1.0))
+        if verdict.fault is None:
+            optimizer.step()
+        else:
+            guard.leave_out()
+        optimizer.zero_grad()
+        return verdict.fault
+
+    assert step() is None
+    assert not model.table.weight.any()
+    assert scaler.get_scale() == 2.0**126
+    scaler.update(1024.0)
+    with torch.no_grad():
+        model.table.weight[0] = torch.tensor([0, -torch.inf, 0, 0, 0])
+    fault = step()
+    assert fault is not None
+    assert "the loss is inf" in fault
+    assert scaler.get_scale() == 1024.0  # a step that is not taken says nothing of the scale
+    with torch.no_grad():
+        model.table.weight.zero_()
+    assert step() is None
+    assert model.table.weight.any()

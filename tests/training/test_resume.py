@@ -1,0 +1,328 @@
+"""Killed with SIGKILL at any moment and started again with --resume true, a run is to the last bit the run that nobody
+killed: real ranks, real kills.
+"""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import datasets
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.kills import (
+    AT_RANDOM,
+    IN_A_SAVE,
+    MOMENTS,
+    Kill,
+    Training,
+    differences,
+    metrics,
+    train_at_once,
+    train_through,
+)
+from tests.support.wandb_files import read_history
+
+pytestmark = pytest.mark.slow
+Options = dict[str, object]
+
+# epochs of 4 windows, the last one of 18 rows; saves at every third step and at each epoch's end
+NUM_ROWS, NUM_STEPS = 90, 36
+SETTINGS = {
+    "accelerator": "cpu",
+    "precision": "32-true",
+    "micro_batch_size": 2,
+    "total_batch_size": 24,
+    "number_epochs": 9,
+    "max_step": NUM_STEPS,
+    "lr": 1e-3,
+    "warmup_steps": 2,
+    "eval_step_interval": 100,
+    "eval_iters": 4,
+    "save_step_interval": 3,
+    "keep_checkpoints": 2,
+    "num_workers": 0,
+    "loggers": "csv",
+}
+
+
+class Killing:
+    """Trains at once and through kills, and compares."""
+
+    def __init__(self, folder: Path, runs: ForkedRuns, given: Options) -> None:
+        self.folder, self.runs, self.given = folder, runs, given
+        self.random = random.Random(seed := random.SystemRandom().randrange(2**32))
+        print(f"kills are drawn from seed {seed}")
+
+    def __call__(self, name: str, moments: list[str], num_ranks: int, options: Options) -> list[Kill]:
+        training = Training({**self.given, **options}, num_ranks)
+        whole, killed = self.folder / f"{name}-whole", self.folder / name
+        seconds = train_at_once(self.runs, training, whole)
+        kills = train_through(self.runs, training, killed, moments, self.random, seconds)
+        assert len(kills) > len(moments) // 2
+        for kill in kills:
+            print(kill)
+        assert differences(killed, whole) == []
+        return kills
+
+
+@pytest.fixture(scope="module")
+def killing(
+    tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> Killing:
+    folder = tmp_path_factory.mktemp("killed")
+    splits = datasets.load_from_disk(tiny_tokens_dir)
+    few = {"train": splits["train"].select(range(NUM_ROWS)), "validation": splits["validation"].select(range(16))}
+    datasets.DatasetDict(few).save_to_disk(folder / "tokens")
+    given = {**SETTINGS, "model_name": tiny_model_dir, "train_data_dir": folder / "tokens"}
+    return Killing(folder, forked_runs, given)
+
+
+@pytest.mark.parametrize(("parallelism", "state_dict_type"), [("fsdp", "full"), ("fsdp2", "sharded")])
+def test_killed_at_any_chosen_moment_a_run_goes_on_as_if_nothing_had_happened(
+    killing: Killing, parallelism: str, state_dict_type: str
+) -> None:
+    moments = [*MOMENTS, IN_A_SAVE, IN_A_SAVE]
+    killing.random.shuffle(moments)
+    name = f"chosen-{parallelism}"
+    kills = killing(name, moments, 2, {"parallelism": parallelism, "state_dict_type": state_dict_type})
+    assert [kill.moment for kill in kills] == moments
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_kills", "options"),
+    [
+        ("ddp", 2, 4, {"parallelism": "ddp", "num_workers": 2}),
+        ("single", 1, 4, {"parallelism": "single", "log_step_interval": 3}),
+        ("shards", 2, 4, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
+        ("tensor", 2, 2, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 12}),
+    ],
+)
+def test_killed_at_random_moments_a_run_goes_on_as_if_nothing_had_happened(
+    killing: Killing, name: str, num_ranks: int, num_kills: int, options: Options
+) -> None:
+    killing(f"random-{name}", [AT_RANDOM] * num_kills, num_ranks, options)
+
+
+def test_a_compiled_run_that_was_killed_goes_on_as_if_nothing_had_happened(killing: Killing) -> None:
+    options: Options = {"parallelism": "single", "compile": "true", "max_step": 12}
+    killing("compiled", ["optimizer step, half the parameters changed"], 1, options)
+
+
+def test_a_killed_stream_goes_on_as_if_nothing_had_happened(
+    killing: Killing, tmp_path: Path, shakespeare_jsonl: Path
+) -> None:
+    with shakespeare_jsonl.open(encoding="utf-8") as lines:
+        text = json.loads(next(lines))["text"]
+    starts = itertools.accumulate(150 + number * 7919 % 2500 for number in range(40))
+    pieces = [text[start:stop] for start, stop in itertools.pairwise([0, *starts])]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    streamed: Options = {"streaming_dataset": tmp_path / "texts.jsonl", "max_length": 64, "num_workers": 1}
+    killing("stream", [AT_RANDOM, IN_A_SAVE, AT_RANDOM, "forward pass"], 2, streamed)
+
+
+def test_after_kills_tensorboard_and_wandb_hold_every_step_once(killing: Killing) -> None:
+    moments = [AT_RANDOM, "after a checkpoint got its name", AT_RANDOM]
+    killing("logged", moments, 2, {"loggers": ["csv", "tensorboard", "wandb"], "max_step": 16})
+    run = killing.folder / "logged"
+    rows = metrics(run)
+    (tracked,) = (run / "wandb").glob("offline-run-*")
+    history = read_history(tracked)
+    assert [row["_step"] for row in history] == [int(row["step"]) for row in rows] == list(range(1, 17))
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("train_loss", "grad_norm", "learning_rate", "num_tokens", "val_loss"):
+        expected = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        assert [(row["_step"], row[name]) for row in history if name in row] == expected
+        assert [(event.step, event.value) for event in events.Scalars(name)] == [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in expected
+        ]
+    files = [EventFileLoader(str(file)).Load() for file in (run / "tensorboard").iterdir()]
+    steps = [
+        event.step for events in files for event in events for value in event.summary.value if value.tag == "train_loss"
+    ]
+    assert sorted(steps) == list(range(1, 17))
+
+
+STOP_IN_A_VALIDATION = """
+import os, signal
+import fabric_train.training.evaluation
+summed_loss = fabric_train.training.evaluation.summed_loss
+def stopped(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return summed_loss(*args)
+fabric_train.training.evaluation.summed_loss = stopped
+"""
+DIE_BEFORE_A_STEP = """
+import os, signal
+import fabric_train.training.loop
+fabric_train.training.loop.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_step_whose_validation_a_signal_cut_short_is_logged_once_whatever_comes_then(killing: Killing) -> None:
+    training = Training({**killing.given, "max_step": 6, "eval_step_interval": 2, "parallelism": "single"}, 1)
+    whole, run = killing.folder / "signalled-whole", killing.folder / "signalled"
+    train_at_once(killing.runs, training, whole)
+    assert killing.runs.start(training.line(run), 1, before=STOP_IN_A_VALIDATION).wait() == [75]
+    assert metrics(run) == metrics(whole)[:1]  # step 2 is saved, and not logged before it is evaluated
+    assert killing.runs.start(training.line(run), 1, before=DIE_BEFORE_A_STEP).wait() == [-9]
+    assert metrics(run) == metrics(whole)[:2]
+    killing.runs.start(training.line(run), 1).finish()
+    assert metrics(run) == metrics(whole)
+
+
+DIE_BEFORE_WANDB_ENDS = """
+import os, signal
+from fabric_train.training.loggers import WandbLogger
+WandbLogger.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_wandb_is_told_what_a_kill_at_the_end_kept_from_it(killing: Killing) -> None:
+    options = {**killing.given, "loggers": ["csv", "wandb"], "max_step": 3, "parallelism": "single"}
+    run = killing.folder / "ended"
+    line = Training(options, 1).line(run)
+    killed = killing.runs.start(line, 1, before=DIE_BEFORE_WANDB_ENDS)
+    assert killed.wait() == [-9]
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    again = killing.runs.start(line, 1)
+    again.finish()
+    assert "nothing is left to train" in again.stdout()
+    (tracked,) = (run / "wandb").glob("offline-run-*")
+    assert [row["_step"] for row in read_history(tracked)] == [1, 2, 3]
+    killing.runs.start(line, 1).finish()
+    assert list((run / "wandb").glob("offline-run-*")) == [tracked]  # it knows all by now
+
+
+# -------------------------------------------------------------------------------------------- another configuration
+
+OTHER_ORDER = """
+import numpy
+import fabric_train.data.step_sampler
+fabric_train.data.step_sampler._permutation = lambda num_rows, seed, epoch: numpy.arange(num_rows)
+"""
+
+
+class Resumed:
+    """Starts that go on from a run of six steps, each into a folder of its own."""
+
+    def __init__(self, killing: Killing) -> None:
+        self.killing, self.run = killing, killing.folder / "six"
+        self("six", 2, {"checkpoint": "null"}).finish()
+
+    def __call__(self, name: str, num_ranks: int, options: Options, before: str = "") -> ForkedRun:
+        given = {**self.killing.given, "max_step": 6, "keep_checkpoints": 9, "checkpoint": self.run, **options}
+        line = Training(given, num_ranks).line(self.killing.folder / name, given.get("resume") == "true")
+        return self.killing.runs.start(line, num_ranks, before=before)
+
+    def faults(self, name: str, options: Options, before: str = "") -> list[str]:
+        """What forbids to go on; nothing else is said, and nothing is written."""
+        refused = self(name, 1, options, before)
+        assert refused.wait() == [2], refused.report()
+        assert refused.stdout() == ""
+        assert not (self.killing.folder / name).exists()
+        assert all(line.startswith("error: ") for line in refused.stderr().splitlines())
+        return [line.removeprefix("error: ") for line in refused.stderr().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def resumed(killing: Killing) -> Resumed:
+    return Resumed(killing)
+
+
+def test_arguments_that_decide_the_losses_are_refused_in_one_list(resumed: Resumed) -> None:
+    changed = {"lr": 2e-3, "precision": "bf16-true", "grad_clip": 0, "eval_iters": "null", "eval_step_interval": 3}
+    faults = resumed.faults("changed", changed)
+    checkpoint = resumed.run / "checkpoints" / "step-00000006"
+    assert sorted(faults) == sorted(
+        f"{name}: {there} -> {here} since {checkpoint}, which changes the losses to come; give --{name} {there}, "
+        "or go on otherwise with --allow_changes true"
+        for name, there, here in (
+            ("precision", "32-true", "bf16-true"),
+            ("grad_clip", "1.0", "0.0"),
+            ("lr", "0.001", "0.002"),
+            ("eval_iters", "4", "null"),
+        )
+    )
+
+
+def test_changes_that_are_allowed_or_decide_nothing_are_told(resumed: Resumed) -> None:
+    options: Options = {"max_step": 8, "lr": 2e-3, "eval_step_interval": 3, "micro_batch_size": 3}
+    run = resumed("allowed", 1, {**options, "allow_changes": "true", "parallelism": "single"})
+    run.finish()
+    deciding, others = (line for line in sorted(run.stdout().splitlines()) if line.startswith("note: changed since"))
+    assert others.startswith("note: changed since step-00000006: ")
+    for change in (
+        "devices: ",
+        "eval_step_interval: 100 -> 3",
+        "micro_batch_size: 2 -> 3",
+        "parallelism: auto -> single",
+    ):
+        assert change in others
+    assert deciding.endswith("the losses to come are not those that would have come: lr: 0.001 -> 0.002")
+    assert [row["learning_rate"] for row in metrics(resumed.killing.folder / "allowed")][-1] == "0.0"
+
+
+def test_another_order_of_the_same_rows_is_refused_by_their_hash(resumed: Resumed) -> None:
+    (fault,) = resumed.faults("reordered", {"max_step": 8}, OTHER_ORDER)
+    assert "step-00000006: up to step 6 its run took other rows than would be taken here (hash " in fault
+
+
+def test_another_seed_and_another_window_are_refused_by_name(resumed: Resumed) -> None:
+    seed, window = sorted(resumed.faults("seeded", {"seed": 1, "total_batch_size": 12}))
+    assert "--seed differs: 0 there, 1 here; resume with the same, or take its weights alone" in seed + window
+    assert "the rows of one optimizer step differ (--total_batch_size keeps them): 24 there, 12 here" in seed + window
+
+
+@pytest.mark.parametrize("raised", [{"max_step": 8}, {"number_epochs": 3}])
+def test_a_finished_run_says_so_and_goes_on_when_it_is_given_more_steps(resumed: Resumed, raised: Options) -> None:
+    (raises,) = raised
+    name = f"raised-{raises}"
+    first: Options = {"number_epochs": 2, "max_step": "null"} if raises == "number_epochs" else {"max_step": 6}
+    resumed(name, 2, {**first, "checkpoint": "null"}).finish()
+    before = metrics(resumed.killing.folder / name)
+    again = resumed(name, 1, {**first, "checkpoint": "null", "resume": "true"})
+    again.finish()
+    assert f"step {len(before)} of {len(before)}: nothing is left to train" in again.stdout()
+    assert metrics(resumed.killing.folder / name) == before
+    more = resumed(name, 2, {**first, **raised, "checkpoint": "null", "resume": "true"})
+    more.finish()
+    told = f"steps now and had {len(before)}, and the learning rate follows from that: 0 at step {len(before)}, "
+    assert told in more.stdout()
+    rows = metrics(resumed.killing.folder / name)
+    assert rows[: len(before)] == before
+    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) > len(before)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (4, {"parallelism": "fsdp2", "micro_batch_size": 1}),
+        (4, {"parallelism": "fsdp2", "tensor_parallel_size": 2}),
+        (1, {"parallelism": "single", "micro_batch_size": 3}),
+        (2, {"parallelism": "ddp", "micro_batch_size": 4, "state_dict_type": "sharded"}),
+    ],
+)
+def test_a_full_checkpoint_goes_on_under_other_ranks_with_the_same_windows(
+    resumed: Resumed, num_ranks: int, options: Options
+) -> None:
+    name = f"other-{num_ranks}-{options.get('tensor_parallel_size', 1)}"
+    run = resumed.killing.folder
+    checkpoint = resumed.run / "checkpoints" / "step-00000003"
+    resumed(name, num_ranks, {**options, "checkpoint": checkpoint}).finish()
+    ours, theirs = metrics(run / name), metrics(resumed.run)[3:]
+    assert [row["step"] for row in ours] == ["4", "5", "6"]
+    for row, same in zip(ours, theirs, strict=True):
+        assert row["num_tokens"] == same["num_tokens"]
+        for column in ("train_loss", "grad_norm"):
+            assert float(row[column]) == pytest.approx(float(same[column]), abs=1e-5)
+    (here, there) = (
+        json.loads((folder / "checkpoints" / "step-00000006" / "trainer.json").read_text())["rows_hash"]
+        for folder in (run / name, resumed.run)
+    )
+    assert here == there

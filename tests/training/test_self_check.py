@@ -1,0 +1,104 @@
+"""``--self_check true`` on real ranks: it holds where the loop is right, and finds a loop that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, write_model, write_rows
+
+pytestmark = pytest.mark.slow
+
+MEAN_OF_MICRO_BATCHES = """
+from fabric_train.training import loop
+from fabric_train.training import self_check
+
+def wrong(fabric, model, window):
+    \"\"\"What weighs every micro-batch the same.\"\"\"
+    whole = loop.accumulate(fabric, model, window)
+    means = whole.summed / whole.num_supervised.clamp(min=1)
+    return loop.WindowLoss(means, (whole.num_supervised > 0).long())
+
+self_check.accumulate = wrong
+"""
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("self-check") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("self-check") / "model")
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "num_ranks", "precision", "tolerance"),
+    [
+        ("single", 1, "32-true", 1e-5),
+        ("fsdp", 2, "32-true", 1e-5),
+        ("fsdp2", 2, "32-true", 1e-5),
+        ("ddp", 2, "32-true", 1e-5),
+        ("fsdp", 2, "bf16-mixed", 2**-8),
+        ("ddp", 2, "bf16-true", 2**-7),
+    ],
+)
+def test_the_check_holds_and_reports_its_figures(
+    forked_runs: ForkedRuns,
+    tmp_path: Path,
+    model: Path,
+    tokens: Path,
+    parallelism: str,
+    num_ranks: int,
+    precision: str,
+    tolerance: float,
+) -> None:
+    options = {"parallelism": parallelism, "devices": num_ranks, "precision": precision, "self_check": "true"}
+    run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), num_ranks)
+    run.finish()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["self_check.json"]
+    check = json.loads((tmp_path / "run" / "self_check.json").read_text())
+    cuts = ["1 row a micro-batch", "2 rows a micro-batch", "4 rows a micro-batch", "4 rows, dealt by their labels"]
+    named = [figure["cut"] for figure in check["figures"]]
+    assert named[:4] == cuts
+    assert named[4].endswith("documents alone")
+    assert (len(check["rows"]), check["tolerance"], check["faults"]) == (4 * num_ranks, tolerance, [])
+    losses = [figure["loss"] for figure in check["figures"]]
+    assert losses == pytest.approx([losses[0]] * 5, rel=tolerance)
+    said = " ".join(run.stdout().split())
+    assert "holds: loss and gradient are the same" in said
+    assert f"{losses[0]:.8g}" in said
+
+
+def test_a_loop_that_weighs_micro_batches_instead_of_tokens_is_found(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    options = {"parallelism": "fsdp", "devices": 2, "self_check": "true"}
+    run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), 2, before=MEAN_OF_MICRO_BATCHES)
+    assert run.wait() == [1, 1]
+    assert not run.stderr()
+    assert "fails:" in run.stdout()
+    faults = json.loads((tmp_path / "run" / "self_check.json").read_text())["faults"]
+    assert any(fault.startswith("4 rows a micro-batch: loss ") for fault in faults)
+
+
+def test_weights_that_are_not_finite_are_named(forked_runs: ForkedRuns, tmp_path: Path, tokens: Path) -> None:
+    spoiled = write_model(tmp_path / "spoiled", spoiled_token=2)  # which no row holds
+    run = forked_runs.start(
+        argv(spoiled, tokens, tmp_path / "run", parallelism="fsdp2", devices=2, self_check="true"), 2
+    )
+    assert run.wait() == [1, 1]
+    (fault,) = json.loads((tmp_path / "run" / "self_check.json").read_text())["faults"]
+    assert fault.startswith("1 of 21 parameters hold values that are not finite: model.embed_tokens.weight")
+
+
+def test_a_stream_is_refused_in_a_line(forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "texts.txt").write_text("some text\n")
+    line = ["--model_name", tiny_model_dir, "--streaming_dataset", tmp_path / "texts.txt", "--max_step", 1]
+    run = forked_runs.start([*line, "--output_dir", tmp_path / "run", "--self_check", "true"], 1)
+    assert run.wait() == [2]
+    (said,) = run.stderr().splitlines()
+    assert said.startswith("error: --self_check true reads rows of a token dataset, not --streaming_dataset")
+    assert not (tmp_path / "run").exists()
