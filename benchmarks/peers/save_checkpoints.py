@@ -23,8 +23,8 @@ from fabric_train.checkpoint import Checkpoints, DataOrder, Description, Trainer
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.collectives import StepSync, sync_step
 from fabric_train.distributed.grad_norm import clip
-from fabric_train.distributed.step_sync import Border, agree
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.loop import accumulate
@@ -51,7 +51,7 @@ class Ours:
 
     def after_step(self) -> float:
         saves = self._checkpoints
-        border = agree(self._fabric, Border(saving=saves.is_writing, failed=saves.has_failed))
+        border = sync_step(self._fabric, StepSync(saving=saves.is_writing, failed=saves.has_failed))
         return timed(lambda: saves.at_border(border))
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fabric_train.distributed.collectives import exchange_bytes
 from fabric_train.distributed.shards import FlatCut, flat_cuts
 from fabric_train.distributed.strategy import named_parameters
 from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype
@@ -137,17 +138,13 @@ def _exchange(
     if cut is None:
         return {}
     group, device = cut.group, cut.shard.device  # one for all units
-    operations, received = [], {}
-    for rank, parts in sorted(outgoing.items()):
-        message = torch.cat([part.view(torch.uint8) for part in parts]).to(device)
-        operations.append(dist.P2POp(dist.isend, message, group=group, group_peer=rank))
-    for rank, places in sorted(incoming.items()):
-        num_bytes = sum(count * tensors[index].dtype.itemsize for index, count in places)
-        received[rank] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        operations.append(dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank))
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-    return received
+    messages = {
+        rank: torch.cat([part.view(torch.uint8) for part in parts]).to(device) for rank, parts in outgoing.items()
+    }
+    sizes = {
+        rank: sum(count * tensors[index].dtype.itemsize for index, count in places) for rank, places in incoming.items()
+    }
+    return exchange_bytes(messages, sizes, group, device)
 
 
 def _held(name: str, parameter: nn.Parameter, tensor: torch.Tensor, cuts: dict[int, FlatCut]) -> Held:

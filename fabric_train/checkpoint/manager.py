@@ -21,12 +21,11 @@ from fabric_train.checkpoint.local_tensors import Held, held_optimizer, held_wei
 from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerState
 from fabric_train.checkpoint.writer import Background, Staging, Writing
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
-from fabric_train.distributed.collectives import first_text
+from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import give_name, temporary_for, this_process
-from fabric_train.training.loss import gather_over_data_ranks
 
 if TYPE_CHECKING:
-    from fabric_train.distributed.step_sync import Border
+    from fabric_train.distributed.collectives import StepSync
 
 
 class SaveError(RunError):
@@ -133,7 +132,7 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.writing.wait_until_copied()
 
-    def at_border(self, border: "Border") -> None:
+    def at_border(self, border: "StepSync") -> None:
         """Bring the save under way forward, at a border of steps at which the ranks have told each other of it.
 
         Raises:

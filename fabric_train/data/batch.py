@@ -1,18 +1,75 @@
-"""Rows → the batch of one forward pass: padded, and its documents kept apart."""
+"""The batch of one forward pass: its rows padded, its documents kept apart, its targets found.
+
+Shapes: B rows, T tokens a row, N supervised tokens.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from fabric_train.data.pickle_arrays import SentAsArrays
-from fabric_train.model.packed_forward import Documents
-from fabric_train.training.loss import IGNORED_LABEL, Targets, find_targets
+IGNORED_LABEL = -100
+
+
+class PickledAsArrays:
+    """Base of dataclasses with CPU tensors, which are pickled by value, as NumPy arrays.
+
+    Data workers send batches through a pipe. For each tensor torch would share a file instead, which takes a socket,
+    one or two milliseconds, and room in shared memory.
+    """
+
+    def __reduce__(self) -> tuple[Any, tuple[type, list[Any]]]:
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return _rebuild, (type(self), [value.numpy() if isinstance(value, torch.Tensor) else value for value in values])
 
 
 @dataclass(frozen=True)
-class Batch(SentAsArrays):
+class Documents(PickledAsArrays):
+    """Where documents lie in a batch [B, T]; a row is at least one, and none goes from one row into the next.
+
+    ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: where
+    they begin when the rows are laid end to end, and the end of all; ``longest`` is the length of the longest one.
+    Flash-attention takes the latter two, the other implementations see a new document in positions that restart.
+    """
+
+    position_ids: torch.Tensor
+    borders: torch.Tensor
+    longest: int
+
+    def pin_memory(self) -> "Documents":
+        """Return the same in page-locked memory."""
+        return Documents(self.position_ids.pin_memory(), self.borders.pin_memory(), self.longest)
+
+    def to(self, device: torch.device) -> "Documents":
+        """Return the same on a device."""
+        return Documents(
+            self.position_ids.to(device, non_blocking=True), self.borders.to(device, non_blocking=True), self.longest
+        )
+
+
+@dataclass(frozen=True)
+class Targets(PickledAsArrays):
+    """What is predicted in a batch [B, T]: ``ids`` int64 [N], the supervised tokens, and ``positions`` int64 [N], where
+    in the flattened batch each is predicted.
+    """
+
+    positions: torch.Tensor
+    ids: torch.Tensor
+
+    def pin_memory(self) -> "Targets":
+        """Return the same in page-locked memory."""
+        return Targets(self.positions.pin_memory(), self.ids.pin_memory())
+
+    def to(self, device: torch.device) -> "Targets":
+        """Return the same on a device."""
+        return Targets(self.positions.to(device, non_blocking=True), self.ids.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Batch(PickledAsArrays):
     """Rows of one forward pass on one rank.
 
     ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no
@@ -119,3 +176,26 @@ def _padded(rows: Sequence[np.ndarray], filler: int) -> np.ndarray:
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return padded
+
+
+def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Shift labels [B, T] so that position t holds the token to predict there; the last position predicts nothing."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def find_targets(labels: torch.Tensor) -> Targets:
+    """Return what is predicted in a batch with labels [B, T]. On a GPU it would wait for the device: their number
+    decides the shapes.
+    """
+    ids = next_token_labels(labels).flatten()
+    positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
+    return Targets(positions, ids[positions])
+
+
+def count_supervised(labels: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of labels [B, T] are predicted: a 0-dim int64 tensor, on the labels' device."""
+    return (labels[:, 1:] != IGNORED_LABEL).sum()
+
+
+def _rebuild(kind: type, values: list[Any]) -> Any:
+    return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))

@@ -13,11 +13,10 @@ import pyarrow.compute as pc
 import torch
 
 from fabric_train.cli.errors import InputError, absent_folder, first_line
-from fabric_train.data.batch import Batch, pad_rows
+from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.files.safe_paths import refuse_foreign_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing.token_folder import refuse_foreign_files
-from fabric_train.training.loss import IGNORED_LABEL
 
 VALIDATION_NAMES = ("validation", "valid")
 

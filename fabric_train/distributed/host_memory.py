@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TOP_PAD, _GROWTH)
 
 
-def onto(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a small tensor on a device, without the host's waiting for what the device still has to do."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # out of other memory the copy would be waited for

@@ -11,7 +11,7 @@ from lightning import Fabric
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import isolate
 from fabric_train.distributed.compile import refuse_without_compiler
-from fabric_train.training.loss import next_token_logits
+from fabric_train.model.packed_forward import forward
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -70,6 +70,6 @@ def _second_document_changes(fabric: Fabric, model: Any) -> bool:
     # flex attention would be compiled for these four tokens; left as it is, it warns
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        first, second = next_token_logits(model, batch.input_ids, batch.documents)[:, 2:].float()
+        first, second = forward(model, batch.input_ids, batch.documents).logits[:, 2:].float()
     model.train()
     return bool((first - second).abs().max() > 0.01 * first.abs().max())

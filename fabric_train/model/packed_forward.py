@@ -1,58 +1,47 @@
-"""Where documents lie in a batch, and what a model is told of it, so that none of them sees another.
+"""The forward pass over packed rows: what a model is told about documents, so that none attends to another.
 
-transformers would find out by itself, from the positions, and wait for the device to do so: once a forward pass, and
-under flash-attention again in every layer. Whoever made the batch knows.
+transformers looks for document borders in the positions and waits for the device to do so: once a forward pass, and
+with flash-attention again in every layer. The loader already knows the borders, so the search is replaced here. This is
+the one place that patches transformers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import masking_utils
 
-from fabric_train.data.pickle_arrays import SentAsArrays
+from fabric_train.data.batch import Documents
 
-
-@dataclass(frozen=True)
-class Documents(SentAsArrays):
-    """Where documents lie in a batch [B, T]; a row is at least one, and none goes from one row into the next.
-
-    ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: where
-    they begin when the rows are laid end to end, and the end of all; ``longest`` is the length of the longest one.
-    Flash-attention takes the latter two, the other implementations see a new document in positions that restart.
-    """
-
-    position_ids: torch.Tensor
-    borders: torch.Tensor
-    longest: int
-
-    def pin_memory(self) -> "Documents":
-        """Return the same in page-locked memory."""
-        return Documents(self.position_ids.pin_memory(), self.borders.pin_memory(), self.longest)
-
-    def to(self, device: torch.device) -> "Documents":
-        """Return the same on a device."""
-        return Documents(
-            self.position_ids.to(device, non_blocking=True), self.borders.to(device, non_blocking=True), self.longest
-        )
+_search_borders = masking_utils.find_packed_sequence_indices
+_has_borders: bool | None = None
+"""Whether rows of the running forward pass hold several documents; None outside of :func:`forward`."""
 
 
 def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **more: Any) -> Any:
-    """Return what the model returns for ``input_ids``, int64 [B, T]; see ``loss.summed_loss`` for ``documents``."""
-    # with a cache, transformers would take restarting positions for one sequence and let documents see each other
+    """Return what the model returns for packed rows.
+
+    Args:
+        model: causal language model, wrapped or not.
+        input_ids: [B, T] int64.
+        documents: the document borders; a token sees only earlier tokens of its document. None: of its row.
+        more: further arguments of the model.
+    """
+    global _has_borders
+    # with a cache, transformers takes restarting positions for one sequence, and documents see each other
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
     if documents is not None:
         arguments["position_ids"] = documents.position_ids
     if "flash" in model.config._attn_implementation:
         arguments |= _flash_arguments(input_ids, documents)
-    with _knowing(packed=documents is not None):
+    _has_borders = documents is not None
+    try:
         return model(**arguments)
+    finally:
+        _has_borders = None
 
 
 def _flash_arguments(input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
-    """Return where sequences lie that flash-attention is to keep apart: documents, or rows."""
+    """Return the borders of the sequences that flash-attention keeps apart: documents, or rows."""
     if documents is not None:
         borders, longest = documents.borders, documents.longest
     else:
@@ -61,21 +50,16 @@ def _flash_arguments(input_ids: torch.Tensor, documents: Documents | None) -> di
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
-@contextmanager
-def _knowing(*, packed: bool) -> Iterator[None]:
-    """Tell transformers whether rows hold several documents, instead of letting it look."""
-    looking = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _document_indices if packed else _one_document
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = looking
+def _known_borders(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Number the documents of each row, int64 [B, T], without waiting for the device; None if a row is one document.
 
-
-def _document_indices(position_ids: torch.Tensor) -> torch.Tensor:
-    """Number the documents of each row [B, T]: a new one begins where a position is not the next."""
+    A document begins where a position is not one more than the last. Outside of :func:`forward` transformers searches.
+    """
+    if _has_borders is None:
+        return _search_borders(position_ids)
+    if not _has_borders:
+        return None
     return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
-def _one_document(position_ids: torch.Tensor) -> None:
-    """Say that every row is one document."""
+masking_utils.find_packed_sequence_indices = _known_borders

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from fabric_train.distributed.host_memory import onto
+from fabric_train.distributed.host_memory import to_device_async
 from fabric_train.optim.blockwise_8bit import BLOCK, EightBits
 from fabric_train.optim.compiled_adamw import compiled_step, factors
 from fabric_train.optim.stochastic_rounding import Place, random_bits, round_by_chance, salt
@@ -78,7 +78,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 step = self._counts.get(parameter, 0) + 1
                 if (id(group), step) not in by:
                     of_step = factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
-                    by[id(group), step] = onto(torch.tensor(of_step), key.device)
+                    by[id(group), step] = to_device_async(torch.tensor(of_step), key.device)
                 self._update_compiled(parameter, by[id(group), step], key)
             else:
                 self._update(parameter, group, key)
@@ -114,7 +114,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             return ()
         counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
         salts = torch.tensor([self._salts[parameter] for parameter in parameters], dtype=torch.int32)
-        return onto(random_bits(counts, salts), _local(parameters[0]).device).unbind()
+        return to_device_async(random_bits(counts, salts), _local(parameters[0]).device).unbind()
 
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
-from fabric_train.training.loss import IGNORED_LABEL
 
 
 @dataclass(frozen=True)

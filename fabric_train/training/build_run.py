@@ -14,12 +14,11 @@ from fabric_train.data.step_sampler import TrainBatches, WindowSource, validatio
 from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed import strategy as parallel
+from fabric_train.distributed.collectives import StepSync, data_ranks, sync_step
 from fabric_train.distributed.compile import MOST_SHAPES
-from fabric_train.distributed.data_ranks import data_ranks
 from fabric_train.distributed.heartbeat import Phase, Progress
 from fabric_train.distributed.shards import flat_cuts
 from fabric_train.distributed.signals import stop_signals
-from fabric_train.distributed.step_sync import Border, agree
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import Unread, open_checkpoint, open_pretrained
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
@@ -87,7 +86,7 @@ def build_validation(fabric: Fabric, model: Any, prepared: Prepared, progress: P
 
     def is_left(batch: int) -> bool:
         progress.at(Phase.VALIDATION, batch)
-        return agree(fabric, Border(stops=stop_signals.received)).stops > 0
+        return sync_step(fabric, StepSync(stops=stop_signals.received)).stops > 0
 
     return lambda: evaluate(fabric, model, batches, is_left=is_left)
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from lightning import Fabric
 
-from fabric_train.data.batch import Batch
-from fabric_train.training.loss import count_supervised, sum_over_ranks, summed_loss
+from fabric_train.data.batch import Batch, count_supervised
+from fabric_train.distributed.collectives import sum_over_data_ranks
+from fabric_train.training.loss import summed_loss
 
 
 @dataclass(frozen=True)
@@ -55,5 +56,5 @@ def evaluate(
         totals[0] += summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
         totals[1] += count_supervised(batch.labels)
     model.train()
-    summed, num_tokens = sum_over_ranks(fabric, totals).tolist()
+    summed, num_tokens = sum_over_data_ranks(fabric, totals).tolist()
     return Evaluation(loss=summed / num_tokens if num_tokens else math.nan, num_tokens=int(num_tokens))

@@ -13,17 +13,24 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import Checkpoints, TrainerState
 from fabric_train.cli.errors import RunError
+from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
-from fabric_train.distributed.data_ranks import data_ranks
+from fabric_train.distributed.collectives import (
+    StepSync,
+    data_ranks,
+    gather_over_data_ranks,
+    start_step_sync,
+    sum_over_data_ranks,
+    sync_step,
+)
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.heartbeat import Phase, Progress
 from fabric_train.distributed.signals import stop_signals
-from fabric_train.distributed.step_sync import Border, agree, ask
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.optimizer import learning_rate, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import collect
-from fabric_train.training.loss import WindowLoss, count_supervised, gather_over_data_ranks, sum_over_ranks, summed_loss
+from fabric_train.training.loss import WindowLoss, summed_loss
 from fabric_train.training.metrics import Metrics, Stopwatch, Work, peak_memory_gb
 from fabric_train.training.nonfinite_guard import StepGuard, Verdict
 
@@ -87,7 +94,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         tokens_and_flops = _tokens_and_flops(run, window)
         run.progress.at(Phase.OPTIMIZER)
         grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
-        answer = ask(run.fabric, _wishes(run))
+        answer = start_step_sync(run.fabric, _wishes(run))
         verdict = run.guard.judge(window, loss, grad_norm)  # only here the loop waits for the device
         num_tokens, flops = tokens_and_flops.tolist()
         work = Work(int(num_tokens), window.num_rows, flops)
@@ -141,23 +148,23 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
     return End(state)
 
 
-def _wishes(run: Run) -> Border:
+def _wishes(run: Run) -> StepSync:
     """What this rank has to tell the others between two steps."""
     saves = run.checkpoints
-    return Border(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
+    return StepSync(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
 
 
 def _tokens_and_flops(run: Run, window: Window) -> torch.Tensor:
     """Return the window's tokens without padding, and what they cost the model, over all ranks: fp64 [2]."""
     lengths = [length for batch in window.batches for length in batch.lengths]
     own = torch.tensor([sum(lengths), run.flops.of(lengths)], dtype=torch.float64)
-    return sum_over_ranks(run.fabric, own)
+    return sum_over_data_ranks(run.fabric, own)
 
 
-def _border(run: Run) -> Border:
+def _border(run: Run) -> StepSync:
     """Agree with the other ranks on what is to be done between two steps."""
     run.progress.at(Phase.BORDER)
-    return agree(run.fabric, _wishes(run))
+    return sync_step(run.fabric, _wishes(run))
 
 
 def _after(state: TrainerState, window: Window, verdict: Verdict, work: Work) -> TrainerState:

@@ -13,8 +13,8 @@ import torch
 from lightning import Fabric
 
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.data_ranks import data_ranks
-from fabric_train.training.loss import WindowLoss, gather_over_data_ranks
+from fabric_train.distributed.collectives import data_ranks, gather_over_data_ranks
+from fabric_train.training.loss import WindowLoss
 
 _LISTED_ROWS = 64
 

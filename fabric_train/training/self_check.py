@@ -14,14 +14,13 @@ import torch
 from lightning import Fabric
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch, pad_rows
+from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import Rows
-from fabric_train.distributed.data_ranks import data_ranks
+from fabric_train.distributed.collectives import data_ranks, gather_over_ranks
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.optim.optimizer import original_name
 from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import IGNORED_LABEL, gather_over_ranks
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
 """Relative. In fp32 the order of additions decides the sixth digit. In 16 bits, kernels for other shapes round

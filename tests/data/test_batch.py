@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches
 from fabric_train.data.token_dataset import Rows, open_dataset
-from fabric_train.training.loss import IGNORED_LABEL, count_supervised, find_targets
 
 Labels = list[list[int]] | None
 

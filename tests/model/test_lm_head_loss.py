@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.model import chunked_cross_entropy as chunked_loss
 from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
 from fabric_train.model.lm_head_loss import add_rows_of_tokens, let_head_compute_loss, returns_loss
-from fabric_train.training.loss import IGNORED_LABEL, summed_loss
+from fabric_train.training.loss import summed_loss
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 40
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -31,15 +31,16 @@ from transformers import (
 
 from arguments import DataArguments, ModelArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
 from fabric_train.model.attention import refuse_leaking, refuse_unusable
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.lm_head_loss import let_head_compute_loss
+from fabric_train.model.packed_forward import forward
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import IGNORED_LABEL, count_supervised, find_targets, next_token_logits, summed_loss
+from fabric_train.training.loss import summed_loss
 
 ROW_LENGTH = 40
 PAD = 1
@@ -227,7 +228,7 @@ def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, sp
         for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
             other = batch.input_ids.clone()
             other[row, begin:end] = (other[row, begin:end] + 1) % 1000
-            before, after = (next_token_logits(model, ids, batch.documents) for ids in (batch.input_ids, other))
+            before, after = (forward(model, ids, batch.documents).logits for ids in (batch.input_ids, other))
             elsewhere = torch.ones_like(other, dtype=torch.bool)
             elsewhere[row, begin : ROW_LENGTH if end == sum(lengths) else end] = False  # padding follows the last one
             torch.testing.assert_close(after[elsewhere], before[elsewhere], rtol=0, atol=1e-5)

@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers.modeling_outputs import CausalLMOutput
 
 from arguments import TrainArguments, parse
-from fabric_train.data.batch import Batch
+from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import IGNORED_LABEL
 
 VOCABULARY = 5
 _NOT = IGNORED_LABEL

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from arguments import TrainingArguments
+from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.optimizer import learning_rate
-from fabric_train.training.loss import IGNORED_LABEL
 
 LR, GRAD_CLIP = 1e-3, 0.4
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fabric_train.training.loss import IGNORED_LABEL
+from fabric_train.data.batch import IGNORED_LABEL
 
 VOCABULARY, NUM_ROWS, LENGTH = 300, 51, 24
 ROWS_PER_WINDOW = 8  # the last window of an epoch has 3

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.training.loss import IGNORED_LABEL
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
 from tests.support.two_nodes import on_nodes

@@ -8,11 +8,11 @@ import pytest
 import torch
 from lightning import Fabric
 
-from fabric_train.data.batch import Batch
+from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.grad_norm import clip
 from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import IGNORED_LABEL, count_supervised, summed_loss
+from fabric_train.training.loss import summed_loss
 from tests.support.bigram import VOCABULARY, Bigram
 from tests.support.forked_runs import ForkedRuns
 

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from fabric_train.data.batch import Targets
 from fabric_train.distributed.activation_checkpoint import checkpoint_layers
 from fabric_train.model.lm_head_loss import let_head_compute_loss
-from fabric_train.training.loss import Targets, summed_loss
+from fabric_train.training.loss import summed_loss
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

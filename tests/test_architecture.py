@@ -1,0 +1,103 @@
+"""The structure of docs/architecture.md: twelve subpackages, imports in one direction, one name for one module."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fabric_train"
+FROM_THE_TOP = (
+    "preflight",
+    "export",
+    "inference",
+    "training",
+    "checkpoint",
+    "model",
+    "data",
+    "optim",
+    "tokenization",
+    "distributed",
+    "files",
+    "cli",
+)
+"""A subpackage imports only those after it."""
+
+TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus"}
+PROGRAMS = {"__main__", "tokenization.inspect.__main__", "tokenization.merge"}
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(source: str) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield every absolute name that a module imports from, wherever the statement stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+def upward_imports(path: Path, source: str) -> list[str]:
+    """Return the imports of a module that point to a subpackage above its own."""
+    if len(path.parts) == 1:
+        return []
+    own = FROM_THE_TOP.index(path.parts[0])
+    names = [name.split(".") for name, _ in imports(source)]
+    return [
+        ".".join(name)
+        for name in names
+        if name[0] == "fabric_train" and len(name) > 1 and name[1] not in FROM_THE_TOP[own:]
+    ]
+
+
+def test_there_are_twelve_subpackages_and_no_loose_modules() -> None:
+    folders = {path.parts[0] for path in MODULES if len(path.parts) > 1}
+    assert folders == set(FROM_THE_TOP)
+    assert {path.stem for path in MODULES if len(path.parts) == 1} == TOP_LEVEL_MODULES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_a_module_imports_only_from_its_own_subpackage_and_those_below(path: Path) -> None:
+    assert upward_imports(path, (PACKAGE / path).read_text(encoding="utf-8")) == []
+
+
+def test_an_upward_import_is_found_wherever_it_stands() -> None:
+    source = (
+        "from fabric_train.model import flops\n"
+        "def late():\n"
+        "    import fabric_train.preflight.prepare\n"
+        "    from fabric_train import export\n"
+    )
+    found = ["fabric_train.preflight.prepare", "fabric_train.export"]
+    assert sorted(upward_imports(Path("training/loop.py"), source)) == sorted(found)
+    assert upward_imports(Path("__main__.py"), source) == []
+
+
+def test_no_two_modules_have_one_file_name() -> None:
+    counts = Counter(path.name for path in MODULES if path.stem not in ("__init__", "__main__"))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    trees = [ast.parse((PACKAGE / path).read_text(encoding="utf-8")) for path in MODULES]
+    classes = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(classes).items() if count > 1] == []
+
+
+def test_every_subpackage_says_what_it_holds() -> None:
+    for path in MODULES:
+        if path.name == "__init__.py":
+            assert ast.get_docstring(ast.parse((PACKAGE / path).read_text(encoding="utf-8"))), path
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_only_programs_import_the_arguments_at_run_time(path: Path) -> None:
+    tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+    at_run_time = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "arguments"]
+    assert not at_run_time or dotted(path) in PROGRAMS or dotted(path) == "export.model_card"
