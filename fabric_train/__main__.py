@@ -32,10 +32,11 @@ from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten, to_yaml  # noqa: E402
 from fabric_train.data.streaming import Stream  # noqa: E402
 from fabric_train.data.token_dataset import TokenDataset  # noqa: E402
-from fabric_train.distributed import strategy as parallel  # noqa: E402
 from fabric_train.distributed.devices import resolve_accelerator, unused_gpus  # noqa: E402
 from fabric_train.distributed.heartbeat import Phase, Progress  # noqa: E402
 from fabric_train.distributed.host_memory import keep_freed_memory  # noqa: E402
+from fabric_train.distributed.rendezvous import leave_process_group  # noqa: E402
+from fabric_train.distributed.strategy import build_fabric  # noqa: E402
 from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
 from fabric_train.files.atomic_folder import write_at_once  # noqa: E402
 from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
@@ -101,13 +102,13 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.evaluation.only_reads:
         _refuse_what_does_not_fit(prepared)
     with hold_lock(*lock) if writes else nullcontext():
-        fabric = parallel.build_fabric(arguments, prepared.shape.layer_classes)
+        fabric = build_fabric(arguments, prepared.shape.layer_classes)
         progress = Progress()
         with watch_ranks(fabric, progress, arguments.device.rank_timeout, arguments.device.num_nodes):
             code = _run(fabric, _checked(fabric, prepared, console), progress, console)
             progress.at(Phase.ENDING)
             stop_signals.ignore()
-            parallel.leave_process_group(fabric)
+            leave_process_group(fabric)
     if code:
         raise SystemExit(code)
 

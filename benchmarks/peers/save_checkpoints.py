@@ -22,10 +22,12 @@ from arguments import TrainArguments, parse
 from fabric_train.checkpoint import Checkpoints, DataOrder, Description, TrainerState
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.collectives import StepSync, sync_step
 from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.shards import named_parameters
+from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.loop import accumulate
 
@@ -127,11 +129,11 @@ def main() -> None:
     way, folder = sys.argv[1], Path(sys.argv[2])
     arguments = parse(TrainArguments, sys.argv[3:])
     shape = read_shape(arguments.model.model_name)
-    fabric = parallel.build_fabric(arguments, shape.layer_classes)
+    fabric = build_fabric(arguments, shape.layer_classes)
     model: Any = load_model(shape, torch.float32)
     decayed = decayed_names(model)
-    model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
-    optimizer = fabric.setup_optimizers(build_optimizer(parallel.named_parameters(model), decayed, arguments.training))
+    model = setup_model(fabric, model, shape.layer_classes, arguments)
+    optimizer = fabric.setup_optimizers(build_optimizer(named_parameters(model), decayed, arguments.training))
     if way.startswith("ours"):
         _, kind, manner = way.split("_")
         system: Any = Ours(fabric, model, optimizer, folder, kind, manner == "async")

@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.distributed.collectives import exchange_bytes
-from fabric_train.distributed.shards import FlatCut, flat_cuts
-from fabric_train.distributed.strategy import named_parameters
+from fabric_train.distributed.shards import FlatCut, flat_cuts, named_parameters, original_name
 from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype
-from fabric_train.optim.optimizer import original_name
 
 
 @dataclass(frozen=True)

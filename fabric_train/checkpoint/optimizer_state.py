@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from fabric_train.checkpoint.trainer_state import read_trainer_json
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.shards import FlatCut, flat_cuts, read_own_part
-from fabric_train.distributed.strategy import named_parameters
+from fabric_train.distributed.shards import FlatCut, flat_cuts, named_parameters, original_name
+from fabric_train.model.load_weights import read_local_part
 from fabric_train.model.weight_files import CheckpointTensors
 from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
-from fabric_train.optim.optimizer import original_name
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
@@ -46,7 +45,7 @@ def _local_part(
     """Read of a stored tensor what ``parameter`` holds on this rank."""
     whole = cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape
     _expect_same(tensors.shape(name), whole, name)
-    part = read_own_part(tensors, name, parameter, cuts)
+    part = read_local_part(tensors, name, parameter, cuts)
     if isinstance(parameter, DTensor):
         return DTensor.from_local(
             part.to(parameter.to_local().device, copy=True),

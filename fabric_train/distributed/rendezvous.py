@@ -75,3 +75,10 @@ def _child_failed(rank: int, code: int) -> None:
     if code < 0:
         end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting: start again")
     leave(code)  # it has said why
+
+
+def leave_process_group(fabric: Fabric) -> None:
+    """Wait until every rank has come to its end and take down what connects them."""
+    fabric.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds, under every strategy, and reading no more than it.
+"""The parameters of a set-up model: their names, and which part of each this rank holds under every strategy.
 
 FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal cut of it, FSDP2 and tensor
 parallelism give every rank a block of each, and the others give every rank everything.
@@ -10,11 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from fabric_train.model.weight_files import Weights
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 
 @dataclass(frozen=True)
@@ -68,29 +64,19 @@ def flat_cuts(module: nn.Module) -> dict[int, FlatCut]:
     return cuts
 
 
-def read_own_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]) -> torch.Tensor:
-    """Read of a full tensor what ``parameter`` holds on this rank.
-
-    Args:
-        weights: where the tensor is.
-        name: of the tensor, which is cut as the parameter is.
-        parameter: of a set-up model, between steps.
-        cuts: from :func:`flat_cuts`.
-
-    Returns:
-        A tensor on the CPU in the shape that the parameter has on this rank; not to be written into, for it may be a
-        view of what it was read from.
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a set-up model as they are between steps, the optimizer's: after a forward pass without
+    a backward one, FSDP2's are the gathered weights until the next pass.
     """
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        return weights.read_block(name, offsets, shape)
-    if id(parameter) not in cuts:
-        return weights.read_block(name, (0,) * parameter.dim(), parameter.shape)
-    cut = cuts[id(parameter)]
-    begin, end = cut.range(cut.rank)
-    row = cut.shape[1:].numel()
-    first, last = begin // row, -(-end // row)
-    rest = cut.shape[1:]
-    rows = weights.read_block(name, (first, *(0 for _ in rest)), (last - first, *rest))
-    return rows.flatten()[begin - first * row : end - first * row].reshape(parameter.shape)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return list(model.named_parameters())
+
+
+def original_name(name: str) -> str:
+    """Name of a parameter before Fabric, DDP, FSDP and activation checkpointing wrapped the model."""
+    wrappers = ("_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+    for wrapper in wrappers:
+        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
+    return name

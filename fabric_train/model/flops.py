@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning import Fabric
 from torch import nn
 from transformers import PreTrainedModel
+
+from fabric_train.distributed.precision import compute_dtype
 
 _EXPERT = re.compile(r"\.experts\.")
 
@@ -143,3 +146,11 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
             tflops = {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}[dtype]
             return tflops * 1e12 if tflops else None
     return None
+
+
+def peak_flops_of_run(fabric: Fabric, precision: str) -> float | None:
+    """Return what all devices together could do in a second, if they are as this rank's; None where it is not known."""
+    if fabric.device.type != "cuda":
+        return None
+    of_one = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))
+    return of_one * fabric.world_size if of_one else None

@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.distributed.shards import flat_cuts, read_own_part
+from fabric_train.distributed.shards import FlatCut, flat_cuts, original_name
 from fabric_train.model.hf_model import ModelShape, load_model, refuse_misfit, refuse_wrong_weights
 from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
-from fabric_train.optim.optimizer import original_name
 
 
 @dataclass(frozen=True)
@@ -98,32 +99,12 @@ def without_memory(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-class Materialization:
-    """Gives the parameters of a module memory, once it is known which part of them this rank holds.
-
-    A parameter with several names stays one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._parameters: dict[nn.Parameter, nn.Parameter] = {}
-
-    def __call__(self, module: nn.Module) -> None:
-        """Do it for the module's own parameters, not for those of its children."""
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in self._parameters:
-                    empty = torch.empty_like(parameter, device=self._device)
-                    self._parameters[parameter] = nn.Parameter(empty, parameter.requires_grad)
-                module._parameters[name] = self._parameters[parameter]
-
-
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: Weights) -> None:
     """Read into a set-up model what this rank holds of it. No forward pass may have been made."""
     cuts = flat_cuts(model)
     for name, parameter in model.named_parameters():
-        part = read_own_part(weights, original_name(name), parameter, cuts)
+        part = read_local_part(weights, original_name(name), parameter, cuts)
         own: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         own.copy_(part)
     for prefix, module in model.named_modules():
@@ -238,3 +219,31 @@ class _PretrainedWeights:
                 recipe = recipes.setdefault(name, _Recipe(name, by_pattern.get(pattern or "")))
                 recipe.stored.append((pattern or name, stored))
         return recipes
+
+
+def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]) -> torch.Tensor:
+    """Read of a full tensor what ``parameter`` holds on this rank.
+
+    Args:
+        weights: where the tensor is.
+        name: of the tensor, which is cut as the parameter is.
+        parameter: of a set-up model, between steps.
+        cuts: from :func:`flat_cuts`.
+
+    Returns:
+        A tensor on the CPU in the shape that the parameter has on this rank; not to be written into, for it may be a
+        view of what it was read from.
+    """
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        return weights.read_block(name, offsets, shape)
+    if id(parameter) not in cuts:
+        return weights.read_block(name, (0,) * parameter.dim(), parameter.shape)
+    cut = cuts[id(parameter)]
+    begin, end = cut.range(cut.rank)
+    row = cut.shape[1:].numel()
+    first, last = begin // row, -(-end // row)
+    rest = cut.shape[1:]
+    rows = weights.read_block(name, (first, *(0 for _ in rest)), (last - first, *rest))
+    return rows.flatten()[begin - first * row : end - first * row].reshape(parameter.shape)

@@ -1,21 +1,17 @@
-"""AdamW's parameter groups, and the learning rate as a pure function of the step."""
+"""AdamW over the parameters of a set-up model: its parameter groups, and what its moments are kept in."""
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fabric_train.distributed.shards import FlatCut
+from fabric_train.distributed.shards import FlatCut, original_name
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.stochastic_rounding import place_of
 
 if TYPE_CHECKING:
     from arguments import TrainingArguments
-
-_STEP_DECAYS = 3
-"""The ``step`` schedule falls to ``min_lr`` in this many equal stairs (of the logarithm, where min_lr is above 0)."""
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -74,44 +70,3 @@ def build_optimizer(
         seed=seed,
         compiles=compiles,
     )
-
-
-def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> float:
-    """Return the learning rate of optimizer step ``step``, counted from 1, of a run of ``num_steps``.
-
-    It rises linearly over the warm-up steps, reaches ``lr`` at the last of them (or at step 1), decays by the
-    schedule and is exactly ``min_lr`` at the last step. Cosine as in arXiv:1608.03983 without restarts.
-    """
-    warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
-    if step <= warmup:
-        return peak * (step / warmup)  # in this order exactly lr at the last
-    if not arguments.lr_decay or arguments.lr_schedule == "constant":
-        return peak
-    first = max(warmup, 1)  # the step at the peak
-    if num_steps <= first:  # no room to decay in
-        return peak
-    if step >= num_steps:
-        return end
-    progress = (step - first) / (num_steps - first)
-    if arguments.lr_schedule == "cosine":
-        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
-    if arguments.lr_schedule == "exponential":
-        return peak * (end / peak) ** progress
-    if arguments.lr_schedule == "step":
-        progress = math.floor(progress * (_STEP_DECAYS + 1)) / _STEP_DECAYS
-        return peak * (end / peak) ** progress if end > 0 else peak * (1 - progress)
-    return peak + (end - peak) * progress
-
-
-def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Give every parameter group this rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def original_name(name: str) -> str:
-    """Name of a parameter before Fabric, DDP, FSDP and activation checkpointing wrapped the model."""
-    wrappers = ("_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-    for wrapper in wrappers:
-        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
-    return name

@@ -13,9 +13,9 @@ from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.distributed import devices
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.compile import refuse_without_compiler
 from fabric_train.distributed.float8 import refuse_unusable_float8
+from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.distributed.tensor_parallel import refuse_uncuttable
 from fabric_train.files.atomic_folder import refuse_dead_link, refuse_inside
 from fabric_train.model.attention import refuse_unusable
@@ -78,7 +78,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     if not arguments.planning.plan:
         devices.refuse_lone_node(arguments.device.num_nodes)
     world_size = num_devices * arguments.device.num_nodes
-    parallelism = parallel.resolve_parallelism(arguments, world_size, accelerator)
+    parallelism = resolve_parallelism(arguments, world_size, accelerator)
     refuse_unusable(arguments, accelerator)
     if arguments.model.float8:
         refuse_unusable_float8(arguments, accelerator)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, faults_of_data, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
-from fabric_train.optim.optimizer import learning_rate
+from fabric_train.optim.lr_schedule import learning_rate
 from fabric_train.preflight.step_plan import Plan
 
 if TYPE_CHECKING:

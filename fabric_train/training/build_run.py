@@ -13,14 +13,16 @@ from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
 from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.collectives import StepSync, data_ranks, sync_step
 from fabric_train.distributed.compile import MOST_SHAPES
 from fabric_train.distributed.heartbeat import Phase, Progress
-from fabric_train.distributed.shards import flat_cuts
+from fabric_train.distributed.precision import weights_dtype
+from fabric_train.distributed.shards import flat_cuts, named_parameters
 from fabric_train.distributed.signals import stop_signals
+from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import Unread, open_checkpoint, open_pretrained
+from fabric_train.model.parallelize import setup_model
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.preflight.prepare import PACKAGES, Prepared, window_order
@@ -47,9 +49,7 @@ def set_up_model(fabric: Fabric, prepared: Prepared, note: Callable[[str], None]
             note(line)
     decayed = decayed_names(unread.model)
     any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
-    model = parallel.setup_model(
-        fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length
-    )
+    model = setup_model(fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length)
     return model, decayed
 
 
@@ -57,7 +57,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], prepared: Pr
     """Return the optimizer, with its state where the run goes on from a checkpoint."""
     arguments = prepared.arguments
     fused = arguments.model.precision != "16-mixed"
-    named = parallel.named_parameters(model)
+    named = named_parameters(model)
     cuts = flat_cuts(model)
     optimizer: Any = fabric.setup_optimizers(
         build_optimizer(
@@ -139,12 +139,12 @@ def build_run(
         warn=warn,
         progress=progress,
         flops=prepared.shape.flops,
-        peak_flops=parallel.peak_flops(fabric, given.model.precision),
+        peak_flops=peak_flops_of_run(fabric, given.model.precision),
     )
 
 
 def _open(prepared: Prepared) -> Unread:
-    dtype = parallel.weights_dtype(prepared.arguments.model.precision)
+    dtype = weights_dtype(prepared.arguments.model.precision)
     if prepared.checkpoint:
         return open_checkpoint(prepared.shape, prepared.checkpoint, dtype)
     if prepared.shape.is_new:
@@ -163,7 +163,7 @@ def _description(prepared: Prepared) -> checkpoints.Description:
     arguments = prepared.arguments
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
-        weights_dtype=str(parallel.weights_dtype(arguments.model.precision)).removeprefix("torch."),
+        weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
         data=prepared.order,
         arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
         versions={name: version(name) for name in PACKAGES},

@@ -27,7 +27,7 @@ from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.heartbeat import Phase, Progress
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.optimizer import learning_rate, set_learning_rate
+from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import collect
 from fabric_train.training.loss import WindowLoss, summed_loss

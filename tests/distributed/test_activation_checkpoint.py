@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from fabric_train.distributed.strategy import resolve_parallelism
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -131,7 +131,7 @@ def test_offload_is_refused_where_nothing_is_kept_that_it_could_move() -> None:
             parse(TrainArguments, [*options, "--activation_checkpointing", kept])
     arguments = parse(TrainArguments, [*options, "--activation_checkpointing", "full"])
     with pytest.raises(InputError, match="nothing to offload from on CPU"):
-        parallel.resolve_parallelism(arguments, 1, "cpu")
+        resolve_parallelism(arguments, 1, "cpu")
 
 
 @pytest.mark.slow

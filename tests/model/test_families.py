@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_train.distributed.fsdp import Materialization
 from fabric_train.model.hf_model import load_model, read_shape
-from fabric_train.model.load_weights import Materialization, open_pretrained, read_weights
+from fabric_train.model.load_weights import open_pretrained, read_weights
 from tests.support.forked_runs import ForkedRuns
 from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
 from tests.support.unequal_rows import ROWS_PER_WINDOW, VOCABULARY, argv, metrics, write_rows

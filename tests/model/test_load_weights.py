@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 _MEASURE = """
 import ctypes
 import fabric_train.training.build_run as building
-from fabric_train.distributed import strategy as parallel
+from fabric_train.model.parallelize import setup_model
+from fabric_train.distributed.precision import weights_dtype
 from fabric_train.model.load_weights import Unread
 from fabric_train.model.hf_model import load_model
 
@@ -21,7 +22,7 @@ def status(name):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-read, set_up = building._open, parallel.setup_model
+read, set_up = building._open, setup_model
 def measured_read(prepared):
     global before
     with open("/proc/self/clear_refs", "w") as file:
@@ -29,12 +30,12 @@ def measured_read(prepared):
     # what is freed goes back to the system, as that of a real model's large tensors does
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     before = status("VmRSS")
-    return Unread(load_model(prepared.shape, parallel.weights_dtype("32-true")), None) if WHOLE else read(prepared)
+    return Unread(load_model(prepared.shape, weights_dtype("32-true")), None) if WHOLE else read(prepared)
 def measured_set_up(*args):
     model = set_up(*args)
     print("grown by", status("VmHWM") - before)
     return model
-building._open, parallel.setup_model = measured_read, measured_set_up
+building._open, setup_model = measured_read, measured_set_up
 """
 
 

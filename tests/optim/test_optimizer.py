@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from arguments import Schedule, TrainingArguments
-from fabric_train.optim.optimizer import build_optimizer, decayed_names, learning_rate, original_name, set_learning_rate
+from fabric_train.distributed.shards import original_name
+from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
+from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
 DECAYING = [schedule for schedule in get_args(Schedule) if schedule != "constant"]
 

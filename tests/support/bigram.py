@@ -18,8 +18,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from arguments import TrainArguments, parse
 from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.strategy import build_fabric
+from fabric_train.model.parallelize import setup_model
 from fabric_train.training.loop import accumulate
 
 VOCABULARY = 5
@@ -53,8 +54,8 @@ def main() -> None:
     """Take one step on this rank's micro-batches."""
     arguments = parse(TrainArguments, sys.argv[1:])
     units = frozenset([nn.Embedding])
-    fabric = parallel.build_fabric(arguments, units)
-    model = parallel.setup_model(fabric, Bigram(), units, arguments)
+    fabric = build_fabric(arguments, units)
+    model = setup_model(fabric, Bigram(), units, arguments)
     optimizer: Any = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     batches = [Batch(torch.tensor([ids]), torch.tensor([labels])) for ids, labels in BATCHES[fabric.global_rank]]
     loss = accumulate(fabric, model, Window(1, 0, False, np.arange(4), 1, batches))

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from arguments import TrainArguments, parse
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.strategy import LayerClasses, build_fabric
+from fabric_train.model.parallelize import setup_model
 
 SHAPE = (20_001, 512)  # uneven, so that the ranks' parts differ
 
@@ -38,11 +39,11 @@ class Product(nn.Module):
 def main() -> None:
     """Take the norm of the gradient."""
     arguments = parse(TrainArguments, sys.argv[1:])
-    units: parallel.LayerClasses = frozenset([nn.Linear])  # there is none: all is the root's
-    fabric = parallel.build_fabric(arguments, units)
+    units: LayerClasses = frozenset([nn.Linear])  # there is none: all is the root's
+    fabric = build_fabric(arguments, units)
     product = Product()
     exact = float(product.gradient.double().norm())
-    model = parallel.setup_model(fabric, product, units, arguments)
+    model = setup_model(fabric, product, units, arguments)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     fabric.backward(model())
     before = float(clip(fabric, model, optimizer, 1.0))

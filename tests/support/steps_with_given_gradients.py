@@ -15,11 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
-from fabric_train.distributed import strategy as parallel
-from fabric_train.distributed.shards import flat_cuts, read_own_part
+from fabric_train.distributed.precision import weights_dtype
+from fabric_train.distributed.rendezvous import leave_process_group
+from fabric_train.distributed.shards import flat_cuts, named_parameters, original_name
+from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
-from fabric_train.model.load_weights import open_checkpoint, open_pretrained
-from fabric_train.optim.optimizer import build_optimizer, decayed_names, original_name, set_learning_rate
+from fabric_train.model.load_weights import open_checkpoint, open_pretrained, read_local_part
+from fabric_train.model.parallelize import setup_model
+from fabric_train.optim.lr_schedule import set_learning_rate
+from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
 
 def main() -> None:
@@ -27,13 +31,13 @@ def main() -> None:
     arguments = parse(TrainArguments, sys.argv[1:])
     checkpoint = Path(arguments.checkpoint.checkpoint) if arguments.checkpoint.checkpoint else None
     shape = read_shape(arguments.model.model_name)
-    fabric = parallel.build_fabric(arguments, shape.layer_classes)
-    dtype = parallel.weights_dtype(arguments.model.precision)
+    fabric = build_fabric(arguments, shape.layer_classes)
+    dtype = weights_dtype(arguments.model.precision)
     unread = open_checkpoint(shape, checkpoint, dtype) if checkpoint else open_pretrained(shape, dtype)
     shapes = {name: parameter.shape for name, parameter in unread.model.named_parameters()}
     decayed = decayed_names(unread.model)
-    model: Any = parallel.setup_model(fabric, unread.model, shape.layer_classes, arguments, unread.weights)
-    cuts, named = flat_cuts(model), parallel.named_parameters(model)
+    model: Any = setup_model(fabric, unread.model, shape.layer_classes, arguments, unread.weights)
+    cuts, named = flat_cuts(model), named_parameters(model)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
     first = 1
     if checkpoint:
@@ -51,7 +55,7 @@ def main() -> None:
     folder = Path(arguments.save.output_dir)
     saves = checkpoints.Checkpoints(folder, fabric, model, optimizer, described, None, False, lambda _: None)
     saves.save(checkpoints.TrainerState(step=last))
-    parallel.leave_process_group(fabric)
+    leave_process_group(fabric)
 
 
 def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
@@ -76,7 +80,7 @@ class Gradients:
 
 def _part(gradients: Any, name: str, parameter: Any, cuts: Any) -> torch.Tensor:
     """Return what of the gradient belongs to this rank's part of the parameter."""
-    part = read_own_part(gradients, name, parameter, cuts)
+    part = read_local_part(gradients, name, parameter, cuts)
     if not isinstance(parameter, DTensor):
         return part
     place = parameter.device_mesh, parameter.placements

@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed import strategy as parallel
 from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.precision import weights_dtype
+from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.loop import accumulate
 
@@ -36,10 +38,10 @@ def main() -> None:
 def inside(options: list[str]) -> dict[str, list[str]]:
     arguments = parse(TrainArguments, options)
     shape = read_shape(arguments.model.model_name)
-    fabric = parallel.build_fabric(arguments, shape.layer_classes)
-    model: Any = load_model(shape, parallel.weights_dtype(arguments.model.precision))
+    fabric = build_fabric(arguments, shape.layer_classes)
+    model: Any = load_model(shape, weights_dtype(arguments.model.precision))
     decayed = decayed_names(model)
-    model = parallel.setup_model(fabric, model, shape.layer_classes, arguments)
+    model = setup_model(fabric, model, shape.layer_classes, arguments)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(model.named_parameters(), decayed, arguments.training))
     seen = watch(model)
     ids = torch.randint(0, shape.vocab_size, (1, 32), generator=torch.Generator().manual_seed(fabric.global_rank))

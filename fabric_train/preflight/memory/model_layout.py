@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fabric_train.distributed.strategy import compute_dtype, weights_dtype
+from fabric_train.distributed.precision import compute_dtype, weights_dtype
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
