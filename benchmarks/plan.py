@@ -23,7 +23,7 @@ LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
 STEPS = 4
 TOLERANCE = 0.15
 GIVE_BACK = """
-import ctypes, fabric_train.__main__ as program
+import ctypes, fabric_train.training.run as program
 program.keep_freed_memory = lambda: ctypes.CDLL(None).mallopt(-3, 1 << 16)
 """
 """Has glibc map blocks above 64 KiB by themselves (M_MMAP_THRESHOLD), so that they leave the process once freed."""

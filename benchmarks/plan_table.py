@@ -12,8 +12,8 @@ from arguments import TrainArguments, parse
 from fabric_train.files.sizes import parse_size, show_size
 from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.preflight.memory.fitting import faults_of
-from fabric_train.preflight.memory.forecast import Forecast, Wanted
-from fabric_train.preflight.step_plan import Plan
+from fabric_train.preflight.memory.forecast import Forecast, RunRequest
+from fabric_train.training.prepared_run import StepPlan
 
 LENGTH, ROWS = 8192, 128
 DEVICE_MEMORY = "80GB"
@@ -65,18 +65,20 @@ def main() -> None:
         print("| " + " | ".join(cells(row, wanted, forecast)) + " |")
 
 
-def wanted_of(row: Row) -> Wanted:
+def wanted_of(row: Row) -> RunRequest:
     """Return the run of a line: fsdp, a micro-batch of one row, bf16-true unless it says otherwise."""
     words = ["--train_data_dir", "tokens", "--output_dir", "run", "--num_nodes", str(row.num_nodes)]
     arguments = parse(TrainArguments, [*words, *row.options.split()])
     world_size = row.num_nodes * row.devices
-    plan = Plan(None, world_size, world_size, ROWS // world_size, ROWS, None, 1, LENGTH, ())
+    plan = StepPlan(
+        None, world_size, world_size, arguments.training.micro_batch_size, ROWS // world_size, ROWS, None, 1, LENGTH
+    )
     memory = parse_size(DEVICE_MEMORY)
     assert memory is not None
-    return Wanted(arguments, _shape(row.model), plan, "fsdp", False, True, memory, is_elsewhere=True)
+    return RunRequest(arguments, _shape(row.model), plan, "fsdp", False, True, memory, is_elsewhere=True)
 
 
-def cells(row: Row, wanted: Wanted, forecast: Forecast) -> list[str]:
+def cells(row: Row, wanted: RunRequest, forecast: Forecast) -> list[str]:
     """Return the cells of a line."""
     most = forecast.budget.most
     interconnect, network = (float(parse_size(line) or 0) for line in (INTERCONNECT, NETWORK))

@@ -19,14 +19,14 @@ from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenize
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DatasetCheck:
     """Lines that forbid the run, and lines that the user should read before it."""
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def compare_with_contract(dataset: TokenDataset, shape: ModelShape, isolate_documents: bool) -> Verdict:
+def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: bool) -> DatasetCheck:
     """Compare a token dataset with the model, and with what its manifest says of it.
 
     A folder without manifest is taken as it is: its ids are looked through instead.
@@ -53,7 +53,7 @@ def compare_with_contract(dataset: TokenDataset, shape: ModelShape, isolate_docu
         faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape)]
     if manifest is None:
         faults += [fault for name, rows in splits.items() for fault in _wrong_columns(dataset, name, rows, shape)]
-    return Verdict(tuple(faults), tuple(notes))
+    return DatasetCheck(tuple(faults), tuple(notes))
 
 
 def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
@@ -124,7 +124,7 @@ def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Mani
     return faults
 
 
-def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> Verdict:
+def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> DatasetCheck:
     """Compare the tokenizer of the rows with the model's own, as far as the model brings one."""
     notes = _other_borders(folder, record, shape)
     template = _template(shape.source)
@@ -140,9 +140,9 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
                 f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
                 f"made {folder}, is not known"
             )
-        return Verdict((), tuple(notes))
+        return DatasetCheck((), tuple(notes))
     if _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
-        return Verdict((), tuple(notes))
+        return DatasetCheck((), tuple(notes))
     in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
     difference = compare_tokenizers(ours, theirs, in_rows)
     sides = f"here is {ours}, there {theirs}"
@@ -152,7 +152,7 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
         f"{folder}: not made with the tokenizer of {shape.source}: {difference.fault} ({sides}); "
         f"tokenize with --tokenizer_name {shape.source}, or train a model of {record.name}"
     )
-    return Verdict((fault,) if difference.fault else (), tuple(notes))
+    return DatasetCheck((fault,) if difference.fault else (), tuple(notes))
 
 
 def _other_borders(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:

@@ -1,15 +1,17 @@
-"""What is checked before a run begins, by each process alone: arguments against files and devices."""
+"""Check a run before any process group exists: its arguments against the files and devices that are there."""
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning import Fabric
+
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import num_restarts
-from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.distributed import devices
@@ -21,104 +23,87 @@ from fabric_train.files.atomic_folder import refuse_dead_link, refuse_inside
 from fabric_train.model.attention import refuse_unusable
 from fabric_train.model.hf_model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.model.init_weights import new_shape
-from fabric_train.preflight.resume_check import check_resumption
-from fabric_train.preflight.step_plan import Plan, make_plan
+from fabric_train.preflight.resume_check import check_resume
+from fabric_train.preflight.step_plan import plan_steps
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import CheckpointArguments, TrainArguments
 
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
-"""Those that the losses of a run depend on."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that has been checked as far as one process can, and not begun."""
-
-    arguments: "TrainArguments"
-    folder: Path
-    checkpoint: Path | None
-    shape: ModelShape
-    data: TokenDataset | Stream
-    accelerator: str
-    parallelism: str
-    plan: Plan
-    order: checkpoints.DataOrder | checkpoints.StreamOrder
-    state: checkpoints.TrainerState
-    notes: tuple[str, ...]
+_PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
+"""The packages that a run's losses depend on."""
 
 
-def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = None) -> Prepared:
-    """Check the arguments against the files and devices there are, and what is known to be wrong with checkpoints.
+def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = None) -> PreparedRun:
+    """Check a run: output folder → devices → checkpoint → data → model → steps → resume.
+
+    Args:
+        arguments: of the run.
+        damages: checkpoints that are known to be damaged.
 
     Raises:
-        InputError: for whatever the user can mend.
+        InputError: for whatever the user can fix.
     """
     folder = Path(arguments.save.output_dir)
-    _refuse_place(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
-    wanted = arguments.checkpoint
-    if num_restarts():  # torchrun goes on by itself
-        goes_on = checkpoints.newest_checkpoint(folder, damages) is not None
-        wanted = replace(wanted, resume=True)
-        if goes_on:
-            wanted = replace(wanted, checkpoint=None, weights_only=False)
+    _check_output_dir(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
+    device_plan = _plan_devices(arguments)
+    start_from = _after_restart(arguments.checkpoint, folder, damages)
+    continues = not (start_from.weights_only or arguments.evaluation.only_reads)
     checkpoint = checkpoints.choose_checkpoint(
         folder,
-        wanted.checkpoint,
-        wanted.resume,
-        anew=wanted.weights_only,
+        start_from.checkpoint,
+        start_from.resume,
+        anew=start_from.weights_only,
         only_reads=arguments.evaluation.only_reads,
         damages=damages,
     )
-    if arguments.planning.plans_for_others:
-        accelerator, num_devices = "cuda", devices.count_planned(arguments.device.devices)
-    else:
-        accelerator = devices.resolve_accelerator(arguments.device.accelerator)
-        num_devices = devices.count_devices(arguments.device.devices, accelerator)
-    if not arguments.planning.plan:
-        devices.refuse_lone_node(arguments.device.num_nodes)
-    world_size = num_devices * arguments.device.num_nodes
-    parallelism = resolve_parallelism(arguments, world_size, accelerator)
-    refuse_unusable(arguments, accelerator)
-    if arguments.model.float8:
-        refuse_unusable_float8(arguments, accelerator)
-    if arguments.fsdp.compile:
-        refuse_without_compiler("--compile true", "leave it out")
     data = _open_data(arguments, folder, checkpoint)
-    shape = _shape(arguments, checkpoint, data)
-    refuse_uncuttable(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
-    plan = make_plan(arguments, shape, data, world_size)
-    if not checkpoint and not shape.is_new:
-        refuse_unreadable(shape.source)
-    order = _order(data, plan, arguments.data.seed)
-    state, notes = checkpoints.TrainerState(), plan.notes
-    if checkpoint:
-        notes += tuple(checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages))
-    if checkpoint and not (wanted.weights_only or arguments.evaluation.only_reads):
-        state = checkpoints.read_trainer_state(checkpoint)
-        rows_hash = window_order(data, plan, arguments).rows_hash if isinstance(data, TokenDataset) else None
-        versions = {name: version(name) for name in PACKAGES}
-        notes += tuple(check_resumption(checkpoint, state, order, rows_hash, arguments, plan, versions))
-    return Prepared(arguments, folder, checkpoint, shape, data, accelerator, parallelism, plan, order, state, notes)
+    model = _read_model(arguments, checkpoint, data)
+    plan = plan_steps(arguments, model, data, device_plan.world_size)
+    order = _data_order(data, plan, arguments.data.seed)
+    state = checkpoints.read_trainer_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
+    run = PreparedRun(
+        arguments=arguments,
+        folder=folder,
+        devices=device_plan,
+        start=StartingPoint(checkpoint, state),
+        data=data,
+        model=model,
+        plan=plan,
+        order=order,
+        versions={name: version(name) for name in _PACKAGES},
+        notes=plan.notes,
+    )
+    if checkpoint is None:
+        return run
+    damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
+    changed = check_resume(run, checkpoint) if continues else []
+    return replace(run, notes=(*run.notes, *damaged, *changed))
 
 
-def _shape(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
-    """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
-    given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
-    if not given.family or checkpoint:
-        return read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
-    if isinstance(data, Stream):
-        return new_shape(given, layer_class, data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
-    if data.manifest:
-        return new_shape(given, layer_class, data.manifest.tokenizer.bos_token_id, data.manifest.tokenizer.eos_token_id)
-    return new_shape(given, layer_class)
+def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
+    """Check every byte of the checkpoint that a run starts from, each rank its share.
+
+    Returns:
+        The run itself, or the run from the checkpoint before if the newest one is damaged.
+
+    Raises:
+        InputError: the checkpoint that the user named is damaged, or there is no other.
+    """
+    damages: dict[Path, str] = {}
+    while run.start.checkpoint and (damage := checkpoints.wrong_content(run.start.checkpoint, fabric)):
+        damages[run.start.checkpoint.resolve()] = damage
+        run = prepare(run.arguments, damages)
+        for line in run.notes:
+            note(line)
+    return run
 
 
-def _refuse_place(folder: Path, *inputs: str | None) -> None:
-    """Refuse an output folder that cannot be written to, or that lies in what is read."""
+def _check_output_dir(folder: Path, *inputs: str | None) -> None:
+    """Check that the output folder can be written to and is not inside an input."""
     refuse_dead_link(folder)
     for given in inputs:
-        if given and not (Path(given) / "checkpoints").is_dir():  # a run may go on in its own folder
+        if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
             refuse_inside(folder, Path(given))
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
@@ -126,8 +111,39 @@ def _refuse_place(folder: Path, *inputs: str | None) -> None:
         raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
 
 
+def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
+    """Count the processes and check that they can compute what is asked for."""
+    device = arguments.device
+    if arguments.planning.plans_for_others:
+        accelerator, num_devices = "cuda", devices.count_planned(device.devices)
+    else:
+        accelerator = devices.resolve_accelerator(device.accelerator)
+        num_devices = devices.count_devices(device.devices, accelerator)
+    if not arguments.planning.plan:
+        devices.refuse_lone_node(device.num_nodes)
+    world_size = num_devices * device.num_nodes
+    parallelism = resolve_parallelism(arguments, world_size, accelerator)
+    refuse_unusable(arguments, accelerator)
+    if arguments.model.float8:
+        refuse_unusable_float8(arguments, accelerator)
+    if arguments.fsdp.compile:
+        refuse_without_compiler("--compile true", "leave it out")
+    return DevicePlan(accelerator, world_size, parallelism)
+
+
+def _after_restart(
+    given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
+) -> "CheckpointArguments":
+    """Return what a run starts from; torchrun's restart resumes from the run's newest checkpoint, if there is one."""
+    if not num_restarts():
+        return given
+    if checkpoints.newest_checkpoint(folder, damages) is None:
+        return replace(given, resume=True)
+    return replace(given, resume=True, checkpoint=None, weights_only=False)
+
+
 def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:
-    """Open what is trained on; to evaluate alone, the token dataset that has the rows for it."""
+    """Open the training data, or with ``--eval_only`` the token dataset that has the validation rows."""
     given = arguments.data
     if arguments.evaluation.self_check and given.streaming_dataset is not None:
         raise InputError(
@@ -156,7 +172,30 @@ def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | Non
     )
 
 
-def _order(data: TokenDataset | Stream, plan: Plan, seed: int) -> checkpoints.DataOrder | checkpoints.StreamOrder:
+def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
+    """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
+    shape = _read_shape(arguments, checkpoint, data)
+    refuse_uncuttable(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
+    if not checkpoint and not shape.is_new:
+        refuse_unreadable(shape.source)
+    return shape
+
+
+def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
+    given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
+    if not given.family or checkpoint:
+        return read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
+    if isinstance(data, Stream):
+        return new_shape(given, layer_class, data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
+    if data.manifest:
+        return new_shape(given, layer_class, data.manifest.tokenizer.bos_token_id, data.manifest.tokenizer.eos_token_id)
+    return new_shape(given, layer_class)
+
+
+def _data_order(
+    data: TokenDataset | Stream, plan: StepPlan, seed: int
+) -> checkpoints.DataOrder | checkpoints.StreamOrder:
+    """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
         return checkpoints.DataOrder(data.fingerprint, len(data.train), plan.rows_per_window, seed)
     return checkpoints.StreamOrder(
@@ -167,9 +206,3 @@ def _order(data: TokenDataset | Stream, plan: Plan, seed: int) -> checkpoints.Da
         special_text_is_plain=data.tokenizer.special_text_is_plain,
         rows_per_window=plan.rows_per_window,
     )
-
-
-def window_order(data: TokenDataset, plan: Plan, arguments: "TrainArguments", rank: int = 0) -> WindowOrder:
-    """Return which rows of a token dataset a rank takes at every step."""
-    rows, share = len(data.train), (arguments.training.micro_batch_size, plan.num_data_ranks, rank)
-    return WindowOrder(rows, plan.rows_per_window, *share, arguments.data.seed)

@@ -1,7 +1,7 @@
-"""What forbids to go on from a checkpoint with today's data and arguments, and what the user should know of it."""
+"""Compare a run with the checkpoint that it resumes from: data, arguments, versions, number of steps."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, faults_of_data, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.optim.lr_schedule import learning_rate
-from fabric_train.preflight.step_plan import Plan
+from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
-# Whoever changes one of these gets other losses from the next step on. Devices, parallelism and micro-batches only cut
-# the same windows otherwise; what fixes the data order is compared by what it is and not by its name, see DataOrder.
+# A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
+# the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
 _DECIDE_THE_LOSSES = (
     *("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
@@ -27,53 +28,38 @@ _OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval
 
 @dataclass(frozen=True)
 class Change:
-    """An argument that the checkpoint's run had otherwise."""
+    """An argument whose value differs from the checkpoint's."""
 
     name: str
     there: Any
     here: Any
 
     def __str__(self) -> str:
-        return f"{self.name}: {_said(self.there)} -> {_said(self.here)}"
+        return f"{self.name}: {_shown(self.there)} -> {_shown(self.here)}"
 
 
-def check_resumption(
-    checkpoint: Path,
-    state: TrainerState,
-    order: DataOrder | StreamOrder,
-    rows_hash: Callable[[int], str] | None,
-    arguments: "TrainArguments",
-    plan: Plan,
-    versions: Mapping[str, str],
-) -> list[str]:
-    """Return notes for the user.
+def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
+    """Check that a resumed run continues with the steps that its checkpoint's run would have taken.
 
     Args:
-        checkpoint: to go on from.
-        state: that it was saved in.
-        order: today's.
-        rows_hash: hashes the rows of today's order up to a step; None for a stream, whose lanes look themselves.
-        arguments: today's.
-        plan: today's.
-        versions: today's, of the packages that compute.
+        run: the run as it is prepared now.
+        checkpoint: that it resumes from.
+
+    Returns:
+        Notes for the user.
 
     Raises:
-        InputError: a line for everything by which the steps to come would not be those that would have come.
+        InputError: one line for each difference that would change those steps.
     """
+    arguments, plan, state = run.arguments, run.plan, run.start.state
     saved = read_trainer_json(checkpoint)
-    faults = faults_of_data(checkpoint, order)
-    if not faults and rows_hash and (here := rows_hash(state.step)) != state.rows_hash:
-        faults.append(
-            f"{checkpoint}: up to step {state.step} its run took other rows than would be taken here (hash "
-            f"{state.rows_hash} there, {here} here); resume with the version of fabric_train and numpy that saved it, "
-            "or take its weights alone with --weights_only true"
-        )
-    changes = list(_changes(saved["arguments"], _told(arguments, plan)))
-    deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, order)]
+    faults = faults_of_data(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
+    changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
+    deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
     if not arguments.checkpoint.allow_changes:
         faults += [
-            f"{change} since {checkpoint}, which changes the losses to come; give --{change.name} {_said(change.there)}"
-            ", or go on otherwise with --allow_changes true"
+            f"{change} since {checkpoint}, which changes the losses to come; give --{change.name} "
+            f"{_shown(change.there)}, or accept other losses with --allow_changes true"
             for change in deciding
         ]
     if faults:
@@ -82,10 +68,10 @@ def check_resumption(
     notes = [f"changed since {checkpoint.name}: {', '.join(map(str, others))}"] if others else []
     if deciding:
         notes.append(
-            f"changed since {checkpoint.name}, so that the losses to come are not those that would have come: "
+            f"changed since {checkpoint.name}, so the losses to come differ from those of an unchanged run: "
             + ", ".join(map(str, deciding))
         )
-    updated = list(_changes(saved["versions"], versions))
+    updated = list(_changes(saved["versions"], run.versions))
     if updated:
         notes.append(
             f"other versions than at {checkpoint.name}, the losses to come may differ: {', '.join(map(str, updated))}"
@@ -93,34 +79,49 @@ def check_resumption(
     return [*notes, *_note_on_steps(saved["arguments"], state, arguments, plan)]
 
 
-def _told(arguments: "TrainArguments", plan: Plan) -> dict[str, Any]:
-    """Return today's arguments as a checkpoint tells them."""
+def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
+    """Compare the hash of the rows up to the checkpoint's step. The lanes of a stream check their own rows."""
+    if not isinstance(run.data, TokenDataset):
+        return []
+    step, saved = run.start.state.step, run.start.state.rows_hash
+    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step)
+    if here == saved:
+        return []
+    return [
+        f"{checkpoint}: up to step {step} its run took other rows than would be taken here (hash {saved} there, {here} "
+        "here); resume with the version of fabric_train and numpy that saved it, or take its weights alone with "
+        "--weights_only true"
+    ]
+
+
+def _as_saved(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
+    """Return the arguments of this run as a checkpoint would save them."""
     return flatten(arguments) | {"gradient_accumulation_steps": plan.accumulation}
 
 
 def _changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Change]:
-    """Compare what both know: an argument that only one version of the program has decides nothing in the other."""
+    """Compare the names that both have: an argument unknown to one version of the program decides nothing there."""
     for name, value in here.items():
         if name in there and name not in _OF_THIS_START and there[name] != value:
             yield Change(name, there[name], value)
 
 
 def _decides(change: Change, arguments: "TrainArguments") -> bool:
-    """Whether other losses follow. Validation batches matter only where they are counted instead of all taken."""
+    """Whether the losses change. The size of validation batches matters only if their number is limited."""
     if change.name == "eval_batch_size":
         return arguments.evaluation.eval_iters is not None
     return change.name in _DECIDE_THE_LOSSES
 
 
 def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
-    """Whether the comparison of the data has told this change."""
+    """Whether the comparison of the data order already reports this change."""
     return change.name == "seed" and isinstance(order, DataOrder)
 
 
 def _note_on_steps(
-    saved: Mapping[str, Any], state: TrainerState, arguments: "TrainArguments", plan: Plan
+    saved: Mapping[str, Any], state: TrainerState, arguments: "TrainArguments", plan: StepPlan
 ) -> Iterator[str]:
-    """Say where another number of steps gives the learning rate another course."""
+    """Report a number of steps that changes the learning rate of the next step."""
     epochs, max_step = (saved.get(name, getattr(arguments.training, name)) for name in ("number_epochs", "max_step"))
     in_epochs = epochs * plan.windows_per_epoch if plan.windows_per_epoch else None
     before = min(steps for steps in (max_step, in_epochs) if steps is not None)
@@ -134,5 +135,5 @@ def _note_on_steps(
         )
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

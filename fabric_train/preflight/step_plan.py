@@ -1,53 +1,35 @@
-"""What a run will do, worked out from the arguments, the model's configuration and the data, before it is built."""
+"""Count a run's windows and steps from its arguments, the model's configuration and the data."""
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.preflight.dataset_check import Verdict, compare_with_contract
+from fabric_train.preflight.dataset_check import DatasetCheck, check_dataset
+from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Counts of a run; a window is what one optimizer step consumes over all ranks. Its rows are shared out among
-    ``num_data_ranks``, see ``data_ranks``, of the ``world_size`` ranks.
-
-    ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose end is not known. ``notes`` are lines the user
-    should read before it starts.
-    """
-
-    num_rows: int | None
-    world_size: int
-    num_data_ranks: int
-    accumulation: int
-    rows_per_window: int
-    windows_per_epoch: int | None
-    num_steps: int
-    tokens_per_row: int
-    notes: tuple[str, ...]
-
-
-def make_plan(arguments: "TrainArguments", shape: ModelShape, data: TokenDataset | Stream, world_size: int) -> Plan:
-    """Work out the run's windows and steps.
+def plan_steps(
+    arguments: "TrainArguments", model: ModelShape, data: TokenDataset | Stream, world_size: int
+) -> StepPlan:
+    """Count the windows and steps of a run.
 
     Raises:
-        InputError: where the batch does not divide, or the data do not suit the model.
+        InputError: the batch size is not divisible, or the data do not fit the model.
     """
     training = arguments.training
     dataset = data.held_out if isinstance(data, Stream) else data
-    verdict = Verdict((), ())
+    check = DatasetCheck((), ())
     if dataset is not None:
-        verdict = compare_with_contract(dataset, shape, arguments.data.isolate_documents)
-    faults = list(verdict.faults)
+        check = check_dataset(dataset, model, arguments.data.isolate_documents)
+    faults = list(check.faults)
     if isinstance(data, Stream):
-        faults += _faults_of_stream(data, shape, training.max_step)
+        faults += _faults_of_stream(data, model, training.max_step)
     elif arguments.evaluation.eval_only and data.validation is None:
         faults.append(
             f"--eval_only true: {data.folder} has no validation split; tokenize with --validation_split above 0"
@@ -73,30 +55,31 @@ def make_plan(arguments: "TrainArguments", shape: ModelShape, data: TokenDataset
         windows_per_epoch = math.ceil(num_rows / rows_per_window)
         in_epochs = windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
-    return Plan(
+    return StepPlan(
         num_rows=num_rows,
         world_size=world_size,
         num_data_ranks=num_data_ranks,
+        micro_batch_size=training.micro_batch_size,
         accumulation=accumulation,
         rows_per_window=rows_per_window,
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
         tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
-        notes=(*verdict.notes, *_notes(arguments, num_steps, in_epochs, data)),
+        notes=(*check.notes, *_notes(arguments, num_steps, in_epochs, data)),
     )
 
 
-def _faults_of_stream(stream: Stream, shape: ModelShape, max_step: int | None) -> list[str]:
+def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
     """Name what the model cannot take, and a run without end."""
     faults = []
     if max_step is None:
         faults.append("--streaming_dataset has no end that is known beforehand: give --max_step")
-    if shape.max_positions is not None and stream.max_length > shape.max_positions:
-        faults.append(f"--max_length {stream.max_length}: {shape.source} takes {shape.max_positions}; give no more")
-    if stream.tokenizer.vocab_size > shape.vocab_size:
+    if model.max_positions is not None and stream.max_length > model.max_positions:
+        faults.append(f"--max_length {stream.max_length}: {model.source} takes {model.max_positions}; give no more")
+    if stream.tokenizer.vocab_size > model.vocab_size:
         faults.append(
-            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {shape.source} "
-            f"has {shape.vocab_size} tokens; stream with a model that has its own tokenizer"
+            f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {model.source} "
+            f"has {model.vocab_size} tokens; stream with a model that has its own tokenizer"
         )
     return faults
 

@@ -1,7 +1,6 @@
 """A run that has been checked → what the loop drives: model, batches, evaluation, checkpoints, outputs."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +24,37 @@ from fabric_train.model.load_weights import Unread, open_checkpoint, open_pretra
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.preflight.prepare import PACKAGES, Prepared, window_order
 from fabric_train.training.evaluation import Evaluation, evaluate
 from fabric_train.training.loggers import Outputs, open_loggers
-from fabric_train.training.loop import Run
+from fabric_train.training.loop import LoopParts
 from fabric_train.training.metrics import ProgressLine
 from fabric_train.training.nonfinite_guard import StepGuard
+from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.profiler import ProfiledWindows
 
 Validate = Callable[[], Evaluation | None]
 
 
-def set_up_model(fabric: Fabric, prepared: Prepared, note: Callable[[str], None]) -> tuple[Any, set[str]]:
+def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> tuple[Any, set[str]]:
     """Return the model with its weights, and the names of its parameters with weight decay.
 
     When it returns, nothing holds the files of the weights, whose pages would count as this process's memory.
     """
-    arguments = prepared.arguments
-    unread = _open(prepared)
-    if fabric.is_global_zero and isinstance(prepared.data, TokenDataset):
-        line = note_on_end_of_turn(unread, prepared.data)
+    arguments = run.arguments
+    unread = _open(run)
+    if fabric.is_global_zero and isinstance(run.data, TokenDataset):
+        line = note_on_end_of_turn(unread, run.data)
         if line:
             note(line)
     decayed = decayed_names(unread.model)
-    any_length = arguments.evaluation.self_check or len(_row_lengths(prepared)) > MOST_SHAPES
-    model = setup_model(fabric, unread.model, prepared.shape.layer_classes, arguments, unread.weights, any_length)
+    any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MOST_SHAPES
+    model = setup_model(fabric, unread.model, run.model.layer_classes, arguments, unread.weights, any_length)
     return model, decayed
 
 
-def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], prepared: Prepared) -> Any:
+def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: PreparedRun) -> Any:
     """Return the optimizer, with its state where the run goes on from a checkpoint."""
-    arguments = prepared.arguments
+    arguments = run.arguments
     fused = arguments.model.precision != "16-mixed"
     named = named_parameters(model)
     cuts = flat_cuts(model)
@@ -64,14 +63,14 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], prepared: Pr
             named, decayed, arguments.training, fused, arguments.data.seed, cuts, compiles=arguments.fsdp.compile
         )
     )
-    if prepared.checkpoint and prepared.state.step:
-        checkpoints.restore_optimizer(prepared.checkpoint, fabric, model, optimizer)
+    if run.start.checkpoint and run.start.resumes:
+        checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
     return optimizer
 
 
-def build_validation(fabric: Fabric, model: Any, prepared: Prepared, progress: Progress) -> Validate | None:
+def build_validation(fabric: Fabric, model: Any, run: PreparedRun, progress: Progress) -> Validate | None:
     """Return what evaluates the model on this rank's share of the validation split, or None where a signal came."""
-    rows, limits = prepared.data.validation, prepared.arguments.evaluation
+    rows, limits = run.data.validation, run.arguments.evaluation
     if rows is None:
         return None
     ranks = data_ranks(fabric)
@@ -81,7 +80,7 @@ def build_validation(fabric: Fabric, model: Any, prepared: Prepared, progress: P
         ranks.size,
         ranks.rank,
         limits.eval_iters,
-        prepared.arguments.data.num_workers,
+        run.arguments.data.num_workers,
     )
 
     def is_left(batch: int) -> bool:
@@ -91,43 +90,43 @@ def build_validation(fabric: Fabric, model: Any, prepared: Prepared, progress: P
     return lambda: evaluate(fabric, model, batches, is_left=is_left)
 
 
-def build_outputs(fabric: Fabric, prepared: Prepared, console: Console) -> Outputs:
+def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs:
     """Return where the metrics go: on rank 0 the progress line and the loggers, elsewhere nowhere."""
-    given, state = prepared.arguments.logging, prepared.state
+    given, state = run.arguments.logging, run.start.state
     if not fabric.is_global_zero:
         return Outputs([], given.log_model)
     logged = state.step - bool(state.unlogged)
-    config = flatten(prepared.arguments)
-    loggers = open_loggers(given.loggers, prepared.folder, logged, given.project, given.entity, config)
-    return Outputs([*loggers, ProgressLine(state.step, prepared.plan.num_steps, console)], given.log_model)
+    config = flatten(run.arguments)
+    loggers = open_loggers(given.loggers, run.folder, logged, given.project, given.entity, config)
+    return Outputs([*loggers, ProgressLine(state.step, run.plan.num_steps, console)], given.log_model)
 
 
-def build_run(
+def build_loop_parts(
     fabric: Fabric,
     model: Any,
     optimizer: Any,
     validate: Validate | None,
-    prepared: Prepared,
+    run: PreparedRun,
     progress: Progress,
     outputs: Outputs,
     warn: Callable[[str], None],
     saved: Callable[[Path], None],
-) -> Run:
+) -> LoopParts:
     """Return what the loop drives; ``saved`` is called with every checkpoint that is complete."""
-    given, data = prepared.arguments, prepared.data
-    return Run(
+    given, data = run.arguments, run.data
+    return LoopParts(
         fabric=fabric,
         model=model,
         optimizer=optimizer,
-        batches=_batches(fabric, prepared),
-        num_steps=prepared.plan.num_steps,
-        start=prepared.checkpoint if prepared.state.step else None,
+        batches=_batches(fabric, run),
+        num_steps=run.plan.num_steps,
+        start=run.start.checkpoint if run.start.resumes else None,
         checkpoints=checkpoints.Checkpoints(
-            prepared.folder / "checkpoints",
+            run.folder / "checkpoints",
             fabric,
             model,
             optimizer,
-            _description(prepared),
+            _description(run),
             given.save.keep_checkpoints,
             given.save.async_save,
             saved,
@@ -138,54 +137,54 @@ def build_run(
         flush=outputs.flush,
         warn=warn,
         progress=progress,
-        flops=prepared.shape.flops,
+        flops=run.model.flops,
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
     )
 
 
-def _open(prepared: Prepared) -> Unread:
-    dtype = weights_dtype(prepared.arguments.model.precision)
-    if prepared.checkpoint:
-        return open_checkpoint(prepared.shape, prepared.checkpoint, dtype)
-    if prepared.shape.is_new:
-        return open_new(prepared.shape, dtype, prepared.arguments.data.seed)
-    return open_pretrained(prepared.shape, dtype)
+def _open(run: PreparedRun) -> Unread:
+    dtype = weights_dtype(run.arguments.model.precision)
+    if run.start.checkpoint:
+        return open_checkpoint(run.model, run.start.checkpoint, dtype)
+    if run.model.is_new:
+        return open_new(run.model, dtype, run.arguments.data.seed)
+    return open_pretrained(run.model, dtype)
 
 
-def _row_lengths(prepared: Prepared) -> set[int]:
+def _row_lengths(run: PreparedRun) -> set[int]:
     """The different numbers of tokens in the rows that the model will see."""
-    data = prepared.data
+    data = run.data
     trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
     return trained | (data.validation.lengths() if data.validation else set())
 
 
-def _description(prepared: Prepared) -> checkpoints.Description:
-    arguments = prepared.arguments
+def _description(run: PreparedRun) -> checkpoints.Description:
+    arguments = run.arguments
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
-        data=prepared.order,
-        arguments=flatten(arguments) | {"gradient_accumulation_steps": prepared.plan.accumulation},
-        versions={name: version(name) for name in PACKAGES},
-        attachments=prepared.data.attachments,
+        data=run.order,
+        arguments=flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation},
+        versions=run.versions,
+        attachments=run.data.attachments,
     )
 
 
-def _batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
+def _batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     """Return where this rank's windows come from, some of them traced."""
-    given, on_gpu = prepared.arguments.logging, fabric.device.type == "cuda"
-    batches = _untraced_batches(fabric, prepared)
+    given, on_gpu = run.arguments.logging, fabric.device.type == "cuda"
+    batches = _untraced_batches(fabric, run)
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
         return batches
-    folder = prepared.folder / "profile"
+    folder = run.folder / "profile"
     return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu=on_gpu)
 
 
-def _untraced_batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
-    arguments, plan, data = prepared.arguments, prepared.plan, prepared.data
+def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
+    arguments, plan, data = run.arguments, run.plan, run.data
     num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
     if isinstance(data, TokenDataset):
-        order = window_order(data, plan, arguments, ranks.rank)
+        order = plan.window_order(arguments.data.seed, ranks.rank)
         return TrainBatches(data.train, order, num_workers, pin_memory=pins)
     fabric.barrier()  # rank 0 has written the tokenizer
     return StreamBatches(
@@ -194,7 +193,7 @@ def _untraced_batches(fabric: Fabric, prepared: Prepared) -> WindowSource:
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
-        stands=checkpoints.read_stands(prepared.checkpoint) if prepared.checkpoint and prepared.state.step else None,
+        stands=checkpoints.read_stands(run.start.checkpoint) if run.start.checkpoint and run.start.resumes else None,
         num_workers=num_workers,
         pin_memory=pins,
     )

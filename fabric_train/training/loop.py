@@ -31,15 +31,15 @@ from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import collect
 from fabric_train.training.loss import WindowLoss, summed_loss
-from fabric_train.training.metrics import Metrics, Stopwatch, Work, peak_memory_gb
-from fabric_train.training.nonfinite_guard import StepGuard, Verdict
+from fabric_train.training.metrics import Metrics, StepWork, Stopwatch, peak_memory_gb
+from fabric_train.training.nonfinite_guard import StepCheck, StepGuard
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
 
 @dataclass(frozen=True)
-class Run:
+class LoopParts:
     """What the loop drives.
 
     ``start`` is the checkpoint that the state it begins with was read from, None at step 0; ``evaluate`` is None where
@@ -73,7 +73,7 @@ class End:
     stopped_by: int = 0
 
 
-def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
+def train(run: LoopParts, arguments: "TrainArguments", state: TrainerState) -> End:
     """Train from ``state`` to the last step, or to the border at which a signal stops the run.
 
     Raises:
@@ -97,7 +97,7 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
         answer = start_step_sync(run.fabric, _wishes(run))
         verdict = run.guard.judge(window, loss, grad_norm)  # only here the loop waits for the device
         num_tokens, flops = tokens_and_flops.tolist()
-        work = Work(int(num_tokens), window.num_rows, flops)
+        work = StepWork(int(num_tokens), window.num_rows, flops)
         if verdict.fault is None:
             run.checkpoints.wait_until_copied()
             run.optimizer.step()
@@ -148,26 +148,26 @@ def train(run: Run, arguments: "TrainArguments", state: TrainerState) -> End:
     return End(state)
 
 
-def _wishes(run: Run) -> StepSync:
+def _wishes(run: LoopParts) -> StepSync:
     """What this rank has to tell the others between two steps."""
     saves = run.checkpoints
     return StepSync(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
 
 
-def _tokens_and_flops(run: Run, window: Window) -> torch.Tensor:
+def _tokens_and_flops(run: LoopParts, window: Window) -> torch.Tensor:
     """Return the window's tokens without padding, and what they cost the model, over all ranks: fp64 [2]."""
     lengths = [length for batch in window.batches for length in batch.lengths]
     own = torch.tensor([sum(lengths), run.flops.of(lengths)], dtype=torch.float64)
     return sum_over_data_ranks(run.fabric, own)
 
 
-def _border(run: Run) -> StepSync:
+def _border(run: LoopParts) -> StepSync:
     """Agree with the other ranks on what is to be done between two steps."""
     run.progress.at(Phase.BORDER)
     return sync_step(run.fabric, _wishes(run))
 
 
-def _after(state: TrainerState, window: Window, verdict: Verdict, work: Work) -> TrainerState:
+def _after(state: TrainerState, window: Window, verdict: StepCheck, work: StepWork) -> TrainerState:
     """Where the run stands once a window's step was taken, or left out."""
     return replace(
         state,
@@ -182,7 +182,7 @@ def _after(state: TrainerState, window: Window, verdict: Verdict, work: Work) ->
     )
 
 
-def _conclude(run: Run, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
+def _conclude(run: LoopParts, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
     """Evaluate where it is due and log the step; where a signal comes before that is done, leave both to whoever goes
     on from the checkpoint.
     """
@@ -197,7 +197,7 @@ def _conclude(run: Run, state: TrainerState, metrics: Metrics, evaluates: bool) 
 
 
 def _stopped(
-    run: Run, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
+    run: LoopParts, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
 ) -> RunError:
     """Return what ends the run, after the state before the fault has been saved; at step 0 there is none."""
     run.progress.at(Phase.SAVING)
@@ -248,7 +248,7 @@ def accumulate(
     return WindowLoss(gather_over_data_ranks(fabric, torch.stack(losses)), num_supervised)
 
 
-def _timed(run: Run, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:
+def _timed(run: LoopParts, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:
     """Yield the windows that are left and count the time spent waiting for them."""
     iterator = run.batches.windows(after_step, run.num_steps)
     for step in itertools.count(after_step + 1):

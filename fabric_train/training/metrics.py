@@ -155,7 +155,7 @@ class ProgressLine:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What steps have done on all ranks: tokens without padding, rows, and the model's floating-point operations."""
 
     num_tokens: int
@@ -177,13 +177,13 @@ class Stopwatch:
     def restart(self) -> None:
         """Begin to count anew."""
         self._started, self._waited = time.perf_counter(), 0.0
-        self._steps: list[Work] = []
+        self._steps: list[StepWork] = []
 
     def waited(self, seconds: float) -> None:
         """Add time spent waiting for a window."""
         self._waited += seconds
 
-    def stepped(self, work: Work) -> None:
+    def stepped(self, work: StepWork) -> None:
         """Add a step."""
         self._steps.append(work)
 

@@ -20,7 +20,7 @@ _LISTED_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepCheck:
     """A window's mean ``loss`` and ``grad_norm``, fetched from the device; ``fault`` says why its step must not be
     taken, None where it may.
     """
@@ -42,7 +42,7 @@ class StepGuard:
         self._scaler = getattr(fabric.strategy.precision, "scaler", None)
         self._spikes = SpikeRule()
 
-    def judge(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> Verdict:
+    def judge(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> StepCheck:
         """Return the verdict on a step; waits for the device.
 
         An fp16 gradient that overflows under a finite loss is no fault: the scaler leaves such a step out itself.
@@ -51,17 +51,17 @@ class StepGuard:
         if not math.isfinite(mean):
             wrong = (~loss.summed.isfinite()).nonzero().tolist()
             fault = f"step {window.step}: the loss is {mean}, from {self._place(window, wrong)}"
-            return Verdict(mean, norm, fault)
+            return StepCheck(mean, norm, fault)
         if not math.isfinite(norm) and self._scaler is None:
             what = f"the gradient norm is {norm} and every loss finite"
-            return Verdict(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
+            return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
         usual = self._spikes.usual_before_spike(mean)
         if usual is not None:
             self._warn(
                 f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
                 f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
             )
-        return Verdict(mean, norm, None)
+        return StepCheck(mean, norm, None)
 
     def leave_out(self) -> None:
         """Make an fp16 gradient scaler ready for the next step where this one is not taken."""

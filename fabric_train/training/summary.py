@@ -1,4 +1,4 @@
-"""What a run says of itself before it starts and when it has ended."""
+"""The tables that a run prints: what it is before it starts, what it reached, and the figures of a self-check."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,30 +9,28 @@ from rich.text import Text
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.model.flops import ModelFlops
-from fabric_train.model.hf_model import ModelShape
-from fabric_train.preflight.step_plan import Plan
 from fabric_train.training.evaluation import perplexity
+from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
     from fabric_train.training.self_check import SelfCheck
 
 
-def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, parallelism: str, start: str) -> Table:
-    """The run in short: model, data, devices, steps, learning rate, and where it starts."""
-    training = arguments.training
-    layers = ", ".join(sorted(kind.__name__ for kind in shape.layer_classes))
+def describe_start(run: PreparedRun) -> Table:
+    """Return the run in short: model, data, devices, steps, learning rate, and what it starts from."""
+    arguments, plan, training = run.arguments, run.plan, run.arguments.training
+    layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
     schedule = training.lr_schedule if training.lr_decay else "constant"
     table = _table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
-    table.add_row("model", f"{name}: {shape.num_parameters:,} parameters, layers {layers}")
-    table.add_row("start", start)
-    table.add_row("data", _data(arguments, plan))
-    table.add_row("devices", f"{plan.world_size} × {parallelism}, {arguments.model.precision}")
+    table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters, layers {layers}")
+    table.add_row("start", _start(run))
+    table.add_row("data", _data(run))
+    table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")
     shared_by = "devices" if plan.num_data_ranks == plan.world_size else "groups of devices"
     table.add_row(
         "step",
-        f"{plan.rows_per_window} rows = {training.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
+        f"{plan.rows_per_window} rows = {plan.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
         f"(micro-batch × accumulation × {shared_by}), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
     )
     per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
@@ -44,16 +42,17 @@ def before(arguments: "TrainArguments", shape: ModelShape, plan: Plan, paralleli
     return table
 
 
-def of_meters(flops: ModelFlops, peak_flops: float | None) -> str:
-    """Say how mfu is worked out, or that it is not."""
+def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
+    """Return how mfu is computed, or why it is not."""
     if peak_flops is None:
         return f"mfu: empty, since this device's peak FLOP/s is not known; a token costs {flops}"
     return f"mfu: ({flops}) × tokens/s / {peak_flops / 1e12:,.1f} TFLOP/s of all devices"
 
 
-def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, checkpoint: Path) -> Table:
-    """What was reached, and the command that comes next."""
+def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Table:
+    """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next."""
     table = _table("Done")
+    num_tokens = state.num_tokens - run.start.state.num_tokens
     table.add_row("steps", f"{state.step:,}, epoch {state.epoch + 1}")
     table.add_row(
         "tokens",
@@ -66,13 +65,13 @@ def after(state: TrainerState, seconds: float, num_tokens: int, run: Path, check
     if state.val_loss is not None:
         table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
     table.add_row("checkpoint", str(checkpoint))
-    table.add_row("metrics", str(run / "metrics.csv"))
+    table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     return table
 
 
-def of_self_check(check: "SelfCheck") -> Group:
-    """The figures of every cut, their differences from the first one's, and the verdict."""
+def describe_self_check(check: "SelfCheck") -> Group:
+    """Return the figures of every split of the window, their differences from the first, and the result."""
     table = Table("cut", "loss", "gradient norm", "loss differs", "norm differs", title="Self check", box=None)
     table.title_justify, table.title_style, table.pad_edge = "left", "bold", False
     first = check.figures[0]
@@ -93,11 +92,17 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number > 1 else ''}"
 
 
-def _data(arguments: "TrainArguments", plan: Plan) -> str:
-    rows = f"rows of {plan.tokens_per_row:,} tokens"
-    if arguments.data.streaming_dataset:
-        return f"stream of {', '.join(arguments.data.streaming_dataset)}, {rows}"
-    return f"{arguments.data.train_data_dir}: {plan.num_rows:,} {rows}"
+def _start(run: PreparedRun) -> str:
+    if run.start.checkpoint:
+        return f"{run.start.checkpoint}, step {run.start.state.step}"
+    return f"{'random' if run.model.is_new else 'the pretrained'} weights, step 0"
+
+
+def _data(run: PreparedRun) -> str:
+    given, rows = run.arguments.data, f"rows of {run.plan.tokens_per_row:,} tokens"
+    if given.streaming_dataset:
+        return f"stream of {', '.join(given.streaming_dataset)}, {rows}"
+    return f"{given.train_data_dir}: {run.plan.num_rows:,} {rows}"
 
 
 def _table(title: str) -> Table:

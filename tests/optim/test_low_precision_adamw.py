@@ -256,14 +256,14 @@ def test_however_it_is_cut_and_resumed_the_same_gradients_give_the_same_weights(
 
 REPLICAS = """
 import hashlib
-import fabric_train.__main__
-train = fabric_train.__main__.train
+import fabric_train.training.run
+train = fabric_train.training.run.train
 def and_tell(run, *rest):
     end = train(run, *rest)
     state = [parameter.detach().float().numpy().tobytes() for parameter in run.model.parameters()]
     print("weights", hashlib.sha256(b"".join(state)).hexdigest())
     return end
-fabric_train.__main__.train = and_tell
+fabric_train.training.run.train = and_tell
 """
 
 

@@ -14,11 +14,11 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import Rows, TokenDataset, open_dataset
 from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.preflight.dataset_check import Verdict, compare_with_contract
+from fabric_train.preflight.dataset_check import DatasetCheck, check_dataset
 from tests.support.checkpoint_examples import trained_weights, write_full
 
 Change = Callable[[dict[str, Any]], None]
-SILENT = Verdict((), ())
+SILENT = DatasetCheck((), ())
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def change(file: Path, how: Change) -> None:
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def compare(tokens: Path, model: Path | ModelShape, isolate_documents: bool = True) -> Verdict:
+def compare(tokens: Path, model: Path | ModelShape, isolate_documents: bool = True) -> DatasetCheck:
     shape = model if isinstance(model, ModelShape) else read_shape(str(model))
-    return compare_with_contract(open_dataset(str(tokens)), shape, isolate_documents)
+    return check_dataset(open_dataset(str(tokens)), shape, isolate_documents)
 
 
 def fault(tokens: Path, model: Path | ModelShape) -> str:

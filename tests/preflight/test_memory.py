@@ -17,10 +17,10 @@ from fabric_train.files.sizes import parse_size
 from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.preflight.memory.activations import MicroBatch, _trace, trace_activations
 from fabric_train.preflight.memory.fitting import faults_of
-from fabric_train.preflight.memory.forecast import Wanted
+from fabric_train.preflight.memory.forecast import RunRequest
 from fabric_train.preflight.memory.model_layout import Layout, Units
 from fabric_train.preflight.memory.traffic import collectives_of_step
-from fabric_train.preflight.step_plan import Plan
+from fabric_train.training.prepared_run import StepPlan
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, write_model, write_rows
 
@@ -46,13 +46,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return read_shape(str(folder), attention="sdpa")
 
 
-def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, rows: int = 8) -> Wanted:
+def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, rows: int = 8) -> RunRequest:
     words = ["--train_data_dir", "tokens", "--output_dir", "run", *options]
     arguments = parse(TrainArguments, words)
     together = arguments.training.micro_batch_size * world_size
-    plan = Plan(None, world_size, world_size, max(1, rows // together), rows, None, 10, 4096, ())
+    size = arguments.training.micro_batch_size
+    plan = StepPlan(None, world_size, world_size, size, max(1, rows // together), rows, None, 10, 4096)
     memory = round(gigabytes * 1e9)
-    return Wanted(arguments, shape, plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
+    return RunRequest(arguments, shape, plan, arguments.fsdp.parallelism, False, True, memory, is_elsewhere=True)
 
 
 # ------------------------------------------------------------------------------------------------------- activations

@@ -21,8 +21,8 @@ from fabric_train.training.metrics import (
     CSVLogger,
     Metrics,
     ProgressLine,
+    StepWork,
     Stopwatch,
-    Work,
     peak_memory_gb,
     read_metrics,
 )
@@ -304,8 +304,8 @@ def test_the_stopwatch_counts_steps_tokens_rows_and_waiting_since_the_last_readi
     stopwatch.restart()  # an evaluation: what was before does not count
     time.sleep(0.05)
     stopwatch.waited(0.01)
-    stopwatch.stepped(Work(300, 3, 4e6))
-    stopwatch.stepped(Work(200, 4, 3e6))
+    stopwatch.stepped(StepWork(300, 3, 4e6))
+    stopwatch.stepped(StepWork(200, 4, 3e6))
     reading = stopwatch.read()
     elapsed = reading["step_time"] * 2
     assert 0.05 <= elapsed < 5
@@ -313,7 +313,7 @@ def test_the_stopwatch_counts_steps_tokens_rows_and_waiting_since_the_last_readi
     assert reading["data_wait"] == pytest.approx(0.01 / elapsed)
     assert reading["samples_per_second"] == pytest.approx(7 / elapsed)
     assert reading["mfu"] == pytest.approx(7e6 / elapsed / 1e9)
-    stopwatch.stepped(Work(1, 1, 1.0))
+    stopwatch.stepped(StepWork(1, 1, 1.0))
     assert stopwatch.read()["step_time"] < elapsed + 5
 
 

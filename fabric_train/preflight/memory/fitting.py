@@ -7,44 +7,44 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.files.sizes import show_size
-from fabric_train.preflight.memory.forecast import Forecast, Wanted
+from fabric_train.preflight.memory.forecast import Forecast, RunRequest
 from fabric_train.preflight.memory.resources import machine_memory
 
 if TYPE_CHECKING:
-    from fabric_train.preflight.step_plan import Plan
+    from fabric_train.training.prepared_run import StepPlan
 
 
-def faults_of(wanted: Wanted, forecast: Forecast) -> list[str]:
+def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     """Say what does not fit into a device, this machine's memory and its disk, and what to change."""
     faults = []
-    if forecast.device_bytes > wanted.device_memory:
-        faults.append(_fault_of_memory(wanted, forecast))
-    if wanted.is_elsewhere:
+    if forecast.device_bytes > request.device_memory:
+        faults.append(_fault_of_memory(request, forecast))
+    if request.is_elsewhere:
         return faults
-    if wanted.on_gpu and forecast.host_bytes > machine_memory():
+    if request.on_gpu and forecast.host_bytes > machine_memory():
         needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
-    return [*faults, *faults_of_disk(wanted, wanted.num_checkpoints() + 1)]
+    return [*faults, *faults_of_disk(request, request.num_checkpoints() + 1)]
 
 
-def faults_without_trace(wanted: Wanted) -> list[str]:
+def faults_without_trace(request: RunRequest) -> list[str]:
     """Say what is seen at once not to fit: weights, gradients and optimizer in memory, one checkpoint on the disk."""
-    layout, ranks = wanted.layout(), wanted.plan.world_size // wanted.arguments.device.num_nodes
+    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
-    least = wanted.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
+    least = request.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
     faults = []
-    if not layout.offloads and least > wanted.device_memory:
+    if not layout.offloads and least > request.device_memory:
         faults.append(
             f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
-            f"{show_size(wanted.device_memory)} each: --plan true says what would fit"
+            f"{show_size(request.device_memory)} each: --plan true says what would fit"
         )
-    return [*faults, *faults_of_disk(wanted, 1)]
+    return [*faults, *faults_of_disk(request, 1)]
 
 
-def faults_of_disk(wanted: Wanted, number: int) -> list[str]:
+def faults_of_disk(request: RunRequest, number: int) -> list[str]:
     """Say that so many checkpoints are more than is free."""
-    layout, folder = wanted.layout(), Path(wanted.arguments.save.output_dir)
-    size = wanted.shape.num_parameters * (layout.held + layout.states)
+    layout, folder = request.layout(), Path(request.arguments.save.output_dir)
+    size = request.shape.num_parameters * (layout.held + layout.states)
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = free_bytes(nearest)
     if size * number <= free:
@@ -55,28 +55,28 @@ def faults_of_disk(wanted: Wanted, number: int) -> list[str]:
     return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {mend}"]
 
 
-def _fault_of_memory(wanted: Wanted, forecast: Forecast) -> str:
+def _fault_of_memory(request: RunRequest, forecast: Forecast) -> str:
     parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
     listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
-    needed, there = show_size(forecast.device_bytes), show_size(wanted.device_memory)
+    needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
     where = "a device" if forecast.on_gpu else "a rank"
-    return f"the run needs {needed} on {where}, which has {there}: {listed}; {_change_that_fits(wanted)}"
+    return f"the run needs {needed} on {where}, which has {there}: {listed}; {_change_that_fits(request)}"
 
 
-def _change_that_fits(wanted: Wanted) -> str:
+def _change_that_fits(request: RunRequest) -> str:
     """Try what costs least first, one change after the other; leave out those that were not needed."""
     changes = []
-    for change in _changes(wanted):
+    for change in _changes(request):
         changes.append(change)
-        if _apply(wanted, changes).forecast().device_bytes <= wanted.device_memory:
+        if _apply(request, changes).forecast().device_bytes <= request.device_memory:
             break
     else:
         return "no change of its arguments makes it fit; take a smaller model or shorter rows"
     for change in changes[:-1]:
         others = [other for other in changes if other is not change]
-        if _apply(wanted, others).forecast().device_bytes <= wanted.device_memory:
+        if _apply(request, others).forecast().device_bytes <= request.device_memory:
             changes = others
-    needed = _apply(wanted, changes).forecast().device_bytes
+    needed = _apply(request, changes).forecast().device_bytes
     options = " ".join(f"--{name} {value}" for change in changes for name, value in change.shown)
     return f"with {options} it would need {show_size(needed)}"
 
@@ -87,34 +87,34 @@ class _Change:
 
     shown: tuple[tuple[str, Any], ...]
 
-    def on(self, wanted: Wanted) -> Wanted:
+    def on(self, request: RunRequest) -> RunRequest:
         """Return the run with these arguments instead."""
-        arguments, plan, parallelism = wanted.arguments, wanted.plan, wanted.parallelism
+        arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
         for name, value in self.shown:
             if name == "devices":
                 num_ranks = value * arguments.device.num_nodes
-                plan = _cut_anew(plan, arguments.training.micro_batch_size, num_ranks)
+                plan = _split_again(plan, arguments.training.micro_batch_size, num_ranks)
             elif name == "micro_batch_size":
                 arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
-                plan = _cut_anew(plan, value, plan.world_size)
+                plan = _split_again(plan, value, plan.world_size)
             elif name == "precision":
                 arguments = replace(arguments, model=replace(arguments.model, precision=value))
             else:
                 given: Any = {name: value}
                 arguments = replace(arguments, fsdp=replace(arguments.fsdp, **given))
                 parallelism = value if name == "parallelism" else parallelism
-        return replace(wanted, arguments=arguments, plan=plan, parallelism=parallelism)
+        return replace(request, arguments=arguments, plan=plan, parallelism=parallelism)
 
 
-def _apply(wanted: Wanted, changes: list[_Change]) -> Wanted:
+def _apply(request: RunRequest, changes: list[_Change]) -> RunRequest:
     for change in changes:
-        wanted = change.on(wanted)
-    return wanted
+        request = change.on(request)
+    return request
 
 
-def _changes(wanted: Wanted) -> Iterator[_Change]:
-    arguments, world_size = wanted.arguments, wanted.plan.world_size
-    if world_size > 1 and wanted.parallelism == "ddp":
+def _changes(request: RunRequest) -> Iterator[_Change]:
+    arguments, world_size = request.arguments, request.plan.world_size
+    if world_size > 1 and request.parallelism == "ddp":
         yield _Change((("parallelism", "fsdp"),))
     if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
         yield _Change((("sharding_strategy", "FULL_SHARD"),))
@@ -130,12 +130,18 @@ def _changes(wanted: Wanted) -> Iterator[_Change]:
         yield _Change((("precision", "bf16-true"),))
     devices = world_size // arguments.device.num_nodes
     for number in (2 * devices, 4 * devices, 8 * devices):
-        sharded = (("parallelism", "fsdp"),) if wanted.parallelism == "single" else ()
+        sharded = (("parallelism", "fsdp"),) if request.parallelism == "single" else ()
         yield _Change((*sharded, ("devices", number)))
 
 
-def _cut_anew(plan: "Plan", micro_batch_size: int, world_size: int) -> "Plan":
-    """Cut the same window among other ranks or micro-batches."""
+def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "StepPlan":
+    """Split the same window among other ranks or into other micro-batches."""
     num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
     accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
-    return replace(plan, accumulation=accumulation, world_size=world_size, num_data_ranks=num_data_ranks)
+    return replace(
+        plan,
+        accumulation=accumulation,
+        micro_batch_size=micro_batch_size,
+        world_size=world_size,
+        num_data_ranks=num_data_ranks,
+    )

@@ -13,7 +13,7 @@ from fabric_train.preflight.memory.traffic import Collective, collectives_of_ste
 if TYPE_CHECKING:
     from arguments import TrainArguments
     from fabric_train.model.hf_model import ModelShape
-    from fabric_train.preflight.step_plan import Plan
+    from fabric_train.training.prepared_run import StepPlan
 
 CUDA_ALLOWANCE = 2_000_000_000
 """Bytes of a GPU that are left to the CUDA context, NCCL and the allocator's gaps: set aside, not measured."""
@@ -51,14 +51,14 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunRequest:
     """A run as it is asked for. ``device_memory`` are the bytes that a rank may take: of its GPU, or its share of this
     machine's on CPU. ``is_elsewhere``: it is planned for other machines than this one.
     """
 
     arguments: "TrainArguments"
     shape: "ModelShape"
-    plan: "Plan"
+    plan: "StepPlan"
     parallelism: str
     isolates: bool
     on_gpu: bool

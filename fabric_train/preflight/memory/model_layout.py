@@ -12,7 +12,7 @@ from fabric_train.distributed.precision import compute_dtype, weights_dtype
 if TYPE_CHECKING:
     from arguments import TrainArguments
     from fabric_train.model.hf_model import ModelShape
-    from fabric_train.preflight.step_plan import Plan
+    from fabric_train.training.prepared_run import StepPlan
 
 REDUCED_BYTES = 4
 """Gradients are summed over ranks in fp32, see ``parallel``."""
@@ -95,7 +95,7 @@ def read_units(shape: "ModelShape") -> Units:
     return Units(len(layers), largest, _numel(model) - inside, 0 if head is None else _numel(head), is_tied)
 
 
-def make_layout(arguments: "TrainArguments", plan: "Plan", parallelism: str) -> Layout:
+def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
     """Read the arguments of a run as a layout."""
     precision, sharding = arguments.model.precision, arguments.fsdp.sharding_strategy
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1

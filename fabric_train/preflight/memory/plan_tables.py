@@ -9,14 +9,14 @@ from fabric_train.files.sizes import show_size
 from fabric_train.preflight.memory.forecast import Forecast
 
 if TYPE_CHECKING:
-    from fabric_train.preflight.step_plan import Plan
+    from fabric_train.training.prepared_run import StepPlan
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
 
 
 def report(
     forecast: Forecast,
-    plan: "Plan",
+    plan: "StepPlan",
     num_kept: int,
     device_memory: int,
     interconnect: float | None,
@@ -40,9 +40,9 @@ def report(
     )
 
 
-def _counts(forecast: Forecast, plan: "Plan") -> Table:
+def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
     units, layout = forecast.units, forecast.layout
-    table = _table("Plan")
+    table = _table("StepPlan")
     table.add_row("parameters", f"{units.total:,}: {units.num_layers} layers of {units.layer:,}, {units.rest:,} else")
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")

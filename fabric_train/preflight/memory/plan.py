@@ -1,0 +1,60 @@
+"""``--plan``: print what a run will take; and, before every run, check that it does not obviously run out of memory."""
+
+from rich.console import Console
+
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.files.sizes import parse_size
+from fabric_train.preflight.memory.fitting import faults_of, faults_without_trace
+from fabric_train.preflight.memory.forecast import RunRequest
+from fabric_train.preflight.memory.plan_tables import report
+from fabric_train.preflight.memory.resources import device_memory, machine_memory
+from fabric_train.training.prepared_run import PreparedRun
+
+
+def print_plan(run: PreparedRun, console: Console) -> None:
+    """Print memory, disk and traffic of a run, traced on fake tensors.
+
+    Raises:
+        InputError: the run does not fit, or the model cannot be traced.
+    """
+    request, given = _request(run), run.arguments.planning
+    try:
+        forecast = request.forecast()
+    except RuntimeError as error:
+        reason = f"its activations cannot be traced ({first_line(error).rstrip('.')})"
+        raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
+    lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
+    console.print(report(forecast, run.plan, request.num_checkpoints(), request.device_memory, *lines))
+    for note in run.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    faults = faults_of(request, forecast)
+    if faults:
+        raise InputError(*faults)
+    console.print("it fits", style="bold green")
+
+
+def check_memory(run: PreparedRun) -> None:
+    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
+
+    Raises:
+        InputError: the run would certainly end for lack of memory or disk.
+    """
+    faults = faults_without_trace(_request(run))
+    if faults:
+        raise InputError(*faults)
+
+
+def _request(run: PreparedRun) -> RunRequest:
+    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
+    given = parse_size(arguments.planning.device_memory or "")
+    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
+    return RunRequest(
+        arguments=arguments,
+        shape=run.model,
+        plan=run.plan,
+        parallelism=run.devices.parallelism,
+        isolates=run.data.isolates,
+        on_gpu=on_gpu,
+        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
+        is_elsewhere=arguments.planning.plans_for_others,
+    )

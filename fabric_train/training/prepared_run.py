@@ -1,0 +1,80 @@
+"""What preflight hands to training: a run that is checked and not started."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.model.hf_model import ModelShape
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The processes of a run: ``accelerator`` is cuda or cpu, ``parallelism`` fsdp, fsdp2, ddp or single."""
+
+    accelerator: str
+    world_size: int
+    parallelism: str
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What a run starts from.
+
+    ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
+    """
+
+    checkpoint: Path | None
+    state: TrainerState
+
+    @property
+    def resumes(self) -> bool:
+        """Whether optimizer state and data order continue those of the checkpoint."""
+        return self.checkpoint is not None and self.state.step > 0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
+
+    ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose length is unknown. ``notes`` are lines that the
+    user should read before the run starts.
+    """
+
+    num_rows: int | None
+    world_size: int
+    num_data_ranks: int
+    micro_batch_size: int
+    accumulation: int
+    rows_per_window: int
+    windows_per_epoch: int | None
+    num_steps: int
+    tokens_per_row: int
+    notes: tuple[str, ...] = ()
+
+    def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
+        """Return which rows of a token dataset a data rank takes at every step."""
+        assert self.num_rows is not None  # a stream has an order of its own
+        return WindowOrder(self.num_rows, self.rows_per_window, self.micro_batch_size, self.num_data_ranks, rank, seed)
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that one process has checked as far as it can. ``versions`` are those of the packages that compute."""
+
+    arguments: "TrainArguments"
+    folder: Path
+    devices: DevicePlan
+    start: StartingPoint
+    data: TokenDataset | Stream
+    model: ModelShape
+    plan: StepPlan
+    order: DataOrder | StreamOrder
+    versions: dict[str, str]
+    notes: tuple[str, ...]

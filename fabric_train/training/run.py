@@ -1,0 +1,153 @@
+"""Run what was prepared: train, or only evaluate or self-check, and report how it ended."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning import Fabric
+from rich.console import Console
+
+from fabric_train import checkpoint as checkpoints
+from fabric_train.cli.errors import FAILURE
+from fabric_train.cli.parser import to_yaml
+from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.distributed.heartbeat import Progress
+from fabric_train.distributed.host_memory import keep_freed_memory
+from fabric_train.distributed.signals import STOPPED, describe, stop_signals
+from fabric_train.files.atomic_folder import write_at_once
+from fabric_train.model.attention import refuse_leaking
+from fabric_train.training import summary
+from fabric_train.training.build_run import (
+    Validate,
+    build_loop_parts,
+    build_outputs,
+    build_validation,
+    set_up_model,
+    set_up_optimizer,
+)
+from fabric_train.training.evaluation import Evaluation
+from fabric_train.training.gc_control import collected_by_hand
+from fabric_train.training.loop import train
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.self_check import check_cuts
+
+
+def execute(fabric: Fabric, run: PreparedRun, progress: Progress, console: Console, note: Callable[[str], None]) -> int:
+    """Build the model and train, or evaluate or self-check it.
+
+    Args:
+        fabric: launched; all ranks call this together.
+        run: from ``preflight.prepare``.
+        progress: where this rank marks its position for the watchdog.
+        console: quiet on all ranks except rank 0.
+        note: shows the user a line.
+
+    Returns:
+        The exit code.
+    """
+    evaluation = run.arguments.evaluation
+    model, decayed = set_up_model(fabric, run, note)
+    if fabric.device.type == "cpu":
+        keep_freed_memory()  # from here on, so that what loading has freed is returned to the system
+    if run.data.isolates:
+        refuse_leaking(fabric, model, run.model.source)
+    if fabric.is_global_zero:
+        _write_run_folder(run)
+    validate = build_validation(fabric, model, run, progress)
+    if evaluation.eval_only:
+        assert validate is not None  # the step plan refuses a dataset without validation rows
+        return _evaluate(fabric, run, validate, console)
+    optimizer = set_up_optimizer(fabric, model, decayed, run)
+    if evaluation.self_check:
+        return _self_check(fabric, model, optimizer, run, console)
+    return _train(fabric, model, optimizer, validate, run, progress, console)
+
+
+def _write_run_folder(run: PreparedRun) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if not run.arguments.evaluation.only_reads:
+        write_at_once(run.folder / "config.yaml", to_yaml(run.arguments))
+    if isinstance(run.data, Stream):
+        run.data.tokenizer.save(run.data.tokenizer_folder)
+
+
+def _train(
+    fabric: Fabric,
+    model: Any,
+    optimizer: Any,
+    validate: Validate | None,
+    run: PreparedRun,
+    progress: Progress,
+    console: Console,
+) -> int:
+    """Train and print the result; return ``STOPPED`` if a signal ended the run after a save."""
+    outputs = build_outputs(fabric, run, console)
+
+    def warn(line: str) -> None:
+        console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
+
+    def saved(path: Path) -> None:
+        console.print(f"saved {path}", highlight=False, soft_wrap=True)
+        outputs.saved(path)
+
+    parts = build_loop_parts(fabric, model, optimizer, validate, run, progress, outputs, warn, saved)
+    console.print(summary.describe_mfu(parts.flops, parts.peak_flops), style="dim", highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    try:
+        stop_signals.save_first()
+        with collected_by_hand():
+            end = train(parts, run.arguments, run.start.state)
+        newest = parts.checkpoints.path(end.state)
+        outputs.ended(newest)
+    finally:
+        parts.checkpoints.close()
+        outputs.close()
+    if end.stopped_by:
+        where = f"after step {end.state.step} of {parts.num_steps}, saved in {newest}"
+        line = f"stopped by {describe(end.stopped_by)} {where}: go on with --resume true"
+        console.print(line, highlight=False, soft_wrap=True)
+        return STOPPED
+    seconds = time.monotonic() - started
+    console.print(summary.describe_end(end.state, seconds, run, newest))
+    return 0
+
+
+def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, console: Console) -> int:
+    """Write ``RUN/evaluation.json`` and print the result; metrics.csv stays unchanged."""
+    evaluation: Evaluation | None = validate()
+    assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
+    if fabric.is_global_zero:
+        content = {"model": run.model.source, "step": _step(run), **asdict(evaluation)}
+        path = run.folder / "evaluation.json"
+        _write_json(path, {**content, "perplexity": evaluation.perplexity})
+        result = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}"
+        console.print(f"{result} over {evaluation.num_tokens:,} tokens → {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun, console: Console) -> int:
+    """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
+    assert isinstance(run.data, TokenDataset)  # preflight refuses streams
+    order = run.plan.window_order(run.arguments.data.seed)
+    rows = order.rows_in(epoch=0, window=0).tolist()
+    precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
+    check = check_cuts(fabric, model, optimizer, run.data.train, rows, micro_batch_size, precision)
+    if fabric.is_global_zero:
+        path = run.folder / "self_check.json"
+        _write_json(path, asdict(check))
+        console.print(summary.describe_self_check(check))
+        console.print(f"written {path}", highlight=False, soft_wrap=True)
+    return 0 if check.holds else FAILURE
+
+
+def _step(run: PreparedRun) -> int:
+    """Return the step of the weights that the run starts from."""
+    return checkpoints.read_trainer_state(run.start.checkpoint).step if run.start.checkpoint else 0
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
