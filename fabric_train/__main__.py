@@ -33,7 +33,7 @@ from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
 from fabric_train.preflight.memory.plan import check_memory, print_plan  # noqa: E402
 from fabric_train.preflight.prepare import check_content, prepare  # noqa: E402
 from fabric_train.training import summary  # noqa: E402
-from fabric_train.training.loggers import tell_wandb_the_rest  # noqa: E402
+from fabric_train.training.loggers import complete_wandb  # noqa: E402
 from fabric_train.training.prepared_run import PreparedRun  # noqa: E402
 from fabric_train.training.run import execute  # noqa: E402
 
@@ -89,7 +89,7 @@ def _report_nothing_left(run: PreparedRun, console: Console) -> None:
     console.print(f"step {run.start.state.step} of {run.plan.num_steps}: nothing is left to train")
     given = run.arguments.logging
     if "wandb" in given.loggers and global_rank() == 0:
-        tell_wandb_the_rest(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))
+        complete_wandb(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))
 
 
 def _print_note(console: Console, line: str) -> None:

@@ -1,4 +1,4 @@
-"""A run that has been checked → what the loop drives: model, batches, evaluation, checkpoints, outputs."""
+"""Build the parts of a prepared run: model, optimizer, batches, evaluation, checkpoints, loggers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ Validate = Callable[[], Evaluation | None]
 def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> tuple[Any, set[str]]:
     """Return the model with its weights, and the names of its parameters with weight decay.
 
-    When it returns, nothing holds the files of the weights, whose pages would count as this process's memory.
+    The weight files are closed when this returns. Their mapped pages would count as memory of this process.
     """
     arguments = run.arguments
     unread = _open(run)
@@ -53,7 +53,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) 
 
 
 def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: PreparedRun) -> Any:
-    """Return the optimizer, with its state where the run goes on from a checkpoint."""
+    """Return the optimizer, with its state from the checkpoint if the run resumes."""
     arguments = run.arguments
     fused = arguments.model.precision != "16-mixed"
     named = named_parameters(model)
@@ -69,7 +69,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
 
 
 def build_validation(fabric: Fabric, model: Any, run: PreparedRun, progress: Progress) -> Validate | None:
-    """Return what evaluates the model on this rank's share of the validation split, or None where a signal came."""
+    """Return a function that evaluates this rank's share of the validation split; it returns None after a signal."""
     rows, limits = run.data.validation, run.arguments.evaluation
     if rows is None:
         return None
@@ -83,15 +83,15 @@ def build_validation(fabric: Fabric, model: Any, run: PreparedRun, progress: Pro
         run.arguments.data.num_workers,
     )
 
-    def is_left(batch: int) -> bool:
+    def interrupted(batch: int) -> bool:
         progress.at(Phase.VALIDATION, batch)
         return sync_step(fabric, StepSync(stops=stop_signals.received)).stops > 0
 
-    return lambda: evaluate(fabric, model, batches, is_left=is_left)
+    return lambda: evaluate(fabric, model, batches, interrupted=interrupted)
 
 
 def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs:
-    """Return where the metrics go: on rank 0 the progress line and the loggers, elsewhere nowhere."""
+    """Return the progress line and the loggers on rank 0, nothing on other ranks."""
     given, state = run.arguments.logging, run.start.state
     if not fabric.is_global_zero:
         return Outputs([], given.log_model)
@@ -112,7 +112,7 @@ def build_loop_parts(
     warn: Callable[[str], None],
     saved: Callable[[Path], None],
 ) -> LoopParts:
-    """Return what the loop drives; ``saved`` is called with every checkpoint that is complete."""
+    """Return what the loop works with; ``saved`` is called with every complete checkpoint."""
     given, data = run.arguments, run.data
     return LoopParts(
         fabric=fabric,
@@ -152,7 +152,7 @@ def _open(run: PreparedRun) -> Unread:
 
 
 def _row_lengths(run: PreparedRun) -> set[int]:
-    """The different numbers of tokens in the rows that the model will see."""
+    """Return the different row lengths, in tokens, that the model will see."""
     data = run.data
     trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
     return trained | (data.validation.lengths() if data.validation else set())
@@ -171,7 +171,7 @@ def _description(run: PreparedRun) -> checkpoints.Description:
 
 
 def _batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
-    """Return where this rank's windows come from, some of them traced."""
+    """Return the source of this rank's windows, with some steps traced if asked for."""
     given, on_gpu = run.arguments.logging, fabric.device.type == "cuda"
     batches = _untraced_batches(fabric, run)
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):

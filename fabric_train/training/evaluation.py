@@ -1,6 +1,4 @@
-"""Held-out loss: every row of the validation split once, its tokens weighing the same whatever rank and batch they
-fall in.
-"""
+"""Validation loss: the mean over the supervised tokens of all ranks, each token with the same weight."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,39 +15,41 @@ from fabric_train.training.loss import summed_loss
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``loss`` in nats a token over ``num_tokens`` supervised tokens of all ranks."""
+    """``loss`` in nats per token over ``num_tokens`` supervised tokens of all ranks."""
 
     loss: float
     num_tokens: int
 
     @property
     def perplexity(self) -> float:
-        """See :func:`perplexity`."""
+        """Return :func:`perplexity` of the loss."""
         return perplexity(self.loss)
 
 
 def perplexity(loss: float) -> float:
-    """exp of a loss in nats a token; infinite where that is beyond a float."""
+    """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 @torch.no_grad()
 def evaluate(
-    fabric: Fabric, model: Any, batches: Iterable[Batch], *, is_left: Callable[[int], bool] = lambda _: False
+    fabric: Fabric, model: Any, batches: Iterable[Batch], *, interrupted: Callable[[int], bool] = lambda _: False
 ) -> Evaluation | None:
-    """Evaluate on this rank's batches and sum over the ranks; every rank must have as many. Leaves the model in
-    training mode.
+    """Evaluate on this rank's batches and sum over the ranks.
 
-    ``is_left`` is asked before each batch, by its number, whether to leave the evaluation unfinished, and answers all
-    ranks alike.
+    Args:
+        fabric: that the model is set up with; all ranks call this together.
+        model: is in training mode afterwards.
+        batches: of this rank; every rank has the same number.
+        interrupted: called with the index of each batch before it; returns the same on all ranks.
 
     Returns:
-        None where the evaluation was left.
+        None if ``interrupted`` returned True.
     """
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
     for index, batch in enumerate(batches):
-        if is_left(index):
+        if interrupted(index):
             model.train()
             return None
         batch = batch.to(fabric.device)

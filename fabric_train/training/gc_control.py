@@ -1,5 +1,6 @@
-"""Python's collection of cyclic garbage, at chosen steps: left to itself it halts each rank at another moment, and all
-others wait.
+"""Collect Python's cyclic garbage on all ranks at the same steps.
+
+The automatic collector would pause each rank at a different moment, and all other ranks would wait each time.
 """
 
 import gc
@@ -11,9 +12,10 @@ INTERVAL = 50
 
 
 @contextmanager
-def collected_by_hand() -> Iterator[None]:
-    """Let nothing be collected in the block but by ``collect``. What is there at its beginning is not looked at again,
-    so that a collection takes milliseconds.
+def manual_collection() -> Iterator[None]:
+    """Collect only in :func:`collect` while the block runs.
+
+    Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -26,6 +28,6 @@ def collected_by_hand() -> Iterator[None]:
 
 
 def collect(step: int) -> None:
-    """Collect where it is due: at the same steps on all ranks."""
+    """Collect if it is due at this step."""
     if step % INTERVAL == 0:
         gc.collect()

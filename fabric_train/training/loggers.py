@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases: each step once, also where a run was killed and went on from its checkpoint.
+"""TensorBoard and Weights & Biases: each step once, also after a killed run resumes.
 
-metrics.csv is what a resumed run believes: it is complete up to the checkpoint. What trackers hold beyond that is taken
-back where it can be, and what they lack before it they are told again.
+metrics.csv is complete up to the checkpoint, so a resumed run trusts it. Steps that a logger has after the checkpoint
+are removed if possible. Steps that it lacks before the checkpoint are logged again.
 """
 
 import mmap
@@ -22,12 +22,12 @@ class TensorBoardLogger:
     """Event files in ``RUN/tensorboard``."""
 
     def __init__(self, folder: Path, last_step: int) -> None:
-        """Go on after ``last_step``; what an interrupted run wrote beyond it is cut off its files."""
-        from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only where it is asked for
+        """Continue after ``last_step``; remove what an interrupted run wrote after it."""
+        from torch.utils.tensorboard import SummaryWriter  # a slow import, needed only here
 
         for file in folder.glob("events.out.tfevents.*"):
             _cut_events(file, last_step)
-        # a TensorBoard that is open has read what was cut off: purge_step has it forget that
+        # an open TensorBoard has read the removed steps: purge_step makes it drop them
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def log(self, metrics: Metrics) -> None:
@@ -45,10 +45,10 @@ class TensorBoardLogger:
 
 
 def _cut_events(path: Path, last_step: int) -> None:
-    """Cut an event file before its first event beyond ``last_step``, or that a crash has cut.
+    """Truncate an event file before its first event after ``last_step``, or before a record that a crash cut off.
 
-    A file is a sequence of records, which tensorboard's ``RecordWriter`` writes: uint64 length, uint32 checksum,
-    content, uint32 checksum.
+    The file is a sequence of records of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32
+    checksum.
     """
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -66,24 +66,24 @@ def _cut_events(path: Path, last_step: int) -> None:
 
 
 class WandbLogger:
-    """Weights & Biases; offline, under ``RUN/wandb``, where there is no account. Never asks on the terminal.
+    """Weights & Biases. Without an account it works offline, in ``RUN/wandb``. It never asks on the terminal.
 
-    A run folder has one W&B run, however often it is resumed. Steps that a server has beyond the checkpoint stay as
-    they were told first, which a resumed run repeats exactly: W&B ignores a step that it has, and only some servers
-    can rewind. Offline, each start makes a folder, of which ``wandb sync`` lets the last one replace the others; so
-    that one is given all steps, and the others are put into ``RUN/wandb/replaced``.
+    A run folder has one W&B run, however often it is resumed. A server keeps the steps that it has after the
+    checkpoint: W&B ignores a step that it has, and only some servers can rewind. A resumed run repeats those steps
+    exactly, so they are right. Offline, each start makes a folder, and ``wandb sync`` lets the last one replace the
+    others. So the last one gets all steps, and the others are moved to ``RUN/wandb/replaced``.
     """
 
     def __init__(
         self, folder: Path, project: str, entity: str | None, config: dict[str, Any], past: Sequence[Metrics]
     ) -> None:
-        """``past`` are the run's metrics up to now."""
-        import wandb  # imports slowly, and only where it is asked for
+        """``past`` are the metrics of the run so far."""
+        import wandb  # a slow import, needed only here
 
         run_id = _wandb_run_id(folder)
         self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         if self.mode == "offline":
-            _put_aside(folder / "wandb", run_id)
+            _move_replaced(folder / "wandb", run_id)
         self._run = wandb.init(
             project=project,
             entity=entity,
@@ -98,7 +98,7 @@ class WandbLogger:
         self._told = folder / "wandb" / "told_up_to"
         self._last_step = past[-1].step if past else 0
         for metrics in past:
-            if metrics.step >= self._run.starting_step:  # 0 offline; else the first step that the server has not got
+            if metrics.step >= self._run.starting_step:  # 0 offline, otherwise the first step that the server lacks
                 self.log(metrics)
 
     def log(self, metrics: Metrics) -> None:
@@ -107,7 +107,7 @@ class WandbLogger:
         self._last_step = metrics.step
 
     def flush(self) -> None:
-        """Do nothing: what W&B loses is told it again."""
+        """Do nothing: a resumed run logs again what W&B lost."""
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a checkpoint without its optimizer as an artifact."""
@@ -119,39 +119,39 @@ class WandbLogger:
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        """Wait for what is to be uploaded."""
+        """Wait for uploads."""
         self._run.finish()
         self._told.write_text(f"{self._last_step}\n", encoding="utf-8")
 
 
 class Outputs:
-    """All that a run's metrics go to; ``log_model`` says of which checkpoints W&B is given a copy."""
+    """All loggers of a run. ``log_model`` says which checkpoints are uploaded to W&B: "all", "last" or "none"."""
 
     def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
         self._loggers, self._log_model = loggers, log_model
 
     def log(self, metrics: Metrics) -> None:
-        """Tell all of one step."""
+        """Log one step to all."""
         for logger in self._loggers:
             logger.log(metrics)
 
     def flush(self) -> None:
-        """Have all write down what they were told."""
+        """Flush all."""
         for logger in self._loggers:
             logger.flush()
 
     def saved(self, checkpoint: Path) -> None:
-        """Take note of a complete checkpoint."""
+        """Upload a complete checkpoint if all are uploaded."""
         if self._log_model == "all":
             self._upload(checkpoint)
 
     def ended(self, checkpoint: Path) -> None:
-        """Take note of the run's last checkpoint."""
+        """Upload the run's last checkpoint if only that is uploaded."""
         if self._log_model == "last":
             self._upload(checkpoint)
 
     def close(self) -> None:
-        """Have all write what is left."""
+        """Close all."""
         for logger in self._loggers:
             logger.close()
 
@@ -161,8 +161,8 @@ class Outputs:
                 logger.log_model(checkpoint)
 
 
-def tell_wandb_the_rest(folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]) -> None:
-    """Tell W&B of a run that has ended at ``last_step`` what a kill kept from it between its last save and its end."""
+def complete_wandb(folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]) -> None:
+    """Log to W&B the steps of a finished run that it lacks because the run was killed after its last save."""
     told = folder / "wandb" / "told_up_to"
     past = read_metrics(folder / "metrics.csv", last_step)
     if past and (not told.is_file() or told.read_text(encoding="utf-8").strip() != str(past[-1].step)):
@@ -172,10 +172,10 @@ def tell_wandb_the_rest(folder: Path, last_step: int, project: str, entity: str 
 def open_loggers(
     names: Sequence[str], folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]
 ) -> list[Logger]:
-    """Open metrics.csv and the trackers named, to go on after ``last_step``.
+    """Open metrics.csv and the named loggers, to continue after ``last_step``.
 
     Raises:
-        InputError: where Weights & Biases refuses the run.
+        InputError: Weights & Biases refuses the run.
     """
     table = folder / "metrics.csv"
     loggers: list[Logger] = [CSVLogger(table, last_step)]
@@ -192,22 +192,22 @@ def open_loggers(
 
 
 def _wandb_run_id(folder: Path) -> str:
-    """Return the id of the run folder's one W&B run."""
+    """Return the id of the run folder's W&B run; create it on first use."""
     file = folder / "wandb_run_id"
     if not file.is_file():
         write_at_once(file, uuid.uuid4().hex[:8])
     return file.read_text(encoding="utf-8").strip()
 
 
-def _put_aside(folder: Path, run_id: str) -> None:
-    """Move a run's offline folders to where ``wandb sync`` does not look."""
+def _move_replaced(folder: Path, run_id: str) -> None:
+    """Move a run's earlier offline folders to a place that ``wandb sync`` does not read."""
     for earlier in folder.glob(f"offline-run-*-{run_id}"):
         (folder / "replaced").mkdir(exist_ok=True)
         earlier.rename(folder / "replaced" / earlier.name)
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb would find a key without asking: in the environment or in the user's netrc."""
+    """Whether wandb finds a key without asking: in the environment or in the user's netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]

@@ -1,4 +1,4 @@
-"""The training loop: window → count → accumulate → clip → judge → step → log → evaluate → save."""
+"""The training loop: window → count → accumulate → clip → check → step → log → evaluate → save."""
 
 import itertools
 import time
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What the loop drives.
+    """What the loop works with.
 
-    ``start`` is the checkpoint that the state it begins with was read from, None at step 0; ``evaluate`` is None where
-    there is no validation, and returns None where a signal has cut it short; ``log`` and ``warn`` tell the user, and
-    ``flush`` waits until what was logged is written. ``flops`` is what tokens cost the model, ``peak_flops`` what all
-    devices together could do in a second, None where it is not known.
+    ``start`` is the checkpoint of the state that the loop starts from, None at step 0. ``evaluate`` is None without
+    validation rows; it returns None if a signal interrupts it. ``log`` and ``warn`` show the user metrics and a line.
+    ``flush`` waits until all logged metrics are written. ``flops`` is the cost of tokens, ``peak_flops`` the FLOP/s of
+    all devices together, None if unknown.
     """
 
     fabric: Fabric
@@ -67,170 +67,118 @@ class LoopParts:
 
 @dataclass(frozen=True)
 class End:
-    """Where a run stands at its end, and the number of the signal that has stopped it, 0 where none has."""
+    """The state at the end of a run; ``stopped_by`` is the number of the signal that stopped it, else 0."""
 
     state: TrainerState
     stopped_by: int = 0
 
 
-def train(run: LoopParts, arguments: "TrainArguments", state: TrainerState) -> End:
-    """Train from ``state`` to the last step, or to the border at which a signal stops the run.
+@dataclass(frozen=True)
+class _Step:
+    """One optimizer step, taken or left out. ``sync`` waits for the flags that the ranks exchange after it."""
+
+    check: StepCheck
+    learning_rate: float
+    work: StepWork
+    sync: Callable[[], StepSync]
+
+
+@dataclass(frozen=True)
+class _Due:
+    """What follows a step."""
+
+    evaluates: bool
+    saves: bool
+    logs: bool
+
+
+def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) -> End:
+    """Train from ``state`` to the last step, or to the step after which a signal stops the run.
 
     Raises:
-        RunError: at a loss or gradient that is not finite, with ``--on_nonfinite stop``.
+        RunError: the loss or the gradient is not finite, with ``--on_nonfinite stop``.
     """
-    stopwatch = Stopwatch(run.peak_flops)
-    reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
-    checkpoint, cursors = run.start, None  # of ``state``
+    stopwatch = Stopwatch(parts.peak_flops)
+    checkpoint, cursors = parts.start, None  # of ``state``
     if state.unlogged:
-        state = _conclude(run, state, Metrics(**state.unlogged), evaluates=True)
+        state = _evaluate_and_log(parts, state, Metrics(**state.unlogged), evaluates=True)
         if state.unlogged:
-            return End(state, _border(run).stops)
-    for window in _timed(run, state.step, stopwatch):
-        seed_step(arguments.data.seed, window.step, data_ranks(run.fabric).rank)
-        rate = learning_rate(window.step, run.num_steps, arguments.training)
-        set_learning_rate(run.optimizer, rate)
-        loss = accumulate(run.fabric, run.model, window, run.progress, reduces_each)
-        tokens_and_flops = _tokens_and_flops(run, window)
-        run.progress.at(Phase.OPTIMIZER)
-        grad_norm = clip(run.fabric, run.model, run.optimizer, arguments.training.grad_clip)
-        answer = start_step_sync(run.fabric, _wishes(run))
-        verdict = run.guard.judge(window, loss, grad_norm)  # only here the loop waits for the device
-        num_tokens, flops = tokens_and_flops.tolist()
-        work = StepWork(int(num_tokens), window.num_rows, flops)
-        if verdict.fault is None:
-            run.checkpoints.wait_until_copied()
-            run.optimizer.step()
-        run.optimizer.zero_grad()
-        if verdict.fault is not None:
+            return End(state, _sync(parts).stops)
+    for window in _timed(parts, state.step, stopwatch):
+        step = _take_step(parts, arguments, window)
+        fault = step.check.fault
+        if fault is not None:
             if arguments.training.on_nonfinite == "stop":
-                raise _stopped(run, verdict.fault, state, checkpoint, cursors)
-            run.guard.leave_out()
-            run.warn(f"{verdict.fault}; the step is left out")
+                raise _save_before_fault(parts, fault, state, checkpoint, cursors)
+            parts.guard.leave_out()
+            parts.warn(f"{fault}; the step is left out")
         collect(window.step)  # while the device is busy with the optimizer's step
-        run.progress.at(Phase.COMPLETING)
-        border = answer()
-        run.checkpoints.at_border(border)
-
-        is_last = window.step == run.num_steps
-        evaluates = is_last or window.ends_epoch or window.step % arguments.evaluation.eval_step_interval == 0
-        interval = arguments.save.save_step_interval
-        saves = is_last or window.ends_epoch or window.step % interval == 0 or bool(border.stops)
-        logs = evaluates or saves or bool(verdict.fault) or window.step % arguments.logging.log_step_interval == 0
-        stopwatch.stepped(work)
-        state = _after(state, window, verdict, work)
+        parts.progress.at(Phase.COMPLETING)
+        sync = step.sync()
+        parts.checkpoints.at_border(sync)
+        due = _due(parts, arguments, window, stops=bool(sync.stops), has_fault=fault is not None)
+        stopwatch.stepped(step.work)
+        state = _state_after(state, window, step)
         checkpoint, cursors = None, window.cursors
-        if not logs:
+        if not due.logs:
             continue
-        metrics = Metrics(
-            step=state.step,
-            epoch=state.epoch,
-            train_loss=verdict.loss,
-            learning_rate=rate,
-            grad_norm=verdict.grad_norm,
-            skipped_steps=state.skipped_steps,
-            num_tokens=state.num_tokens,
-            peak_memory_gb=peak_memory_gb(run.fabric.device),
-            **stopwatch.read(),
-        )
-        state = _conclude(run, state, metrics, evaluates)
+        state = _evaluate_and_log(parts, state, _metrics(parts, state, step, stopwatch), due.evaluates)
         if state.unlogged:
-            border = _border(run)
-        if saves or border.stops:
-            run.progress.at(Phase.SAVING)
-            run.flush()
-            checkpoint = run.checkpoints.save(state, cursors, waits=is_last or bool(border.stops))
-        if border.stops and (state.unlogged or not is_last):
-            return End(state, border.stops)
+            sync = _sync(parts)
+        is_last = window.step == parts.num_steps
+        if due.saves or sync.stops:
+            parts.progress.at(Phase.SAVING)
+            parts.flush()
+            checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stops))
+        if sync.stops and (state.unlogged or not is_last):
+            return End(state, sync.stops)
         stopwatch.restart()
-    run.progress.at(Phase.SAVING)
-    run.checkpoints.finish()
+    parts.progress.at(Phase.SAVING)
+    parts.checkpoints.finish()
     return End(state)
 
 
-def _wishes(run: LoopParts) -> StepSync:
-    """What this rank has to tell the others between two steps."""
-    saves = run.checkpoints
-    return StepSync(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
-
-
-def _tokens_and_flops(run: LoopParts, window: Window) -> torch.Tensor:
-    """Return the window's tokens without padding, and what they cost the model, over all ranks: fp64 [2]."""
-    lengths = [length for batch in window.batches for length in batch.lengths]
-    own = torch.tensor([sum(lengths), run.flops.of(lengths)], dtype=torch.float64)
-    return sum_over_data_ranks(run.fabric, own)
-
-
-def _border(run: LoopParts) -> StepSync:
-    """Agree with the other ranks on what is to be done between two steps."""
-    run.progress.at(Phase.BORDER)
-    return sync_step(run.fabric, _wishes(run))
-
-
-def _after(state: TrainerState, window: Window, verdict: StepCheck, work: StepWork) -> TrainerState:
-    """Where the run stands once a window's step was taken, or left out."""
-    return replace(
-        state,
-        step=window.step,
-        epoch=window.epoch,
-        num_tokens=state.num_tokens + work.num_tokens,
-        num_samples=state.num_samples + work.num_samples,
-        skipped_steps=state.skipped_steps + bool(verdict.fault),
-        train_loss=None if verdict.fault else verdict.loss,
-        rows_hash=window.rows_hash,
-        val_loss=None,
-    )
-
-
-def _conclude(run: LoopParts, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
-    """Evaluate where it is due and log the step; where a signal comes before that is done, leave both to whoever goes
-    on from the checkpoint.
-    """
-    evaluation = run.evaluate() if evaluates and run.evaluate else None
-    if evaluates and run.evaluate and evaluation is None:
-        return replace(state, unlogged=asdict(metrics))
-    if evaluation:
-        state = replace(state, val_loss=evaluation.loss)
-        metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
-    run.log(metrics)
-    return replace(state, unlogged=None)
-
-
-def _stopped(
-    run: LoopParts, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
-) -> RunError:
-    """Return what ends the run, after the state before the fault has been saved; at step 0 there is none."""
-    run.progress.at(Phase.SAVING)
-    if state.step == 0:
-        return RunError(f"{fault}; no step was taken before it, so nothing is saved")
-    if checkpoint is None:
-        run.flush()
-        checkpoint = run.checkpoints.save(state, cursors, waits=True)
-    run.checkpoints.finish()
-    return RunError(
-        f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
-        "--resume true --on_nonfinite skip goes on without such steps"
-    )
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws what it would have
-    drawn.
-    """
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
+def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) -> _Step:
+    """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault."""
+    seed_step(arguments.data.seed, window.step, data_ranks(parts.fabric).rank)
+    rate = learning_rate(window.step, parts.num_steps, arguments.training)
+    set_learning_rate(parts.optimizer, rate)
+    reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
+    loss = accumulate(parts.fabric, parts.model, window, parts.progress, reduces_each)
+    tokens_and_flops = _tokens_and_flops(parts, window)
+    parts.progress.at(Phase.OPTIMIZER)
+    grad_norm = clip(parts.fabric, parts.model, parts.optimizer, arguments.training.grad_clip)
+    sync = start_step_sync(parts.fabric, _own_flags(parts))
+    check = parts.guard.check(window, loss, grad_norm)  # the only place in a step where the host waits for the device
+    num_tokens, flops = tokens_and_flops.tolist()
+    if check.fault is None:
+        parts.checkpoints.wait_until_copied()
+        parts.optimizer.step()
+    parts.optimizer.zero_grad()
+    return _Step(check, rate, StepWork(int(num_tokens), window.num_rows, flops), sync)
 
 
 def accumulate(
     fabric: Fabric, model: Any, window: Window, progress: Progress | None = None, reduces_each: bool = False
 ) -> WindowLoss:
-    """Add the gradient of the window's mean token loss to the parameters and return what its micro-batches cost.
+    """Add the gradient of the window's mean token loss to the parameters.
 
-    The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass:
-    however the window is cut into ranks and micro-batches, loss and gradient are the same. Ranks average their
-    gradients, hence the factor of their number; once a window, or with ``reduces_each`` after every micro-batch.
+    The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass. So
+    loss and gradient do not depend on how the window is split into ranks and micro-batches. Ranks average their
+    gradients, hence the factor of their number.
+
+    Args:
+        fabric: that the model is set up with; all ranks call this together.
+        model: in training mode.
+        window: this rank's micro-batches of one optimizer step.
+        progress: where this rank marks its position for the watchdog.
+        reduces_each: reduce gradients over the ranks after every micro-batch, instead of once a window.
+
+    Returns:
+        The losses of all micro-batches.
     """
     if progress:
-        progress.at(Phase.COMPUTING)  # before the first word from the other ranks is waited for
+        progress.at(Phase.COMPUTING)  # before the first wait for the other ranks
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_data_ranks(fabric, counts)
     scale = data_ranks(fabric).size / num_supervised.sum().clamp(min=1).double()
@@ -238,8 +186,7 @@ def accumulate(
     for index, batch in enumerate(window.batches):
         if progress and index:
             progress.at(Phase.COMPUTING, index)
-        # every backward pass stands inside the context: FSDP2's would leave the synchronization off for those outside
-        # it
+        # every backward pass is inside the context: FSDP2's leaves synchronization off for those after it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
             batch = batch.to(fabric.device)
             loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets, scale)
@@ -248,11 +195,106 @@ def accumulate(
     return WindowLoss(gather_over_data_ranks(fabric, torch.stack(losses)), num_supervised)
 
 
-def _timed(run: LoopParts, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:
-    """Yield the windows that are left and count the time spent waiting for them."""
-    iterator = run.batches.windows(after_step, run.num_steps)
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws the same numbers."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
+
+
+def _own_flags(parts: LoopParts) -> StepSync:
+    """Return this rank's flags for the per-step all-reduce."""
+    saves = parts.checkpoints
+    return StepSync(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
+
+
+def _sync(parts: LoopParts) -> StepSync:
+    """Exchange flags between two steps, outside of the per-step all-reduce."""
+    parts.progress.at(Phase.BORDER)
+    return sync_step(parts.fabric, _own_flags(parts))
+
+
+def _tokens_and_flops(parts: LoopParts, window: Window) -> torch.Tensor:
+    """Return the window's tokens without padding and their model FLOPs, over all ranks: fp64 [2]."""
+    lengths = [length for batch in window.batches for length in batch.lengths]
+    own = torch.tensor([sum(lengths), parts.flops.of(lengths)], dtype=torch.float64)
+    return sum_over_data_ranks(parts.fabric, own)
+
+
+def _due(parts: LoopParts, arguments: "TrainArguments", window: Window, *, stops: bool, has_fault: bool) -> _Due:
+    """Return what follows a window's step."""
+    is_last = window.step == parts.num_steps
+    evaluates = is_last or window.ends_epoch or window.step % arguments.evaluation.eval_step_interval == 0
+    saves = is_last or window.ends_epoch or window.step % arguments.save.save_step_interval == 0 or stops
+    logs = evaluates or saves or has_fault or window.step % arguments.logging.log_step_interval == 0
+    return _Due(evaluates, saves, logs)
+
+
+def _state_after(state: TrainerState, window: Window, step: _Step) -> TrainerState:
+    """Return the state after a step that was taken or left out."""
+    has_fault = step.check.fault is not None
+    return replace(
+        state,
+        step=window.step,
+        epoch=window.epoch,
+        num_tokens=state.num_tokens + step.work.num_tokens,
+        num_samples=state.num_samples + step.work.num_samples,
+        skipped_steps=state.skipped_steps + has_fault,
+        train_loss=None if has_fault else step.check.loss,
+        rows_hash=window.rows_hash,
+        val_loss=None,
+    )
+
+
+def _metrics(parts: LoopParts, state: TrainerState, step: _Step, stopwatch: Stopwatch) -> Metrics:
+    return Metrics(
+        step=state.step,
+        epoch=state.epoch,
+        train_loss=step.check.loss,
+        learning_rate=step.learning_rate,
+        grad_norm=step.check.grad_norm,
+        skipped_steps=state.skipped_steps,
+        num_tokens=state.num_tokens,
+        peak_memory_gb=peak_memory_gb(parts.fabric.device),
+        **stopwatch.read(),
+    )
+
+
+def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
+    """Evaluate if it is due, and log the step.
+
+    If a signal interrupts the evaluation, return a state with the unlogged metrics: a resumed run does both.
+    """
+    evaluation = parts.evaluate() if evaluates and parts.evaluate else None
+    if evaluates and parts.evaluate and evaluation is None:
+        return replace(state, unlogged=asdict(metrics))
+    if evaluation:
+        state = replace(state, val_loss=evaluation.loss)
+        metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
+    parts.log(metrics)
+    return replace(state, unlogged=None)
+
+
+def _save_before_fault(
+    parts: LoopParts, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
+) -> RunError:
+    """Save the state before the fault, unless it is saved, and return the error that ends the run."""
+    parts.progress.at(Phase.SAVING)
+    if state.step == 0:
+        return RunError(f"{fault}; no step was taken before it, so nothing is saved")
+    if checkpoint is None:
+        parts.flush()
+        checkpoint = parts.checkpoints.save(state, cursors, waits=True)
+    parts.checkpoints.finish()
+    return RunError(
+        f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
+        "--resume true --on_nonfinite skip goes on without such steps"
+    )
+
+
+def _timed(parts: LoopParts, after_step: int, stopwatch: Stopwatch) -> Iterator[Window]:
+    """Yield the remaining windows and measure the time spent waiting for them."""
+    iterator = parts.batches.windows(after_step, parts.num_steps)
     for step in itertools.count(after_step + 1):
-        run.progress.at(Phase.DATA, step=step)
+        parts.progress.at(Phase.DATA, step=step)
         started = time.perf_counter()
         window = next(iterator, None)
         if window is None:

@@ -1,4 +1,4 @@
-"""What a run tells: its metrics, metrics.csv and the progress line. Only rank 0 has one of these."""
+"""The metrics of a step, metrics.csv and the progress line. Only rank 0 writes them."""
 
 import csv
 import os
@@ -20,11 +20,11 @@ _SECONDS_BETWEEN_LINES = 2.0
 class Metrics:
     """One row of metrics.csv. None is an empty cell: not measured at this step.
 
-    Losses in nats a token over all ranks; ``num_tokens`` consumed since the run's first step; ``step_time`` in seconds,
-    ``data_wait`` the share of it spent waiting for batches; ``peak_memory_gb`` in 1e9 bytes on rank 0: allocated on
-    the GPU, resident on CPU. ``skipped_steps`` so far were left out, since loss or gradient was not finite. Tokens are
-    those of documents, without padding; samples are rows. ``mfu`` is a share of 1, see ``flops``, and stays empty
-    where the device's peak is not known.
+    Losses are in nats per token over all ranks. ``num_tokens`` counts from the run's first step, without padding.
+    ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
+    bytes on rank 0: allocated on the GPU, or resident on CPU. ``skipped_steps`` counts steps left out because loss or
+    gradient was not finite. Samples are rows. ``mfu`` is between 0 and 1 (``model.flops``), None if the device's peak
+    is unknown.
     """
 
     step: int
@@ -45,23 +45,23 @@ class Metrics:
 
 
 class Logger(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def log(self, metrics: Metrics) -> None:
-        """Take one step's metrics."""
+        """Record one step's metrics."""
 
     def flush(self) -> None:
-        """Write down what was logged; a checkpoint is saved only after it, and so never ahead of the metrics."""
+        """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest and close."""
 
 
 class CSVLogger:
-    """``metrics.csv``: one header, one row a logged step, no step twice; flushed at each row."""
+    """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Open for appending after ``last_step``; rows that an interrupted run wrote beyond it are taken back."""
+        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it."""
         names = [field.name for field in fields(Metrics)]
         kept = _rows_up_to(path, last_step)
         temporary = path.with_suffix(".csv.new")
@@ -81,7 +81,7 @@ class CSVLogger:
         self._file.flush()
 
     def flush(self) -> None:
-        """Have the rows on the disk itself."""
+        """Sync the rows to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class CSVLogger:
 
 
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
-    """Return what metrics.csv tells up to ``last_step``, nothing where there is no such file."""
+    """Return the rows of metrics.csv up to ``last_step``, none if there is no such file."""
     integers = {field.name for field in fields(Metrics) if field.type in (int, int | None)}
     return [
         Metrics(
@@ -103,7 +103,7 @@ def read_metrics(path: Path, last_step: int) -> list[Metrics]:
 
 
 def _rows_up_to(path: Path, last_step: int) -> list[dict[str, str]]:
-    """Return the whole rows up to a step; a crash may have cut the last one."""
+    """Return the complete rows up to a step; a crash may have truncated the last one."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -111,7 +111,7 @@ def _rows_up_to(path: Path, last_step: int) -> list[dict[str, str]]:
 
 
 class ProgressLine:
-    """A bar on a terminal, else a line every few seconds: step, loss, learning rate, tokens/s, memory, time left."""
+    """A bar on a terminal, otherwise a line every few seconds: step, loss, learning rate, tokens/s, memory, ETA."""
 
     def __init__(self, first_step: int, num_steps: int, console: Console) -> None:
         self._console, self._num_steps = console, num_steps
@@ -147,16 +147,16 @@ class ProgressLine:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def flush(self) -> None:
-        """What was shown was shown."""
+        """Do nothing: a shown line needs no flush."""
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Stop the bar where it is."""
         self._bar.stop()
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What steps have done on all ranks: tokens without padding, rows, and the model's floating-point operations."""
+    """The work of a step on all ranks: tokens without padding, rows, and model FLOPs."""
 
     num_tokens: int
     num_samples: int
@@ -164,18 +164,18 @@ class StepWork:
 
 
 class Stopwatch:
-    """Wall-clock seconds of training between two readings, and the share of them spent waiting for data.
+    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
 
-    Evaluation and saves are taken out by :meth:`restart`.
+    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is what all devices together could do in a second; None where it is not known."""
+        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
         self._peak_flops = peak_flops
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Start counting from zero."""
         self._started, self._waited = time.perf_counter(), 0.0
         self._steps: list[StepWork] = []
 
@@ -188,9 +188,7 @@ class Stopwatch:
         self._steps.append(work)
 
     def read(self) -> dict[str, float]:
-        """Return step_time, data_wait, tokens and samples a second and, with a known peak, mfu since the last reading,
-        and restart.
-        """
+        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
         elapsed = time.perf_counter() - self._started
         reading = {
             "step_time": elapsed / len(self._steps),
@@ -205,7 +203,7 @@ class Stopwatch:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Return the most memory held so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
+    """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
@@ -213,7 +211,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
-    """Return what was measured, by name, without the step."""
+    """Return the measured values by name, without the step."""
     return {name: value for name, value in asdict(metrics).items() if value is not None and name != "step"}
 
 

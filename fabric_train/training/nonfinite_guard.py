@@ -1,6 +1,4 @@
-"""Whether a step may be taken: a loss or a gradient that is not finite forbids it. A loss far above the recent ones is
-told.
-"""
+"""Check every step before the optimizer takes it: a loss or gradient that is not finite, a loss far above the rest."""
 
 import itertools
 import math
@@ -21,9 +19,7 @@ _LISTED_ROWS = 64
 
 @dataclass(frozen=True)
 class StepCheck:
-    """A window's mean ``loss`` and ``grad_norm``, fetched from the device; ``fault`` says why its step must not be
-    taken, None where it may.
-    """
+    """A window's mean ``loss`` and ``grad_norm``; ``fault`` says why its step must not be taken, None if it may."""
 
     loss: float
     grad_norm: float
@@ -31,21 +27,18 @@ class StepCheck:
 
 
 class StepGuard:
-    """Looks at the loss and the gradient norm of every step before the optimizer does.
-
-    All ranks call it together and come to the same verdict: what it looks at is the same on all.
-    """
+    """Checks the loss and the gradient norm of every step. All ranks call it together and get the same result."""
 
     def __init__(self, fabric: Fabric, data: str, warn: Callable[[str], None]) -> None:
-        """``data`` names where the rows lie; ``warn`` tells the user a line, once for all ranks."""
+        """``data`` names the source of the rows in messages; ``warn`` shows the user a line, once for all ranks."""
         self._fabric, self._data, self._warn = fabric, data, warn
         self._scaler = getattr(fabric.strategy.precision, "scaler", None)
         self._spikes = SpikeRule()
 
-    def judge(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> StepCheck:
-        """Return the verdict on a step; waits for the device.
+    def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> StepCheck:
+        """Check a step, and wait for the device.
 
-        An fp16 gradient that overflows under a finite loss is no fault: the scaler leaves such a step out itself.
+        An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
         """
         mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
         if not math.isfinite(mean):
@@ -64,7 +57,7 @@ class StepGuard:
         return StepCheck(mean, norm, None)
 
     def leave_out(self) -> None:
-        """Make an fp16 gradient scaler ready for the next step where this one is not taken."""
+        """Prepare an fp16 gradient scaler for the next step after one that is left out."""
         if self._scaler is not None:
             self._scaler.update(self._scaler.get_scale())
 
@@ -96,12 +89,12 @@ class StepGuard:
 
 
 class SpikeRule:
-    """When a loss is far above the recent ones: over their median by more than ``CHANGES`` times the median change from
-    one step to the next, and by more than ``LEAST_RISE`` of that median.
+    """A rule for loss spikes.
 
-    For losses scattered by sigma around a level, the median change is 0.95 sigma. Both being medians, a few high losses
-    among the recent ones do not hide the next; and changes, other than deviations, stay small while the loss falls. A
-    rise is one spike, however many steps it lasts.
+    A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
+    from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
+    level, the median change is 0.95 sigma. Medians are used so that a few high losses do not hide the next one; changes
+    and not deviations, because they stay small while the loss falls. A rise is one spike, however many steps it lasts.
     """
 
     RECENT, FEWEST = 64, 20
@@ -112,7 +105,7 @@ class SpikeRule:
         self._is_high = False
 
     def usual_before_spike(self, loss: float) -> float | None:
-        """Take the next loss; return the recent ones' median where a spike begins with it, else None."""
+        """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
         was_high, usual = self._is_high, None
         if len(self._recent) >= self.FEWEST:
             usual = statistics.median(self._recent)
@@ -123,7 +116,7 @@ class SpikeRule:
 
 
 def _highest(loss: WindowLoss) -> tuple[int, int]:
-    """Return rank and number of the micro-batch whose mean loss is the highest."""
+    """Return rank and index of the micro-batch with the highest mean loss."""
     means = loss.summed / loss.num_supervised.clamp(min=1)
     rank, batch = divmod(int(means.argmax()), means.shape[1])
     return rank, batch

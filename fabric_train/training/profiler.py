@@ -1,4 +1,4 @@
-"""``--profile``: a trace of chosen steps, and on a GPU what its memory held meanwhile, in ``RUN/profile``."""
+"""``--profile``: trace chosen steps, and on a GPU its memory, into ``RUN/profile``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from fabric_train.data.step_sampler import Window, WindowSource
 
-_RECORDED_EVENTS = 200_000  # of the GPU's allocator, the newest
+_RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 
 
 @dataclass(frozen=True)
 class ProfiledWindows:
-    """Windows of ``source``; steps ``first`` to ``last`` are traced on this rank, from window to window.
+    """The windows of ``source``. Steps ``first`` to ``last`` are traced on this rank.
 
-    A trace is what chrome://tracing and ui.perfetto.dev open: ``steps-10-12-rank-0.json``; beside it on a GPU
-    ``steps-10-12-rank-0-memory.html``. What has been traced is also written where the run ends within these steps.
+    chrome://tracing and ui.perfetto.dev open the trace, ``steps-10-12-rank-0.json``. On a GPU there is also
+    ``steps-10-12-rank-0-memory.html``. The trace is also written if the run ends within these steps.
     """
 
     source: WindowSource
@@ -37,7 +37,7 @@ class ProfiledWindows:
                 yield window
 
     def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yield the traced windows, ``window`` first."""
+        """Yield the windows to trace, ``window`` first."""
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]

@@ -30,7 +30,7 @@ from fabric_train.training.build_run import (
     set_up_optimizer,
 )
 from fabric_train.training.evaluation import Evaluation
-from fabric_train.training.gc_control import collected_by_hand
+from fabric_train.training.gc_control import manual_collection
 from fabric_train.training.loop import train
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.self_check import check_cuts
@@ -99,7 +99,7 @@ def _train(
     started = time.monotonic()
     try:
         stop_signals.save_first()
-        with collected_by_hand():
+        with manual_collection():
             end = train(parts, run.arguments, run.start.state)
         newest = parts.checkpoints.path(end.state)
         outputs.ended(newest)

@@ -1,7 +1,8 @@
-"""``--self_check``: the same few rows, cut in several ways on the user's own model and devices, cost the same.
+"""``--self_check``: check on the user's model and devices that a loss does not depend on how rows are split.
 
-The rows are the first of the first window, cut out of it so that no micro-batch is larger than the user's own; every
-second one keeps a quarter of its supervised tokens, so that what weighs micro-batches or ranks instead of tokens shows.
+The rows are the first ones of the first window, shortened so that no micro-batch is larger than the user's. Every
+second row keeps a quarter of its supervised tokens. So a loop that gives micro-batches or ranks, and not tokens, equal
+weight is found.
 """
 
 import math
@@ -23,9 +24,9 @@ from fabric_train.distributed.shards import original_name
 from fabric_train.training.loop import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
-"""Relative. In fp32 the order of additions decides the sixth digit. In 16 bits, kernels for other shapes round
-otherwise, each value by up to half a unit in its last place (2^-11 of it in fp16, 2^-8 in bf16); errors of many tokens
-hardly add up, since they are of either sign. ``bf16-true`` also rounds the gradient whenever one is added to it.
+"""Relative tolerances. In fp32 the order of additions changes the sixth digit. In 16 bits, kernels for different shapes
+round differently, each value by up to half a unit in the last place (2^-11 of it in fp16, 2^-8 in bf16). Errors of many
+tokens mostly cancel. ``bf16-true`` also rounds the gradient each time one is added to it.
 """
 
 _ROWS_OF_RANK = 4
@@ -36,14 +37,14 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class Figure:
-    """What a cut has given: nats a token, and the norm of the gradient of all ranks."""
+    """The result of one split: loss in nats per token, and the global gradient norm."""
 
     cut: str
     loss: float
     grad_norm: float
 
     def differences(self, other: "Figure") -> tuple[float, float]:
-        """Return by what part of the other's loss and gradient norm this one's differ."""
+        """Return the relative differences of loss and gradient norm from another result."""
         pairs = ((self.loss, other.loss), (self.grad_norm, other.grad_norm))
         loss, norm = (0.0 if here == there else abs(here - there) / max(abs(there), 1e-30) for here, there in pairs)
         return loss, norm
@@ -51,8 +52,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What was computed on the rows ``rows``, ``tokens_per_row`` tokens of each; the first figure is compared with the
-    others. ``faults`` says what does not hold.
+    """The results on ``tokens_per_row`` tokens of each of ``rows``. All figures are compared with the first one.
+
+    ``faults`` has a line for each difference or defect.
     """
 
     rows: list[int]
@@ -67,13 +69,13 @@ class SelfCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether all is as it should be."""
+        """Whether no fault was found."""
         return not self.faults
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Ids and labels, int64 [T], and where its documents begin."""
+    """Ids and labels, int64 [T], and the positions at which its documents begin."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -105,19 +107,19 @@ def check_cuts(
     micro_batch_size: int,
     precision: str,
 ) -> SelfCheck:
-    """Compute loss and gradient of every cut; all ranks call it. Weights stay as they are, dropout is off.
+    """Compute loss and gradient of every split, without dropout. No step is taken. All ranks call this together.
 
     Args:
-        fabric: that model and optimizer were set up by.
-        model: see above.
-        optimizer: whose parameters are looked at; takes no step.
+        fabric: that model and optimizer are set up with.
+        model: is in evaluation mode afterwards.
+        optimizer: of the model.
         rows: of the token dataset.
-        indices: of the first window's rows over all ranks.
-        micro_batch_size: the user's.
-        precision: the user's.
+        indices: rows of the first window, over all ranks.
+        micro_batch_size: ``--micro_batch_size``.
+        precision: ``--precision``.
 
     Raises:
-        InputError: where none of the rows has a label.
+        InputError: none of the rows has a label.
     """
     started = time.monotonic()
     indices = indices[: _ROWS_OF_RANK * data_ranks(fabric).size]
@@ -151,13 +153,13 @@ def check_cuts(
 
 
 def _length(longest: int, micro_batch_size: int, device: str) -> int:
-    """Tokens of a row, so that all rows of a rank together are no larger a micro-batch than the user's own."""
+    """Return the tokens per row, so that all rows of a rank are no larger than one micro-batch of the user."""
     together = min(_TOKENS_OF_RANK.get(device, _TOKENS_OF_RANK["cuda"]), longest * micro_batch_size)
     return min(longest, max(_SHORTEST, together // _ROWS_OF_RANK))
 
 
 def _read(rows: Rows, index: int, length: int) -> _Row:
-    """Return ``length`` tokens of a row: around the first border of documents, or else from where labels begin."""
+    """Return ``length`` tokens of a row, around its first document border or from its first label."""
     batch = rows.__getitems__([index])
     starts = np.array([0])
     if batch.documents is not None:
@@ -170,7 +172,7 @@ def _read(rows: Rows, index: int, length: int) -> _Row:
 
 
 def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool) -> list[tuple[str, list[_Row], int]]:
-    """Return of every cut its name, the rows in the order in which they are dealt, and the size of micro-batches."""
+    """Return the name of every split, its rows in the order in which ranks take them, and its micro-batch size."""
     most = _ROWS_OF_RANK
     sizes = sorted({1, 2, min(micro_batch_size, most), most})
     cuts = [(f"{size} row{'s' if size > 1 else ''} a micro-batch", rows, size) for size in sizes]
@@ -184,7 +186,7 @@ def _cuts(rows: list[_Row], micro_batch_size: int, isolates: bool) -> list[tuple
 
 
 def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
-    """Return this rank's micro-batches, as many as every rank's."""
+    """Return this rank's micro-batches; every rank has the same number."""
     batches, ranks = [], data_ranks(fabric)
     for number in range(math.ceil(len(rows) / (size * ranks.size))):
         place = positions(number, size, ranks.size, ranks.rank)
@@ -201,7 +203,7 @@ def _compute(fabric: Fabric, model: Any, optimizer: Any, name: str, batches: lis
         loss = accumulate(fabric, model, window).mean
         norm = clip(fabric, model, optimizer, largest=0)
         if scaler is not None:
-            scaler.update()  # halves an fp16 scale with which the gradient overflows
+            scaler.update()  # halves an fp16 scale if the gradient overflows
             if loss.isfinite() and not norm.isfinite() and scaler.get_scale() >= 1:
                 optimizer.zero_grad()
                 continue
@@ -209,7 +211,7 @@ def _compute(fabric: Fabric, model: Any, optimizer: Any, name: str, batches: lis
 
 
 def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
-    """Name parameters that are not finite, have no gradient, or one that is not finite, on any rank."""
+    """Name parameters that on any rank are not finite, or whose gradient is missing or not finite."""
     parameters = [(original_name(name), weight) for name, weight in model.named_parameters() if weight.requires_grad]
     found = torch.zeros(len(parameters), 3, dtype=torch.int64)
     for index, (_, parameter) in enumerate(parameters):
@@ -232,12 +234,12 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
 
 
 def _local(tensor: Any) -> torch.Tensor | None:
-    """What this rank holds of a tensor."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _faults_of_buffers(model: Any) -> list[str]:
-    """Name rotary frequencies that are not fp32; see ``parallel``."""
+    """Name rotary frequencies that are not fp32; see ``distributed.precision``."""
     buffers = [(original_name(name), buffer) for name, buffer in model.named_buffers() if "inv_freq" in name]
     names = [f"{name} ({buffer.dtype})" for name, buffer in buffers if buffer.dtype != torch.float32]
     return [f"{len(names)} of {len(buffers)} rotary frequencies are not fp32: {_listed(names)}"] if names else []
@@ -247,7 +249,7 @@ def _disagreements(figures: list[Figure], tolerance: float) -> list[str]:
     faults, first = [], figures[0]
     for figure in figures:
         loss, norm = figure.differences(first)
-        if not loss <= tolerance:  # NaN is no agreement either
+        if not loss <= tolerance:  # NaN does not agree either
             faults.append(f"{figure.cut}: loss {figure.loss:.8g}, where {first.cut} give {first.loss:.8g}")
         if not norm <= tolerance:
             faults.append(f"{figure.cut}: gradient norm {figure.grad_norm:.8g}, {first.cut}: {first.grad_norm:.8g}")

@@ -186,7 +186,7 @@ def test_an_fp16_gradient_that_overflows_is_the_scalers_business_and_an_infinite
 
     def step() -> str | None:
         loss = accumulate(fabric, model, window)
-        verdict = guard.judge(window, loss, clip(fabric, model, optimizer, 1.0))
+        verdict = guard.check(window, loss, clip(fabric, model, optimizer, 1.0))
         if verdict.fault is None:
             optimizer.step()
         else:
