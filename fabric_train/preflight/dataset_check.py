@@ -1,7 +1,6 @@
-"""The contract between a token dataset and training: what its manifest says, compared with its rows, the tokenizer
-beside them, and the model that is to be trained on them.
+"""Check a token dataset before training: compare its manifest with its rows, its tokenizer and the model.
 
-What differs is named, with what to do about it: faults forbid the run, notes are for the user to judge.
+Faults stop the run. Notes are differences that the user should know.
 """
 
 import hashlib
@@ -20,19 +19,19 @@ from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenize
 
 @dataclass(frozen=True)
 class DatasetCheck:
-    """Lines that forbid the run, and lines that the user should read before it."""
+    """Lines that stop the run, and lines that the user should read before it."""
 
     faults: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: bool) -> DatasetCheck:
-    """Compare a token dataset with the model, and with what its manifest says of it.
+    """Compare a token dataset with its manifest and with the model.
 
-    A folder without manifest is taken as it is: its ids are looked through instead.
+    Without a manifest (an older folder) all token ids are checked instead.
 
     Raises:
-        InputError: the manifest is damaged, or a file that it names.
+        InputError: the manifest, or a file that it names, is damaged.
     """
     splits = {"train": dataset.train} | ({"validation": dataset.validation} if dataset.validation else {})
     manifest = dataset.manifest
@@ -68,7 +67,7 @@ def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: M
 
 
 def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
-    """Name ids that the model has no embedding for. A tokenizer may have more tokens, if the rows hold none of them."""
+    """Name ids without an embedding in the model. A larger tokenizer is fine if the rows have none of its extra ids."""
     lowest, highest = rows.id_range()
     faults = []
     if lowest < 0:
@@ -84,7 +83,7 @@ def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape
 
 
 def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
-    """Name what no other program than ours would see to: labels that are no tokens, and borders outside their row."""
+    """Name labels that are not tokens, and document borders outside of their row."""
     faults = []
     if rows.has_labels:
         lowest, highest = rows.id_range("labels")
@@ -104,29 +103,29 @@ def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelSha
 
 
 def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Manifest) -> list[str]:
-    """Name what the manifest says otherwise of the rows: their number, and their length."""
+    """Compare number and length of the rows with the manifest."""
     there = f"{dataset.folder}: {FILE_NAME} says"
-    mend = "the folder was changed since: tokenize again"
+    fix = "the folder was changed since: tokenize again"
     faults = []
     for name in sorted(splits.keys() | manifest.ledger.splits.keys(), reverse=True):
         said = manifest.ledger.splits[name].rows if name in manifest.ledger.splits else 0
         found = len(splits[name]) if name in splits else 0
         if said != found:
-            faults.append(f"{there} ledger.{name}.rows {said:,}, there are {found:,}; {mend}")
+            faults.append(f"{there} ledger.{name}.rows {said:,}, there are {found:,}; {fix}")
     for name, rows in splits.items():
         lengths = {rows.shortest(), rows.longest()}
         if lengths != {manifest.settings.max_length}:
             found_length = " to ".join(map(str, sorted(lengths)))
             faults.append(
                 f"{there} settings.max_length {manifest.settings.max_length}, "
-                f"rows of {name} have {found_length} tokens; {mend}"
+                f"rows of {name} have {found_length} tokens; {fix}"
             )
     return faults
 
 
 def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> DatasetCheck:
-    """Compare the tokenizer of the rows with the model's own, as far as the model brings one."""
-    notes = _other_borders(folder, record, shape)
+    """Compare the tokenizer of the rows with the model's own, if the model has one."""
+    notes = _other_bos_eos(folder, record, shape)
     template = _template(shape.source)
     if record.chat_template_sha256 and template and _sha256(template.encode()) != record.chat_template_sha256:
         notes.append(
@@ -155,10 +154,8 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
     return DatasetCheck((fault,) if difference.fault else (), tuple(notes))
 
 
-def _other_borders(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:
-    """Say where documents begin or end with another token than the model's configuration names; many models name
-    another than their tokenizer, or several.
-    """
+def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> list[str]:
+    """Note a BOS or EOS that differs from the model's configuration. Many models name another one, or several."""
     notes = []
     config: Any = shape.config.get_text_config()
     for role, token, index in (
@@ -177,7 +174,7 @@ def _other_borders(folder: Path, record: TokenizerRecord, shape: ModelShape) -> 
 
 
 def _model_file(source: str, name: str) -> Path | None:
-    """Return a file of the model's tokenizer: attached to a checkpoint, in a model folder, or cached from the hub."""
+    """Return a file of the model's tokenizer: in a checkpoint, in a model folder, or cached from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source)
@@ -189,7 +186,7 @@ def _model_file(source: str, name: str) -> Path | None:
 
 
 def _template(source: str) -> str | None:
-    """Return a model's or a tokenizer's chat template as text; None where it has none, or several under names."""
+    """Return the chat template of a model or tokenizer; None if it has none, or several named ones."""
     file = _model_file(source, "chat_template.jinja")
     if file:
         return file.read_text(encoding="utf-8")

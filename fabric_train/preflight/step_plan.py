@@ -42,7 +42,7 @@ def plan_steps(
         if training.total_batch_size % together:
             nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
             faults.append(
-                f"--total_batch_size {training.total_batch_size} is no multiple of {together}, "
+                f"--total_batch_size {training.total_batch_size} is not a multiple of {together}, "
                 f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
                 f"nearest: {' or '.join(map(str, nearest))}"
             )
@@ -70,10 +70,10 @@ def plan_steps(
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
-    """Name what the model cannot take, and a run without end."""
+    """Return faults: sizes that the model cannot take, and a stream without ``--max_step``."""
     faults = []
     if max_step is None:
-        faults.append("--streaming_dataset has no end that is known beforehand: give --max_step")
+        faults.append("--streaming_dataset has no known length: give --max_step")
     if model.max_positions is not None and stream.max_length > model.max_positions:
         faults.append(f"--max_length {stream.max_length}: {model.source} takes {model.max_positions}; give no more")
     if stream.tokenizer.vocab_size > model.vocab_size:

@@ -484,7 +484,7 @@ def test_a_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
 
 def test_a_stream_without_end_or_too_long_for_the_model_is_refused(run: Run) -> None:
     endless, long = run.faults("refused", max_step="null", max_length=512)
-    assert endless == "--streaming_dataset has no end that is known beforehand: give --max_step"
+    assert endless == "--streaming_dataset has no known length: give --max_step"
     assert long.startswith("--max_length 512: ")
     assert long.endswith(" takes 256; give no more")
 

@@ -166,12 +166,12 @@ CASES: dict[str, Case] = {
     "a batch that does not divide": Case(
         "train",
         "--micro_batch_size 2 --total_batch_size 3",
-        "--total_batch_size 3 is no multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
+        "--total_batch_size 3 is not a multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
     ),
     "a batch too small for the devices": Case(
         "train",
         "--micro_batch_size 4 --total_batch_size 3",
-        "--total_batch_size 3 is no multiple of 4, --micro_batch_size 4 on 1 devices; nearest: 4",
+        "--total_batch_size 3 is not a multiple of 4, --micro_batch_size 4 on 1 devices; nearest: 4",
     ),
     "one device and several": Case(
         "train",
@@ -415,7 +415,7 @@ CASES: dict[str, Case] = {
         "--train_data_dir datasets/long --total_batch_size 3 --micro_batch_size 2",
         [
             "datasets/long: rows of train have 300 tokens, model takes 256; tokenize with --max_length 256 or less",
-            "--total_batch_size 3 is no multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
+            "--total_batch_size 3 is not a multiple of 2, --micro_batch_size 2 on 1 devices; nearest: 2 or 4",
         ],
     ),
     "another model's tokenizer": Case(
@@ -549,7 +549,7 @@ CASES: dict[str, Case] = {
     "a stream without end": Case(
         "train",
         f"{STREAM} texts.jsonl -max_step",
-        "--streaming_dataset has no end that is known beforehand: give --max_step",
+        "--streaming_dataset has no known length: give --max_step",
     ),
     "a protocol nobody knows": Case("tokenize", "--dataset gopher://a/b.txt", "--dataset gopher://a/b.txt: …"),
     # ------------------------------------------------------------------------------------------------ the tokenizer

@@ -1,1 +1,5 @@
-"""What a run will take, before it is built: memory of a device and of a machine, disk, traffic between devices."""
+"""``--plan``: the memory, disk and traffic that a run needs, computed before it starts.
+
+Read ``plan.py`` first. ``activations.py`` traces the model, ``device_memory.py`` adds what the strategies hold,
+``fitting.py`` looks for arguments that fit.
+"""

@@ -1,7 +1,6 @@
-"""What a forward and backward pass holds in memory beside weights and gradients: the real model on fake tensors, which
-have shapes and no content.
+"""Measure the memory of activations: run the real model and loss on fake tensors, which have shapes and no content.
 
-Depth costs the same a layer, so a model of a few layers is traced with one more and one less.
+Every layer costs the same. So a model of three and one of two layers are traced, and the rest is extrapolated.
 """
 
 import copy
@@ -30,8 +29,10 @@ _TRACED_LAYERS = 3
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward pass on one device: ``dtype`` is what the model is computed in, ``autocast`` the type that
-    matrix products are cast to where the weights are of another. ``has_borders``: documents share rows, kept apart.
+    """The rows of one forward pass on one device.
+
+    ``dtype`` is the type of the weights in the pass. ``autocast`` is the type that matrix products are cast to, None if
+    it is ``dtype``. ``has_borders``: several documents share a row and are isolated.
     """
 
     num_rows: int
@@ -43,11 +44,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one device, gradients of one parameter at a time included, but for those of embedding
-    and head, which are the strategy's business (``memory``).
+    """Bytes of one micro-batch on one device.
 
-    ``kept`` by all layers from the forward to the backward pass; ``most`` is the largest sum at any moment, as a rule
-    when the loss is worked out or differentiated; ``at_end`` the largest in the backward pass of the first layer.
+    They include the gradient of one parameter at a time, but not those of embedding and head, which
+    ``device_memory.py`` counts. ``kept`` is what all layers keep from the forward to the backward pass. ``most`` is the
+    peak, usually at the loss. ``at_end`` is the peak in the backward pass of the first layer.
     """
 
     kept: int
@@ -56,8 +57,9 @@ class Activations:
 
 
 def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    """Trace a micro-batch of the model. Selective checkpointing lies between none and full by its budget, and what is
-    offloaded is not on the device.
+    """Trace a micro-batch of the model.
+
+    Selective checkpointing is interpolated between none and full by its budget. Offloaded activations are not counted.
 
     Raises:
         RuntimeError: the model asks for the content of tensors.
@@ -81,14 +83,14 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
     more, fewer = (_trace(shape, layers, arguments, batch) for layers in (_TRACED_LAYERS, _TRACED_LAYERS - 1))
     left = depth - _TRACED_LAYERS
     kept = more.kept + left * (more.kept - fewer.kept)
-    # few layers may hold most in a backward pass, where many do at the loss
+    # with few layers the peak may be in the backward pass, with many it is at the loss
     most = max(more.most + left * (more.most - fewer.most), kept)
     return Activations(kept, most, more.at_end)
 
 
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     with FakeTensorMode():
-        # flash and flex attention keep what sdpa's fused kernel keeps, without its mask
+        # flash and flex attention keep the same tensors as sdpa's fused kernel, without its mask
         attention = "eager" if arguments.model.attention == "eager" else "sdpa"
         config = _cut(shape.config, num_layers)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
@@ -97,7 +99,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         live = _LiveBytes(model)
         _freeze_vocabulary(model)
         _drop_gradients(model, layers, live)
-        if arguments.model.precision != "16-mixed":  # as parallel.setup_model does
+        if arguments.model.precision != "16-mixed":  # as model.parallelize.setup_model does
             let_head_compute_loss(model)
         if arguments.fsdp.activation_checkpointing == "full":
             checkpoint_layers(layers)
@@ -123,7 +125,7 @@ def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
 
 
 def _freeze_vocabulary(model: Any) -> None:
-    """Compute no gradients of embedding and head, and of what is looked up in the embedding all the same."""
+    """Compute no gradients of embedding and head, but still those of the embedded tokens."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:
             module.requires_grad_(False)
@@ -131,8 +133,9 @@ def _freeze_vocabulary(model: Any) -> None:
 
 
 def _drop_gradients(model: nn.Module, layers: list[nn.Module], live: "_LiveBytes") -> None:
-    """Let go of each gradient when it is whole: who keeps them is the strategy's business. Mark where the backward pass
-    has come to the first layer.
+    """Drop each gradient when it is complete: ``device_memory.py`` counts gradients by strategy.
+
+    Restart the peak when the backward pass reaches the first layer.
     """
     left = {id(parameter) for layer in layers[1:] for parameter in layer.parameters()}
 
@@ -149,8 +152,9 @@ def _drop_gradients(model: nn.Module, layers: list[nn.Module], live: "_LiveBytes
 
 
 def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:
-    """Hand over the mask that transformers makes of documents' borders, or take away the one that it makes of fake
-    tensors, since it cannot look whether it could do without.
+    """Pass the mask that transformers would make from document borders, or remove the one that it makes.
+
+    With fake tensors transformers cannot check whether a mask is needed, so it always makes one.
     """
 
     def give(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -168,7 +172,7 @@ def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, nee
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations have made and that are still held."""
+    """A count of the bytes in storages that operations have made and that are still alive."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -177,7 +181,7 @@ class _LiveBytes(TorchDispatchMode):
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in held}
 
     def restart(self) -> None:
-        """Look for ``most_since`` from here on."""
+        """Restart ``most_since`` from here."""
         self.most_since = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What of a forecast does not fit into what there is, and the change of arguments that would make it fit."""
+"""Check that a forecast fits into memory and disk; otherwise find a change of arguments that makes it fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
-    """Say what does not fit into a device, this machine's memory and its disk, and what to change."""
+    """Return a line for what does not fit into a device, host memory or disk, and what to change."""
     faults = []
     if forecast.device_bytes > request.device_memory:
         faults.append(_fault_of_memory(request, forecast))
@@ -24,11 +24,11 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     if request.on_gpu and forecast.host_bytes > machine_memory():
         needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
-    return [*faults, *faults_of_disk(request, request.num_checkpoints() + 1)]
+    return [*faults, *_faults_of_disk(request, request.num_checkpoints() + 1)]
 
 
 def faults_without_trace(request: RunRequest) -> list[str]:
-    """Say what is seen at once not to fit: weights, gradients and optimizer in memory, one checkpoint on the disk."""
+    """Return faults that need no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     least = request.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
@@ -38,21 +38,21 @@ def faults_without_trace(request: RunRequest) -> list[str]:
             f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
             f"{show_size(request.device_memory)} each: --plan true says what would fit"
         )
-    return [*faults, *faults_of_disk(request, 1)]
+    return [*faults, *_faults_of_disk(request, 1)]
 
 
-def faults_of_disk(request: RunRequest, number: int) -> list[str]:
-    """Say that so many checkpoints are more than is free."""
+def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
+    """Return a line if ``number`` checkpoints are more than the free space on the disk."""
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
     size = request.shape.num_parameters * (layout.held + layout.states)
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = free_bytes(nearest)
     if size * number <= free:
         return []
-    fitting = free // size - 2  # the best one by validation loss, and the one being written
-    mend = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
+    fitting = free // size - 2  # besides the best by validation loss and the one being written
+    fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
     checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
-    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {mend}"]
+    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
 
 
 def _fault_of_memory(request: RunRequest, forecast: Forecast) -> str:
@@ -64,7 +64,7 @@ def _fault_of_memory(request: RunRequest, forecast: Forecast) -> str:
 
 
 def _change_that_fits(request: RunRequest) -> str:
-    """Try what costs least first, one change after the other; leave out those that were not needed."""
+    """Try changes one after the other, cheapest first; then leave out those that are not needed."""
     changes = []
     for change in _changes(request):
         changes.append(change)
@@ -83,7 +83,7 @@ def _change_that_fits(request: RunRequest) -> str:
 
 @dataclass(frozen=True)
 class _Change:
-    """``shown`` is what to give on the command line."""
+    """A change of arguments. ``shown`` are its options on the command line."""
 
     shown: tuple[tuple[str, Any], ...]
 

@@ -1,4 +1,4 @@
-"""Everything that a run will take, put together."""
+"""The forecast of a run: parameters, memory, traffic and FLOPs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from fabric_train.training.prepared_run import StepPlan
 
 CUDA_ALLOWANCE = 2_000_000_000
-"""Bytes of a GPU that are left to the CUDA context, NCCL and the allocator's gaps: set aside, not measured."""
+"""Bytes of a GPU reserved for the CUDA context, NCCL and gaps of the allocator. An allowance, not a measurement."""
 
 LATER_BYTES = 60_000_000
-"""Bytes that a CPU rank has resident beside what this process has now: threads, connections and late imports."""
+"""Resident bytes that a CPU rank adds to those of this process: threads, connections and later imports."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take. ``process`` are the bytes of a process without a model: on the GPU, or resident on CPU."""
+    """What a run needs. ``process`` is the bytes of a process without a model: on the GPU, or resident on CPU."""
 
     units: Units
     layout: Layout
@@ -37,12 +37,12 @@ class Forecast:
 
     @property
     def device_bytes(self) -> int:
-        """The most that a rank holds at any time on its device: a GPU's, or its resident memory on CPU."""
+        """The peak of a rank on its device: GPU memory, or resident memory on CPU."""
         return self.process + self.budget.most.total + (0 if self.on_gpu else self.budget.staging)
 
     @property
     def host_bytes(self) -> int:
-        """The most that the ranks of one machine hold in its memory together."""
+        """The peak of all ranks of one machine in host memory."""
         layout, of_rank = self.layout, self.device_bytes
         if self.on_gpu:
             bytes_offloaded = (2 * layout.held + layout.states) * layout.offloads
@@ -52,8 +52,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as it is asked for. ``device_memory`` are the bytes that a rank may take: of its GPU, or its share of this
-    machine's on CPU. ``is_elsewhere``: it is planned for other machines than this one.
+    """The run to forecast.
+
+    ``device_memory`` is the bytes that a rank may use: of its GPU, or its share of host memory on CPU.
+    ``is_elsewhere``: the run is planned for other machines than this one.
     """
 
     arguments: "TrainArguments"
@@ -66,14 +68,14 @@ class RunRequest:
     is_elsewhere: bool
 
     def layout(self) -> Layout:
-        """Return how it cuts the model."""
+        """Return how the run shards the model."""
         return make_layout(self.arguments, self.plan, self.parallelism)
 
     def forecast(self) -> Forecast:
-        """Work out what it will take, without memory for its model.
+        """Compute the forecast without allocating the model.
 
         Raises:
-            RuntimeError: the model cannot be traced, since it asks for the content of tensors.
+            RuntimeError: the model cannot be traced because it reads the content of tensors.
         """
         units, layout, plan = read_units(self.shape), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
@@ -91,14 +93,14 @@ class RunRequest:
         )
 
     def num_checkpoints(self) -> int:
-        """Return how many checkpoints lie on the disk at the end of the run."""
+        """Return the number of checkpoints on the disk at the end of the run."""
         interval, per_epoch = self.arguments.save.save_step_interval, self.plan.windows_per_epoch
         last = self.plan.num_steps
         saved = {*range(interval, last + 1, interval), last}
         if per_epoch:
             saved |= set(range(per_epoch, last + 1, per_epoch))
         keep = self.arguments.save.keep_checkpoints
-        return len(saved) if keep is None else min(len(saved), keep + 1)  # the best by validation loss stays, too
+        return len(saved) if keep is None else min(len(saved), keep + 1)  # the best by validation loss is kept too
 
     def _micro_batch(self) -> MicroBatch:
         precision = self.arguments.model.precision

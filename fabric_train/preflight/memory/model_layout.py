@@ -1,4 +1,4 @@
-"""How a run cuts the model: parameters by the unit that is gathered at once, ranks by shares, bytes by type."""
+"""How a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from fabric_train.training.prepared_run import StepPlan
 
 REDUCED_BYTES = 4
-"""Gradients are summed over ranks in fp32, see ``parallel``."""
+"""Gradients are reduced over ranks in fp32, see ``distributed.precision``."""
 
-_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # the latter with a scale for every 256, which is not counted
+_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # 8bit has one scale for 256 values, which is not counted
 
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of parameters: of each of ``num_layers`` repeated layers, and of what is outside of them, the ``head``
-    among it, which the embedding is as well if ``is_tied``.
+    """Numbers of parameters: of each of ``num_layers`` layers, and of the ``rest`` outside of them.
+
+    The rest includes the ``head``, which is also the embedding if ``is_tied``.
     """
 
     num_layers: int
@@ -33,25 +34,25 @@ class Units:
     is_tied: bool
 
     def part(self, num_parts: int) -> "Units":
-        """Return what one of so many ranks has that cut every parameter among them."""
+        """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
         layer, rest, head = (numel // num_parts for numel in (self.layer, self.rest, self.head))
         return Units(self.num_layers, layer, rest, head, self.is_tied)
 
     @property
     def total(self) -> int:
-        """All parameters, tied ones once."""
+        """The number of parameters; tied ones count once."""
         return self.num_layers * self.layer + self.rest
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``name`` is the parallelism. A weight is cut among ``num_shards`` ranks, in ``num_copies`` groups; before that,
-    among the ranks that compute a row together, of which there are ``world_size // num_data_ranks``.
+    """How ranks share a model. ``name`` is the parallelism.
 
-    ``gathers_at_once``: all weights stay gathered from the forward to the backward pass. Bytes a parameter: ``held`` of
-    weights and gradients between steps, ``computed`` of those that a pass works with, ``states`` of the optimizer.
-    ``reduces_each``: gradients are summed over the ranks after each micro-batch, not once a step;
-    ``offloads``: what is held between uses lies in host memory.
+    The model is split among ``world_size // num_data_ranks`` tensor-parallel ranks, then sharded among ``num_shards``
+    ranks, in ``num_copies`` groups. ``gathers_at_once``: all weights stay gathered from the forward to the backward
+    pass. Bytes per parameter: ``held`` for weights and gradients between steps, ``computed`` for those in a pass,
+    ``states`` for the optimizer. ``reduces_each``: gradients are reduced after each micro-batch, not once a step.
+    ``offloads``: sharded weights, gradients and optimizer are in host memory.
     """
 
     name: str
@@ -69,22 +70,22 @@ class Layout:
 
     @property
     def num_copies(self) -> int:
-        """Groups of ranks that each hold all of the model."""
+        """Groups of ranks that each hold the whole model."""
         return self.num_data_ranks // self.num_shards
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are gathered to be computed with."""
+        """Whether weights are sharded, and gathered for computing."""
         return self.num_shards > 1
 
     @property
     def sums_unsharded(self) -> bool:
-        """Whether gradients are summed over micro-batches on each rank, whole, before they are reduced."""
+        """Whether each rank adds unsharded gradients over micro-batches before they are reduced."""
         return self.is_sharded and self.accumulation > 1 and not self.reduces_each
 
 
 def read_units(shape: "ModelShape") -> Units:
-    """Count the parameters by unit."""
+    """Count a model's parameters per unit, on the meta device."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     layers = [module for module in model.modules() if type(module) in shape.layer_classes]
@@ -96,7 +97,7 @@ def read_units(shape: "ModelShape") -> Units:
 
 
 def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
-    """Read the arguments of a run as a layout."""
+    """Return the layout that the arguments of a run ask for."""
     precision, sharding = arguments.model.precision, arguments.fsdp.sharding_strategy
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
     if parallelism == "fsdp" and sharding == "NO_SHARD":

@@ -1,4 +1,4 @@
-"""The plan as ``--plan`` prints it."""
+"""The tables that ``--plan`` prints."""
 
 from typing import TYPE_CHECKING
 
@@ -22,15 +22,15 @@ def report(
     interconnect: float | None,
     network: float | None,
 ) -> Group:
-    """Lay the forecast out as tables: what the model is, memory by phase, host and disk, traffic.
+    """Return the forecast as tables: model and steps, memory by phase, host memory and disk, traffic.
 
     Args:
         forecast: of the run.
         plan: its windows and steps.
-        num_kept: checkpoints on the disk at its end.
+        num_kept: checkpoints on the disk at the end of the run.
         device_memory: bytes that a device has.
-        interconnect: bytes a second of a device to those of its machine, None where not given.
-        network: bytes a second of a machine to the others, None where not given.
+        interconnect: bytes per second from a device to the others of its machine, None if not given.
+        network: bytes per second from a machine to the others, None if not given.
     """
     return Group(
         _counts(forecast, plan),
@@ -42,7 +42,7 @@ def report(
 
 def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
     units, layout = forecast.units, forecast.layout
-    table = _table("StepPlan")
+    table = _table("Plan")
     table.add_row("parameters", f"{units.total:,}: {units.num_layers} layers of {units.layer:,}, {units.rest:,} else")
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
@@ -53,7 +53,7 @@ def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
 
 
 def _memory(forecast: Forecast, device_memory: int) -> Table:
-    """Bytes of a rank by kind, a column a phase."""
+    """Return the memory of a rank by kind, one column per phase."""
     phases = forecast.budget.phases
     table = Table("memory, GB", *(phase.name for phase in phases), title_justify="left", box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -84,7 +84,7 @@ def _storage(forecast: Forecast, num_kept: int) -> Table:
 
 
 def _traffic(forecast: Forecast, interconnect: float | None, network: float | None) -> Table:
-    """What a rank sends in a step, and the time that takes where the lines are given."""
+    """Return what a rank sends in a step, and the time for it if the bandwidth is given."""
     table = Table("sent a step", "by a rank", "leaving a machine", "at least", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,4 +1,4 @@
-"""What there is: memory of a device, of this machine and of this process."""
+"""The memory of this machine, its devices and this process, in bytes."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that processes of this machine, or of this container, may have together."""
+    """Return the memory that all processes of this machine, or container, may use together."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in map(Path, _CGROUP_LIMITS):
         text = file.read_text().strip() if file.is_file() else ""
@@ -19,12 +19,12 @@ def machine_memory() -> int:
 
 
 def process_memory() -> int:
-    """Return the bytes that this process has resident now; 0 where the system does not tell (only Linux does)."""
+    """Return the resident memory of this process; 0 if the system is not Linux."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0
 
 
 def device_memory() -> int | None:
-    """Return the bytes of the smallest GPU here; None where there is none."""
+    """Return the memory of the smallest GPU; None if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=None)

@@ -1,7 +1,7 @@
-"""What the ranks send each other in an optimizer step, and how long that takes over given lines.
+"""Count the bytes that ranks send in an optimizer step, and the time that this takes.
 
-A ring over W ranks gathers or reduces n bytes by sending each rank's neighbour (W - 1) / W · n. Over several machines
-as much goes through the line that joins a machine to the others, which its devices share.
+In a ring of W ranks that gathers or reduces n bytes, each rank sends (W - 1) / W · n to its neighbour. With several
+machines the same number of bytes leaves each machine, over a link that its devices share.
 """
 
 import math
@@ -12,8 +12,9 @@ from fabric_train.preflight.memory.model_layout import REDUCED_BYTES, Layout, Un
 
 @dataclass(frozen=True)
 class Collective:
-    """Of one kind in a step, among ``num_ranks``: bytes that each rank sends, and those of them and of the other ranks
-    that leave the machine.
+    """All collectives of one kind in a step, among ``num_ranks``.
+
+    ``sent`` is the bytes that each rank sends, ``leaving_machine`` those that leave a machine from all its ranks.
     """
 
     what: str
@@ -22,22 +23,25 @@ class Collective:
     leaving_machine: int
 
     def seconds(self, interconnect: float | None, network: float | None) -> float:
-        """Return how long it takes at the least, over lines of so many bytes a second in one direction: of a device to
-        the others of its machine, and of a machine to the others. None for a line that is not to be counted.
+        """Return the least time in seconds.
+
+        Args:
+            interconnect: bytes per second in one direction from a device to the others of its machine; None: ignore.
+            network: the same from a machine to the others; None: ignore.
         """
         return max(self.sent / (interconnect or math.inf), self.leaving_machine / (network or math.inf))
 
 
 def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
-    """Return what a step sends, without the few bytes of losses and counts, and what tensor parallelism sends."""
+    """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
     copies, shards, total = layout.num_copies, layout.num_shards, units.total
     if not layout.is_sharded:
         sent = 2 * _ring(REDUCED_BYTES * total, copies)
         return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
-    again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers anew
+    again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers again
     passes = layout.accumulation
     if layout.gathers_at_once and layout.name == "fsdp" and not layout.reduces_each:
-        passes = 1  # FSDP1 keeps weights gathered for as long as gradients are summed on each rank
+        passes = 1  # FSDP1 keeps weights gathered while it accumulates unsharded gradients
     gathered = passes * _ring(layout.computed * (total + again), shards)
     reductions = layout.accumulation if layout.reduces_each else 1
     reduced = reductions * _ring(REDUCED_BYTES * total, shards)
