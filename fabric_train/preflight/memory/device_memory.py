@@ -105,7 +105,7 @@ def _gathered(units: Units, layout: Layout) -> int:
 
 
 def _summed(units: Units, layout: Layout) -> int:
-    """Return the bytes of unsharded gradients of earlier micro-batches; FSDP1 adds in the computing type, FSDP2 in fp32."""
+    """Return the bytes of unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed."""
     if not layout.sums_unsharded:
         return 0
     return (REDUCED_BYTES if layout.name == "fsdp2" else layout.computed) * units.total
