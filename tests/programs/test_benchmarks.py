@@ -16,7 +16,7 @@ from arguments import TokenizeArguments, TrainArguments, parse
 from benchmarks import gpu, packages, precision, report
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT
-from benchmarks.systems import PEERS, our_command, peer_command
+from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from benchmarks.token_rows import read_datatrove, read_litdata
 from sample_data import real_data
 
