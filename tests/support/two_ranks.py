@@ -93,9 +93,8 @@ class ReducedDtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "reduce" in func.__name__ and func.namespace in ("c10d", "_c10d_functional"):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.dtypes |= {
-                str(tensor.dtype) for tensor in tensors if tensor.numel() > 64
-            }  # counts and norms are smaller
+            gradients = [tensor for tensor in tensors if tensor.numel() > 64]  # not counts and norms
+            self.dtypes |= {str(gradient.dtype) for gradient in gradients}
         return func(*args, **(kwargs or {}))
 
 
