@@ -1,4 +1,4 @@
-"""Run ``fabric_train`` without writing checkpoints and without checking that there is disk space for them.
+"""Run ``fabric_train`` without writing checkpoints and without checking memory and disk space.
 
 The checkpoint of the largest models that train on a GPU would not fit on every disk.
 """
@@ -11,12 +11,12 @@ import fabric_train.__main__ as program
 from fabric_train.checkpoint import Checkpoints
 from fabric_train.cli.errors import run_program
 
-SPACE_CHECK = "check_memory"
+MEMORY_CHECK = "check_memory"
 
 
 def main() -> None:
     """Train with the arguments on the command line."""
-    with patch.object(program, SPACE_CHECK, lambda _: None), patch.object(Checkpoints, "save", _save_nothing):
+    with patch.object(program, MEMORY_CHECK, lambda _: None), patch.object(Checkpoints, "save", _save_nothing):
         program.main()
 
 
