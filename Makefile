@@ -1,4 +1,4 @@
-# `make` lists the targets. PYTHON names the Python (3.10 to 3.12) that .venv is made with.
+# `make` lists the targets. PYTHON is the Python (3.10 to 3.12) that .venv is created with.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,34 +9,37 @@ VENV := .venv
 BIN := $(VENV)/bin
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.10)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# one -q leaves pip's warnings about this and that machine's set-up; errors are said all the same
+# -qq hides pip's warnings about the machine's set-up; it still prints errors
 PIP_INSTALL := $(PIP) install -qq
-# the stamp carries the pins' hash: it is there only when all of them are installed
+# the stamp exists only if everything in requirements.txt is installed
 STAMP := $(VENV)/installed
 
-.PHONY: help install demo test lint benchmark clean
+.PHONY: help install demo test check lint benchmark clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
 	  printf '  make %-10s %s\n' "$$name" "$$what"; done
 
-install: $(STAMP) ## set up .venv with pinned requirements and torch
+install: $(STAMP) ## set up .venv with the pinned requirements
 
-demo: $(STAMP) ## the whole way on real data: tokenize, train, export, generate (6 minutes on 2 cores)
+demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes on 2 cores)
 	@$(BIN)/python -m demo
 
 test: $(STAMP) ## run all tests
 	@$(BIN)/python -m pytest
 
-lint: $(STAMP) ## ruff (rules and format) and mypy
+check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
+	@$(BIN)/python -m pytest -n 0 -q $(or $(FILE),$(error no test file; name one: make check FILE=tests/data/test_batch.py))
+
+lint: $(STAMP) ## run ruff (rules and format) and mypy
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-benchmark: $(STAMP) ## measure what benchmarks/ holds
+benchmark: $(STAMP) ## run the benchmarks (see benchmarks/README.md)
 	@$(BIN)/python -m benchmarks
 
-clean: ## remove .venv, what was fetched and what the demo made
+clean: ## remove .venv, downloads, caches and the demo's output
 	@rm -rf $(VENV) .cache demo_run .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 $(VENV)/python: install/create_venv.py
@@ -50,7 +53,7 @@ $(VENV)/python: install/create_venv.py
 
 $(STAMP): $(VENV)/python requirements.txt pyproject.toml
 	@rm -f $@
-	@torch=$$(grep '^torch==' requirements.txt); echo "[2/4] $$torch (the largest part: minutes on a slow line)"; \
+	@torch=$$(grep '^torch==' requirements.txt); echo "[2/4] $$torch (the largest download: minutes on a slow connection)"; \
 	  $(PIP_INSTALL) "$$torch"
 	@echo '[3/4] requirements.txt'; $(PIP_INSTALL) -r requirements.txt
 	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .

@@ -1,1 +1,1 @@
-"""What the programs cost, measured beside the usual way of doing the same."""
+"""Benchmarks of the programs against the usual tools for the same work. See README.md."""

@@ -1,4 +1,4 @@
-"""``make benchmark`` or ``python -m benchmarks [NAME …]``: measure, print a table, write a file into results/."""
+"""Run benchmarks, print a table for each and write it into results/: ``python -m benchmarks [NAME …]``."""
 
 import argparse
 import tempfile
@@ -31,9 +31,9 @@ from sample_data import real_data
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``measure(work)`` runs the systems with its files in the folder ``work``; ``table`` shows what it has found.
+    """A benchmark: ``measure(work)`` runs the systems with its files in ``work``, ``table`` shows the report.
 
-    What takes long, or gigabytes of disk, is measured only if it is named.
+    With ``only_by_name`` it runs only if it is named, because it takes long, gigabytes of disk or a GPU.
     """
 
     measure: Callable[[Path], Report]
@@ -56,35 +56,35 @@ BENCHMARKS = {
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
 }
-_IDLE = 0.25  # load average a core
+_IDLE_LOAD = 0.25  # load average per core
 
 
 def main() -> None:
-    """Run the benchmarks named, or all that are quick.
+    """Run the benchmarks named on the command line, or all that do not have to be named.
 
     Raises:
-        InputError: there is no benchmark of that name.
-        ConnectionError: the real data could not be fetched.
+        InputError: there is no benchmark with that name.
+        ConnectionError: the real data cannot be downloaded.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project beside its peers.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure this project and its peers.")
     parser.add_argument(
         "names",
         nargs="*",
-        help=f"what to measure: {', '.join(BENCHMARKS)}; left out, all but gpu, faults, plan, memory and precision",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; default: all except gpu, faults, plan, memory and precision",
     )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
-        raise InputError(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        raise InputError(f"no benchmark {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
 
     console = Console(highlight=False, soft_wrap=True)
-    machine, commit = this_machine(), checked_out_commit()  # before anything is measured: it may change meanwhile
-    if machine.load_average > _IDLE * machine.cores:
-        busy = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores: what else runs here "
-        console.print(busy + "slows what is measured", style="yellow")
+    machine, commit = this_machine(), checked_out_commit()  # before measuring: both may change meanwhile
+    if machine.load_average > _IDLE_LOAD * machine.cores:
+        note = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores; other processes here "
+        console.print(note + "slow down what is measured", style="yellow")
     real_data.CACHE.mkdir(exist_ok=True)
     for name in names or [name for name, benchmark in BENCHMARKS.items() if not benchmark.only_by_name]:
-        # on the project's own disk, since the systems write what they make
+        # on the project's own disk, because the systems write their output there
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
             try:
                 report = BENCHMARKS[name].measure(Path(folder).relative_to(ROOT))

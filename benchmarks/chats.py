@@ -1,4 +1,4 @@
-"""SmolLM2-135M on chats of very unequal lengths: ``fabric_train`` on packed rows beside TRL, padded and packed."""
+"""Train SmolLM2-135M on chats of very different lengths: ``fabric_train`` on packed rows, TRL padded and packed."""
 
 import csv
 import itertools
@@ -20,7 +20,7 @@ REPETITIONS = 2
 NUM_CHATS = 48
 MAX_LENGTH = 1024
 PACKED_ACCUMULATION = 8  # rows of up to 1024 tokens in a step
-PADDED_BATCH, PADDED_ACCUMULATION = 4, 4  # chats in a micro-batch, padded to its longest
+PADDED_BATCH, PADDED_ACCUMULATION = 4, 4  # chats in a micro-batch, padded to the longest of them
 WARM_UP_STEPS = 1
 LR = 2e-5
 THREADS = 2
@@ -29,7 +29,7 @@ OURS, PADDED, PACKED = "fabric_train", "trl, padded", "trl, bfd"
 
 @dataclass(frozen=True)
 class ChatRun:
-    """Real tokens a second of every step, padding left out, and the process's peak after the last one."""
+    """One run: tokens per second of every step, without padding, and the process's peak memory after the last step."""
 
     tokens_per_second: list[float]
     peak_rss_bytes: int
@@ -37,7 +37,7 @@ class ChatRun:
 
 @dataclass(frozen=True)
 class SystemSummary:
-    """``tokens_per_second`` is the spread of the repetitions' medians over the steps."""
+    """A system over its repetitions; ``tokens_per_second`` is the spread of their medians over the steps."""
 
     tokens_per_second: Spread
     peak_rss_bytes: Spread
@@ -45,7 +45,7 @@ class SystemSummary:
 
 @dataclass(frozen=True)
 class ChatSummary:
-    """Ratios are ours over the other's, of the medians."""
+    """All systems; the ratios are our median over the peer's."""
 
     systems: dict[str, SystemSummary]
     speed_ratio: dict[str, float]
@@ -53,8 +53,10 @@ class ChatSummary:
 
 
 def measure(work: Path) -> Report:
-    """Measure the systems on the same chats, all of whose tokens are supervised, with their files in ``work``, relative
-    to the project's root.
+    """Measure the systems on the same chats, with all tokens supervised.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
         ChildProcessError: a system failed.
@@ -91,7 +93,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the medians."""
+    """Return a table of the medians."""
     summary: ChatSummary = report.summary
     title = f"Chats of up to {MAX_LENGTH} tokens: SmolLM2-135M, fp32, {THREADS} threads, median of {REPETITIONS} runs"
     shown = Table(
@@ -130,8 +132,8 @@ def _run_ours(command: Command, target: Path) -> ChatRun:
 
 
 def _run_trl(command: Command) -> ChatRun:
-    told = json.loads(run(command).output.splitlines()[-1])
-    return ChatRun(told["tokens_per_second"], told["peak_rss_bytes"])
+    printed = json.loads(run(command).output.splitlines()[-1])
+    return ChatRun(printed["tokens_per_second"], printed["peak_rss_bytes"])
 
 
 def _summarize(runs: dict[str, list[ChatRun]]) -> ChatSummary:

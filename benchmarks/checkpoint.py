@@ -1,4 +1,4 @@
-"""Saving SmolLM2-135M on two CPU ranks under FSDP: how long the loop stands still, and what memory a save takes."""
+"""Save SmolLM2-135M on two CPU ranks under FSDP: how long the training loop waits, and how much memory a save takes."""
 
 import json
 import shutil
@@ -22,12 +22,14 @@ PEERS = ("torch_full", "dcp_sync", "dcp_async")
 
 @dataclass(frozen=True)
 class SaveRun:
-    """The saves of one process group, the first one left out, which allocates.
+    """The saves of one run, without the first one, which allocates.
 
-    ``stall_seconds`` are those of each save for which the slower rank's loop stood still. ``step_seconds`` are those of
-    the steps after each save on rank 0, whose first go on beside a save in the background. ``extra_bytes`` is each
-    rank's own memory at most, while the loop stood still for a save over what it was just before, or in the
-    steps after a save over what it was in steps without one, whichever is more. ``disk_bytes`` are a checkpoint's.
+    Attributes:
+        stall_seconds: how long the slower rank's loop waited for each save.
+        step_seconds: the steps after each save on rank 0; the first one runs during a background save.
+        extra_bytes: each rank's peak of extra memory: while the loop waited for a save, over the memory just before;
+            or in the steps after a save, over the steps without one, whichever is larger.
+        disk_bytes: the size of a checkpoint.
     """
 
     stall_seconds: list[float]
@@ -38,7 +40,7 @@ class SaveRun:
 
 @dataclass(frozen=True)
 class SystemSummary:
-    """``extra_share`` is the extra memory of the rank with the most over its part of model and optimizer."""
+    """One method; ``extra_share`` is a rank's largest extra memory relative to its shard of model and optimizer."""
 
     stall_seconds: Spread
     first_step_seconds: Spread
@@ -49,17 +51,20 @@ class SystemSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """``stall_ratio`` is the median stall in the background over that of a save that the loop waits for."""
+    """All methods; ``stall_ratio`` is the median stall of background saves over that of synchronous ones."""
 
     systems: dict[str, SystemSummary]
     stall_ratio: dict[str, float]
 
 
 def measure(work: Path) -> Report:
-    """Measure every way of saving, with its files in ``work``, relative to the project's root.
+    """Measure every method.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        ChildProcessError: one failed.
+        ChildProcessError: a method failed.
     """
     commands = {name: _command(name, work / name) for name in (*OURS, *PEERS)}
     systems = {name: partial(_run, command, work / name) for name, command in commands.items()}
@@ -69,14 +74,14 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show what each way costs."""
+    """Return a table of what each method costs."""
     summary: CheckpointSummary = report.summary
     ratios = ", ".join(f"{ratio:.1%} ({kind})" for kind, ratio in summary.stall_ratio.items())
     title = (
         f"Saving SmolLM2-135M and AdamW in fp32 on {NUM_RANKS} CPU ranks under FSDP; "
-        f"our stall in the background over that of a save waited for: {ratios}"
+        f"our stall in the background over that of a synchronous save: {ratios}"
     )
-    columns = ("way", "stall, s", "lowest–highest", "first step after, s", "last, s", "memory, parts", "disk, GB")
+    columns = ("method", "stall, s", "lowest–highest", "first step after, s", "last, s", "memory, shards", "disk, GB")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     for name, system in summary.systems.items():
         stalls = system.stall_seconds

@@ -1,4 +1,4 @@
-"""The texts that are tokenized: Shakespeare and the Spanish Bible as they are, and any amount cut out of them."""
+"""Build the corpora of the tokenization benchmarks from Shakespeare and the Spanish Bible."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,12 @@ from pathlib import Path
 from sample_data import real_data
 
 DOCUMENT_CHARACTERS = 5_000
-_SHIFT = 577  # characters by which each copy is cut elsewhere; it has no divisor in common with the above
+_SHIFT = 577  # offset of each copy in characters, coprime to DOCUMENT_CHARACTERS
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in one jsonl file; ``parts`` is a folder with the same in several, for systems that share out files."""
+    """Documents in one jsonl file, and in several in ``parts``, for systems whose workers take whole files."""
 
     file: Path
     parts: Path
@@ -32,9 +32,9 @@ def whole_documents() -> list[str]:
 
 
 def cut_documents(texts: Iterable[str], num_copies: int | None = None) -> Iterator[str]:
-    """Yield documents of ``DOCUMENT_CHARACTERS`` out of all the texts joined, ``num_copies`` times or without end.
+    """Join the texts and yield them as documents of ``DOCUMENT_CHARACTERS``, ``num_copies`` times or endlessly.
 
-    Each copy is cut at other places, so that no two documents are the same; nothing of it is left out.
+    Each copy is split at other offsets, so that no two documents are the same. No text is lost.
     """
     joined = "\n".join(texts)
     for copy in range(num_copies) if num_copies is not None else count():
@@ -45,7 +45,7 @@ def cut_documents(texts: Iterable[str], num_copies: int | None = None) -> Iterat
 
 
 def write_corpus(folder: Path, documents: Iterable[str], num_parts: int) -> Corpus:
-    """Write the documents into ``folder``, in one file and in ``num_parts`` of about the same size."""
+    """Write the documents into ``folder``: as one file, and as ``num_parts`` files of about the same size."""
     file, parts = folder / "documents.jsonl", folder / "parts"
     parts.mkdir(parents=True)
     num_documents = num_characters = 0

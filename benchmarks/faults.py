@@ -1,4 +1,4 @@
-"""Runs of two ranks that are killed with SIGKILL and started again until they end, beside runs that nobody killed."""
+"""Kill runs of two ranks with SIGKILL, resume them until they finish, and compare them with uninterrupted runs."""
 
 import json
 import random
@@ -31,7 +31,7 @@ from tests.support.tiny_model import write_tiny_model
 NUM_KILLS = 200
 NUM_RANKS = 2
 NUM_STEPS = 40
-NUM_RANDOM_MOMENTS = 8  # of a run, beside every chosen one
+NUM_RANDOM_MOMENTS = 8  # in a run, in addition to each chosen moment
 MAX_LENGTH = 64
 NUM_DOCUMENTS, DOCUMENT_CHARACTERS = 40, 400
 OPTIONS = {
@@ -59,10 +59,14 @@ SYSTEMS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class KilledRun:
-    """One run that was killed and resumed to its end.
+    """A run that was killed and resumed until it finished.
 
-    ``steps_lost`` were logged and not yet saved when kills came, and so were computed again. ``differences`` are to the
-    run that nobody killed: metrics to the last digit, counters, hash of the rows, weights and moments to the last bit.
+    Attributes:
+        kills: where and when it was killed.
+        seconds: its whole duration.
+        steps: the number of steps in metrics.csv.
+        steps_lost: steps that were logged but not saved when a kill came, and were computed again.
+        differences: to the uninterrupted run, in metrics, counters, row hash, weights and moments, compared exactly.
     """
 
     kills: list[dict[str, object]]
@@ -74,7 +78,7 @@ class KilledRun:
 
 @dataclass(frozen=True)
 class FaultsSummary:
-    """``kills_at`` counts the kills by their moment; ``seed`` drew moments and ranks."""
+    """All runs; ``kills_at`` counts kills by moment, ``seed`` is the seed of the random moments and ranks."""
 
     seed: int
     kills: int
@@ -87,16 +91,19 @@ class FaultsSummary:
 
 
 def measure(work: Path) -> Report:
-    """Kill and compare, with files in ``work``, relative to the project's root.
+    """Kill runs of every system and compare them.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        AssertionError: a start ended otherwise than by its kill or well.
+        AssertionError: a process ended neither by its kill nor with exit code 0.
     """
     folder = ROOT / work
     trainings = _prepare(folder)
     seed = random.SystemRandom().randrange(2**32)
     print(f"faults: kills are drawn from seed {seed}", flush=True)
-    runs = ForkedRuns(folder / "said")
+    runs = ForkedRuns(folder / "output")
     try:
         results = {name: list(_kill(runs, name, trainings[name], folder, seed)) for name in SYSTEMS}
     finally:
@@ -121,7 +128,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show what was killed where, and what was then different."""
+    """Return a table of the kills by moment, with the number of differences in its title."""
     summary: FaultsSummary = report.summary
     title = (
         f"Faults: {summary.kills} kills of {NUM_RANKS} ranks in {summary.runs} runs; {summary.steps_compared} steps "
@@ -134,7 +141,7 @@ def table(report: Report) -> Table:
 
 
 def _prepare(folder: Path) -> dict[str, Training]:
-    """Write model, texts and tokens, and return what is trained."""
+    """Write model, texts and tokens; return the training of each system."""
     with real_data.shakespeare().open(encoding="utf-8") as lines:
         texts = [json.loads(next(lines))["text"] for _ in range(4)]
     model, tokens, documents = folder / "model", folder / "tokens", folder / "documents.jsonl"
@@ -151,16 +158,16 @@ def _prepare(folder: Path) -> dict[str, Training]:
 
 
 def _kill(runs: ForkedRuns, name: str, training: Training, folder: Path, seed: int) -> Iterator[KilledRun]:
-    """Yield killed runs of one kind until they have had their share of the kills."""
+    """Yield killed runs of one system until it has had its share of the kills."""
     random_ = random.Random(f"{seed} {name}")
-    whole = folder / f"{name}-whole"
-    course = train_at_once(runs, training, whole)
+    uninterrupted = folder / f"{name}-whole"
+    course = train_at_once(runs, training, uninterrupted)
     left = NUM_KILLS // len(SYSTEMS)
     while left > 0:
-        killed = _kill_one(runs, training, folder / f"{name}-{left}", whole, course, random_, left)
+        killed = _kill_one(runs, training, folder / f"{name}-{left}", uninterrupted, course, random_, left)
         left -= len(killed.kills)
-        told = f"{len(killed.kills)} kills, {len(killed.differences)} differences, {left} kills left"
-        print(f"faults, {name}: {told}", flush=True)
+        progress = f"{len(killed.kills)} kills, {len(killed.differences)} differences, {left} kills left"
+        print(f"faults, {name}: {progress}", flush=True)
         yield killed
 
 
@@ -168,21 +175,21 @@ def _kill_one(
     runs: ForkedRuns,
     training: Training,
     folder: Path,
-    whole: Path,
+    uninterrupted: Path,
     course: Course,
     random_: random.Random,
-    most_kills: int,
+    max_kills: int,
 ) -> KilledRun:
     moments = [*MOMENTS, IN_A_SAVE, *[AT_RANDOM] * NUM_RANDOM_MOMENTS]
     random_.shuffle(moments)
     started = time.monotonic()
-    kills = train_through(runs, training, folder, moments[:most_kills], random_, course)
+    kills = train_through(runs, training, folder, moments[:max_kills], random_, course)
     return KilledRun(
         kills=[vars(kill) for kill in kills],
         seconds=round(time.monotonic() - started, 1),
         steps=len(metrics(folder)),
         steps_lost=sum(max(kill.steps - kill.saved_steps, 0) for kill in kills),
-        differences=differences(folder, whole),
+        differences=differences(folder, uninterrupted),
     )
 
 

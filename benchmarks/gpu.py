@@ -1,5 +1,6 @@
-"""Llama shapes on one GPU, in bf16 on rows of 4,096 tokens: model FLOPs utilization in every way to train them, beside
-transformers' Trainer, and the largest shape that trains.
+"""Train Llama shapes on one GPU: speed and model FLOPs utilization (MFU), transformers' Trainer, the largest shape.
+
+All in bf16 on rows of 4,096 tokens.
 """
 
 import csv
@@ -25,8 +26,8 @@ STEPS, WARM_UP_STEPS = 10, 4
 ACCUMULATION, LENGTH = 4, 4096
 LR = 1e-4
 SMALL, MIDDLE, LARGE = "llama-3.2-1b", "llama-3-8b", "llama-3-70b"
-ROWS = {SMALL: 4, MIDDLE: 1, LARGE: 1}  # of a micro-batch
-WAYS: dict[str, tuple[str, str]] = {  # preset, and options
+ROWS = {SMALL: 4, MIDDLE: 1, LARGE: 1}  # in a micro-batch
+WAYS: dict[str, tuple[str, str]] = {  # preset and options
     f"{preset}, {parallelism}{', compiled' if compiled else ''}": (
         preset,
         f"--parallelism {parallelism} --compile {str(compiled).lower()}",
@@ -36,13 +37,13 @@ WAYS: dict[str, tuple[str, str]] = {  # preset, and options
     for compiled in (False, True)
 }
 PEERS = {f"{SMALL}, transformers": "", f"{SMALL}, transformers, compiled": "--compile"}
-LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # of width 8,192: the first number that trains is the largest shape
+LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # each of width 8,192; the first number that trains is the result
 LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
 
 
 @dataclass(frozen=True)
 class GpuRun:
-    """Of every step; ``mfu`` by the formula of ``fabric_train/model/flops.py``, None for the peer, which has none."""
+    """Every step of one run; ``mfu`` follows ``fabric_train/model/flops.py``, None for the peer, which reports none."""
 
     tokens_per_second: list[float]
     mfu: list[float] | None
@@ -51,7 +52,7 @@ class GpuRun:
 
 @dataclass(frozen=True)
 class WaySummary:
-    """``mfu`` is of the median speed, None of a peer on a shape that none of ours has trained."""
+    """One way to train; ``mfu`` is that of the median speed, None for a peer if none of our runs trained its shape."""
 
     tokens_per_second: Spread
     mfu: float | None
@@ -60,7 +61,7 @@ class WaySummary:
 
 @dataclass(frozen=True)
 class GpuSummary:
-    """``left_out`` gives the reasons; ``gpu`` is the device's name."""
+    """All ways to train; ``gpu`` is the device's name, ``left_out`` maps a system to why it has no result."""
 
     gpu: str
     ways: dict[str, WaySummary]
@@ -68,16 +69,19 @@ class GpuSummary:
 
 
 def measure(work: Path) -> Report:
-    """Measure with the files in ``work``, relative to the project's root.
+    """Measure all ways to train.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        InputError: there is no GPU here.
-        ChildProcessError: nothing trains.
+        InputError: there is no GPU.
+        ChildProcessError: none of our runs trained.
     """
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError("the benchmark gpu needs a GPU, and torch finds none here")
+        raise InputError("torch finds no GPU; run the benchmark gpu on a machine with one")
     rows, config = work / "rows", work / "config"
     write_rows(ROOT / rows, num_rows=STEPS * ACCUMULATION * max(ROWS.values()), length=LENGTH)
     given = parse(TrainArguments, list(our_command(SMALL, "", rows, work / "unused").words[3:]))
@@ -110,7 +114,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the medians."""
+    """Return a table of the medians."""
     summary: GpuSummary = report.summary
     title = f"{summary.gpu}, bf16, rows of {LENGTH} tokens, median of {REPETITIONS} runs"
     shown = Table(
@@ -127,8 +131,8 @@ def table(report: Report) -> Table:
 
 
 def our_command(preset: str, options: str, rows: Path, target: Path) -> Command:
-    """Return the command that trains a preset of random weights into the run folder ``target``."""
-    words = f"python -m benchmarks.peers.steps_alone --config configs/{preset}.yaml --train_data_dir {rows}"
+    """Return the command that trains a preset with random weights into the run folder ``target``."""
+    words = f"python -m benchmarks.peers.train_without_saving --config configs/{preset}.yaml --train_data_dir {rows}"
     words += f" --output_dir {target} --accelerator cuda --devices 1 --precision bf16-true --max_step {STEPS}"
     words += f" --micro_batch_size {ROWS[preset]} --gradient_accumulation_steps {ACCUMULATION}"
     words += f" --lr {LR} --lr_schedule constant --loggers csv {options}"
@@ -151,15 +155,15 @@ def _run_ours(target: Path, command: Command) -> GpuRun:
 
 
 def _run_peer(command: Command) -> GpuRun:
-    told = json.loads(run(command).output.splitlines()[-1])
-    return GpuRun(told["tokens_per_second"], None, told["peak_device_bytes"])
+    printed = json.loads(run(command).output.splitlines()[-1])
+    return GpuRun(printed["tokens_per_second"], None, printed["peak_device_bytes"])
 
 
 def _summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str) -> GpuSummary:
     ours = {name: of_way for name, of_way in runs.items() if of_way[0].mfu}
     if not ours:
         raise ChildProcessError("; ".join(left_out.values()))
-    share_of_token = {  # of the peak, that a token a second is: the same whoever computes it
+    mfu_per_speed = {  # MFU at one token per second, which depends on the shape alone
         name.split(",")[0]: of_way[0].mfu[-1] / of_way[0].tokens_per_second[-1]
         for name, of_way in ours.items()
         if of_way[0].mfu
@@ -167,7 +171,7 @@ def _summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str
     ways = {}
     for name, of_way in runs.items():
         speeds = spread([spread(found.tokens_per_second[WARM_UP_STEPS:]).median for found in of_way])
-        share = share_of_token.get(name.split(",")[0])
-        mfu = share * speeds.median if share else None
+        factor = mfu_per_speed.get(name.split(",")[0])
+        mfu = factor * speeds.median if factor else None
         ways[name] = WaySummary(speeds, mfu, spread([found.peak_bytes for found in of_way]))
     return GpuSummary(gpu, ways, left_out)

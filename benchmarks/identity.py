@@ -1,4 +1,4 @@
-"""Are the ids of real corpora those of the tokenizer's own library? Every document, with three tokenizers."""
+"""Compare the ids of every document of two real corpora with those of the tokenizer's own library."""
 
 import json
 import time
@@ -27,7 +27,7 @@ CORPORA: dict[str, Callable[[], Path]] = {
 
 @dataclass(frozen=True)
 class CorpusIdentity:
-    """One corpus, encoded by our ``encoder`` and by the library ``reference``, document by document."""
+    """One corpus, each document encoded by our ``encoder`` and by the library ``reference``."""
 
     corpus: str
     encoder: str
@@ -50,7 +50,7 @@ class IdentitySummary:
 
 @dataclass(frozen=True)
 class _Tokenizer:
-    """Our encoder and the library it must agree with."""
+    """Our encoder and the library that it is compared with."""
 
     encoder: TextEncoder
     encoder_name: str
@@ -59,11 +59,11 @@ class _Tokenizer:
 
 
 def measure(work: Path) -> Report:
-    """Compare all corpora with all tokenizers, which are saved in ``work``, relative to the project's root."""
+    """Compare all corpora with all tokenizers; save the tokenizers in ``work``, relative to the project's root."""
     tokenizers = {
-        "Llama-3": _beside_tokenizers(real_data.llama3_tokenizer_model(), ROOT / work / "llama-3"),
-        "SmolLM2": _beside_tokenizers(real_data.smollm2(), ROOT / work / "smollm2"),
-        "SentencePiece": _beside_sentencepiece(real_data.spm_tokenizer_model(), ROOT / work / "sentencepiece"),
+        "Llama-3": _against_tokenizers(real_data.llama3_tokenizer_model(), ROOT / work / "llama-3"),
+        "SmolLM2": _against_tokenizers(real_data.smollm2(), ROOT / work / "smollm2"),
+        "SentencePiece": _against_sentencepiece(real_data.spm_tokenizer_model(), ROOT / work / "sentencepiece"),
     }
     corpora = {name: _texts(fetch()) for name, fetch in CORPORA.items()}
     runs: dict[str, list[CorpusIdentity]] = {name: [] for name in tokenizers}
@@ -83,7 +83,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show a line for every tokenizer and corpus."""
+    """Return a table with a line for every tokenizer and corpus."""
     summary: IdentitySummary = report.summary
     title = (
         f"Identity of ids: {summary.num_documents_different:,} of {summary.num_documents:,} documents differ, "
@@ -100,7 +100,7 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _beside_tokenizers(name: Path, folder: Path) -> _Tokenizer:
+def _against_tokenizers(name: Path, folder: Path) -> _Tokenizer:
     tokenizer = load_tokenizer(str(name))
     tokenizer.save(folder)
     file, plain = folder / "tokenizer.json", tokenizer.special_text_is_plain
@@ -111,7 +111,7 @@ def _beside_tokenizers(name: Path, folder: Path) -> _Tokenizer:
     )
 
 
-def _beside_sentencepiece(model: Path, folder: Path) -> _Tokenizer:
+def _against_sentencepiece(model: Path, folder: Path) -> _Tokenizer:
     tokenizer = load_tokenizer(str(model))
     tokenizer.save(folder)
     encoder, encoder_name = open_encoder(folder / "tokenizer.json", tokenizer.special_text_is_plain)

@@ -1,7 +1,7 @@
-"""SmolLM2-135M in fp32: how far losses and gradient norms of ``fabric_train`` are from plain PyTorch's, for several
-ways to cut a window; and how far those of transformers' Trainer are.
+"""Compare losses and gradient norms of ``fabric_train`` and transformers' Trainer with those of plain PyTorch.
 
-The rows have very unequal numbers of labels, the last window of the epoch is short, and the gradient is clipped.
+SmolLM2-135M in fp32. ``fabric_train`` splits the same windows in several ways. The rows have very different numbers of
+labels, the last window of the epoch is short, and gradients are clipped.
 """
 
 import csv
@@ -26,7 +26,7 @@ LR, GRAD_CLIP = 2e-5, 1.0
 THREADS = 2
 TOLERANCE = 1e-5
 PLAIN, TRAINER = "plain_pytorch", "transformers_trainer"
-CUTS = (
+SPLITS = (  # parallelism, ranks, micro-batch size
     ("single", 1, 1),
     ("single", 1, 4),
     ("ddp", 2, 1),
@@ -40,7 +40,7 @@ CUTS = (
 
 @dataclass(frozen=True)
 class Steps:
-    """Of every optimizer step the loss in nats a token and the gradient's norm before clipping."""
+    """The loss (nats per token) and the gradient norm before clipping of every optimizer step."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -48,7 +48,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest of all steps, relative to plain PyTorch."""
+    """The largest relative difference from plain PyTorch over all steps."""
 
     loss: float
     grad_norm: float
@@ -56,24 +56,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class InvarianceSummary:
-    """``ours`` is the largest difference of all cuts."""
+    """All systems; ``ours`` is the largest difference over all our splits."""
 
     systems: dict[str, Difference]
     ours: Difference
 
 
 def measure(work: Path) -> Report:
-    """Train with every system on the same rows, with their files in ``work``, relative to the project's root.
+    """Train with every system on the same rows.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        ChildProcessError: a system failed, or a cut of ours differs by more than ``TOLERANCE``.
+        ChildProcessError: a system failed, or one of our splits differs by more than ``TOLERANCE``.
     """
     model = real_data.smollm2().relative_to(ROOT)
     print("invariance: making the token dataset", flush=True)
     _write_rows(model, work)
     options = f"--model_name {model} --lr {LR} --grad_clip {GRAD_CLIP}".split()
     commands = {PLAIN: _peer_command("plain_windows", work, options)}
-    commands |= {_name(*cut): _our_command(*cut, work, options) for cut in CUTS}
+    commands |= {_name(*split): _our_command(*split, work, options) for split in SPLITS}
     commands[TRAINER] = _peer_command("transformers_trainer", work, [*options, "--output_dir", str(work / TRAINER)])
     systems = {
         name: partial(_run_peer if name in (PLAIN, TRAINER) else partial(_run_ours, work / name), command)
@@ -95,7 +98,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the differences."""
+    """Return a table of the differences."""
     summary: InvarianceSummary = report.summary
     title = f"Largest difference from plain PyTorch over {-(-NUM_ROWS // ROWS_PER_WINDOW)} steps: SmolLM2-135M, fp32"
     shown = Table("system", "loss", "gradient norm", title=title, title_justify="left", box=box.SIMPLE)
@@ -110,7 +113,7 @@ def _name(parallelism: str, num_ranks: int, micro_batch_size: int) -> str:
 
 
 def _write_rows(model: Path, work: Path) -> None:
-    """Write rows of Shakespeare, once as ours takes them and once in the order in which it does."""
+    """Write rows of Shakespeare, once for ``fabric_train`` and once in the order in which it trains on them."""
     words = f"python tokenize_dataset.py --dataset {real_data.shakespeare().relative_to(ROOT)} --tokenizer_name {model}"
     words += f" --output_dir {work / 'whole'} --max_length {MAX_LENGTH} --validation_split 0 --max_tokens 10000"
     run(Command(tuple(words.split())))
@@ -127,8 +130,8 @@ def _write_rows(model: Path, work: Path) -> None:
 
 
 def _peer_command(script: str, work: Path, options: list[str]) -> Command:
-    given = ("--train_data_dir", str(work / "in-order"), "--rows_per_window", str(ROWS_PER_WINDOW))
-    return Command(("python", f"benchmarks/peers/{script}.py", *given, *options), {"OMP_NUM_THREADS": str(THREADS)})
+    rows = ("--train_data_dir", str(work / "in-order"), "--rows_per_window", str(ROWS_PER_WINDOW))
+    return Command(("python", f"benchmarks/peers/{script}.py", *rows, *options), {"OMP_NUM_THREADS": str(THREADS)})
 
 
 def _our_command(parallelism: str, num_ranks: int, micro_batch_size: int, work: Path, options: list[str]) -> Command:
@@ -147,8 +150,8 @@ def _our_command(parallelism: str, num_ranks: int, micro_batch_size: int, work: 
 
 
 def _run_peer(command: Command) -> Steps:
-    told = json.loads(run(command).output.splitlines()[-1])
-    return Steps(told["losses"], told["grad_norms"])
+    printed = json.loads(run(command).output.splitlines()[-1])
+    return Steps(printed["losses"], printed["grad_norms"])
 
 
 def _run_ours(target: Path, command: Command) -> Steps:
@@ -162,10 +165,10 @@ def _run_ours(target: Path, command: Command) -> Steps:
 def _summarize(runs: dict[str, list[Steps]]) -> InvarianceSummary:
     plain = runs[PLAIN][0]
     systems = {name: _difference(steps[0], plain) for name, steps in runs.items() if name != PLAIN}
-    own = [difference for name, difference in systems.items() if name != TRAINER]
-    ours = Difference(max(one.loss for one in own), max(one.grad_norm for one in own))
+    splits = [difference for name, difference in systems.items() if name != TRAINER]
+    ours = Difference(max(split.loss for split in splits), max(split.grad_norm for split in splits))
     if not max(ours.loss, ours.grad_norm) <= TOLERANCE:
-        raise ChildProcessError(f"a cut of ours differs from plain PyTorch by more than {TOLERANCE}: {systems}")
+        raise ChildProcessError(f"fabric_train differs from plain PyTorch by more than {TOLERANCE}: {systems}")
     return InvarianceSummary(systems, ours)
 
 

@@ -1,6 +1,4 @@
-"""Hidden states → the summed cross entropy of a large vocabulary and its gradients: ours beside whole logits and
-torch's own in chunks.
-"""
+"""Measure the cross entropy over a large vocabulary and its gradients: ours, whole logits, and torch's in chunks."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from benchmarks.measure import Command, Spread, interleave, run, spread
 from benchmarks.report import Report
 
 REPETITIONS = 2
-TIMED = 3  # in each process
+TIMED = 3  # repetitions in each process
 THREADS = 2
 OURS, PEER = "ours", "logits"
 FORMS = (PEER, "torch_sum", "torch_none", OURS)
@@ -23,7 +21,7 @@ _LARGEST_DIFFERENCE = 1e-4  # relative
 
 @dataclass(frozen=True)
 class Shape:
-    """``supervised`` of the tokens have a loss; ``width`` is that of the hidden states."""
+    """The size of one measurement; ``supervised`` of the tokens have a loss, ``width`` is the hidden size."""
 
     name: str
     tokens: int
@@ -41,9 +39,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class LossRun:
-    """One process: seconds of each time loss and gradients were computed, and the memory that was needed beside hidden
-    states and weight.
-    """
+    """One process: the seconds of each repetition, and the memory needed in addition to hidden states and weight."""
 
     seconds: list[float]
     peak_bytes: int
@@ -53,7 +49,7 @@ class LossRun:
 
 @dataclass(frozen=True)
 class LossSummary:
-    """Of one shape and form; the ratios are to whole logits, of the medians."""
+    """One shape and form; the ratios are of medians, relative to whole logits."""
 
     seconds: Spread
     peak_bytes: Spread
@@ -63,16 +59,16 @@ class LossSummary:
 
 @dataclass(frozen=True)
 class LossSummaries:
-    """By shape and form."""
+    """All results, by shape and form."""
 
     shapes: dict[str, dict[str, LossSummary]]
 
 
 def measure(work: Path) -> Report:
-    """Measure every form on every shape, each in a process of its own.
+    """Measure every form on every shape, each in its own process. ``work`` is not used.
 
     Raises:
-        ChildProcessError: a form failed, or they do not compute the same.
+        ChildProcessError: a form failed, or the forms compute different results.
     """
     commands = {f"{shape.name}: {form}": _command(shape, form) for shape in SHAPES for form in FORMS}
     systems = {name: partial(_run, command) for name, command in commands.items()}
@@ -84,8 +80,8 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the medians, and the ratios to whole logits."""
-    title = f"Loss and gradients out of hidden states, fp32, {THREADS} threads, median of {REPETITIONS} processes"
+    """Return a table of the medians and their ratios to whole logits."""
+    title = f"Loss and gradients from hidden states, fp32, {THREADS} threads, median of {REPETITIONS} processes"
     columns = ("shape", "form", "seconds", "lowest–highest", "of logits'", "memory, MB", "of logits'")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     summary: LossSummaries = report.summary
@@ -115,10 +111,10 @@ def _summarize(shape: str, forms: dict[str, list[LossRun]]) -> dict[str, LossSum
         for found in runs:
             pairs = ((found.loss, expected.loss), (found.gradient_norm, expected.gradient_norm))
             if any(abs(here - there) > _LARGEST_DIFFERENCE * abs(there) for here, there in pairs):
-                raise ChildProcessError(f"{shape}: {form} does not compute what {PEER} do: {found}, {expected}")
+                raise ChildProcessError(f"{shape}: {form} and {PEER} compute different results: {found}, {expected}")
         seconds = spread([spread(found.seconds).median for found in runs])
         peaks = spread([found.peak_bytes for found in runs])
-        peer = summaries.get(PEER)  # the first of the forms
+        peer = summaries.get(PEER)  # the first form
         time_ratio = seconds.median / peer.seconds.median if peer else 1
         memory_ratio = peaks.median / peer.peak_bytes.median if peer else 1
         summaries[form] = LossSummary(seconds, peaks, time_ratio, memory_ratio)

@@ -1,4 +1,4 @@
-"""Run a command and measure it: wall-clock seconds, and the memory of its whole process tree while it ran."""
+"""Run a command and measure its wall-clock time and the memory of its whole process tree."""
 
 import os
 import shlex
@@ -17,15 +17,16 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 _SHORTEST_INTERVAL = 0.05
-_LARGEST_SHARE = 0.01  # of one core, that either kind of sample may take from what is measured
+_LARGEST_SHARE = 0.01  # of one core, for each of the two kinds of sample
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Command:
-    """``words`` run in the project's root, ``python`` and ``fabric`` being those of this environment; ``environment``
-    is set beside what there is.
+    """A command that runs in the project's root, with ``environment`` added to the environment variables.
+
+    Its first word is a program of this virtual environment, such as ``python``, ``fabric`` or ``torchrun``.
     """
 
     words: tuple[str, ...]
@@ -37,12 +38,15 @@ class Command:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one command took, from before its start to its end.
+    """What one command took. Memory is sampled, so a peak of a few milliseconds may be missed.
 
-    Memory is sampled, so a peak of a few milliseconds may be missed. ``peak_rss_bytes`` is the largest sum over the
-    tree of what each process has resident: a page that processes share counts once for each. ``peak_pss_bytes``
-    divides such a page among them and is None where the system does not tell (only Linux does).
-    ``child_peak_rss_bytes`` are the peaks of the command's direct children, the largest first.
+    Attributes:
+        seconds: from before its start to its end.
+        peak_rss_bytes: peak of the resident memory summed over its process tree; a shared page counts in each process.
+        peak_pss_bytes: the same with shared pages divided among their processes; None where the system does not report
+            it (only Linux does).
+        child_peak_rss_bytes: the peaks of its direct children, the largest first.
+        output: its standard output.
     """
 
     seconds: float
@@ -54,7 +58,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, lowest and highest of several values."""
+    """The median, lowest and highest of several values."""
 
     median: float
     lowest: float
@@ -67,10 +71,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def run(command: Command) -> Measurement:
-    """Run the command to its end and measure it; whatever it has started is gone afterwards.
+    """Run the command to its end and measure it. If this is interrupted, end all its processes.
 
     Raises:
-        ChildProcessError: it ended with another exit code than 0.
+        ChildProcessError: its exit code is not 0.
     """
     words = [str(Path(sys.executable).parent / command.words[0]), *command.words[1:]]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **command.environment}
@@ -87,7 +91,7 @@ def run(command: Command) -> Measurement:
             _kill_tree(process)
         if process.returncode:
             errors.seek(0)
-            reason = (errors.read().strip() or "it says nothing").splitlines()[-1]
+            reason = (errors.read().strip() or "no error message").splitlines()[-1]
             raise ChildProcessError(f"{command} failed with exit code {process.returncode}: {reason}")
         output.seek(0)
         return Measurement(seconds, sampler.rss, sampler.pss or None, sampler.child_peaks(), output.read())
@@ -99,10 +103,19 @@ def interleave(
     name: str,
     left_out: dict[str, str] | None = None,
 ) -> dict[str, list[T]]:
-    """Run the systems in turn, every second round in reverse order, each as often as it is to be; return their results.
+    """Run the systems in turn, in reverse order every second round, so that a machine that slows down slows all.
 
-    A machine that slows down meanwhile so slows all of them. Where ``left_out`` is given, a system that fails is put
-    into it, with the reason, instead of ending it all.
+    Args:
+        systems: name → function that runs the system once.
+        repetitions: name → how often to run it.
+        name: the benchmark's name, for the progress lines.
+        left_out: where given, a system that fails is recorded here with the reason instead of raising.
+
+    Returns:
+        The results of each system that did not fail.
+
+    Raises:
+        ChildProcessError: a system failed, and ``left_out`` is None.
     """
     results: dict[str, list[T]] = {system: [] for system in systems}
     for repetition in range(max(repetitions.values())):
@@ -119,14 +132,14 @@ def interleave(
                     raise
                 left_out[system] = str(error)
                 del results[system]
-                print(f"  {error}: measured without it", flush=True)
+                print(f"  left out: {error}", flush=True)
                 continue
             print(f"  {time.perf_counter() - started:.1f} s", flush=True)
     return results
 
 
 class _MemorySampler(threading.Thread):
-    """Samples a process tree until it is stopped, as often as its share of a core allows."""
+    """A thread that samples the memory of a process tree, as often as its share of a core allows."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -143,17 +156,17 @@ class _MemorySampler(threading.Thread):
             self._sample_rss(tree)
             sampled = time.perf_counter()
             pause = max(_SHORTEST_INTERVAL, (sampled - started) / _LARGEST_SHARE)
-            if sampled >= pss_due:  # the kernel walks every page for it
+            if sampled >= pss_due:  # slow: the kernel walks every page
                 self.pss = max(self.pss, sum(map(_pss, tree)))
                 pss_due = sampled + (time.perf_counter() - sampled) / _LARGEST_SHARE
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread and wait for it."""
         self._stopped.set()
         self.join()
 
     def child_peaks(self) -> tuple[int, ...]:
-        """Peaks of the direct children, the largest first."""
+        """Return the peaks of the direct children in bytes, the largest first."""
         return tuple(sorted(self._peaks.values(), reverse=True))
 
     def _sample_rss(self, tree: list[psutil.Process]) -> None:
@@ -161,7 +174,7 @@ class _MemorySampler(threading.Thread):
         for process in tree:
             try:
                 rss, parent = process.memory_info().rss, process.ppid()
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just ended
                 continue
             total += rss
             if parent == self._pid:
@@ -185,7 +198,7 @@ def _pss(process: psutil.Process) -> int:
 
 
 def _kill_tree(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a command that was not waited for, with the ranks and workers it has started."""
+    """Kill a command that still runs, together with its ranks and workers."""
     if process.poll() is None:
         for victim in reversed(_tree(process.pid)):
             victim.kill()

@@ -1,4 +1,4 @@
-"""A large jsonl → rows of Llama-3 tokens: what memory ``tokenize_dataset.py`` needs, all its processes together."""
+"""Measure the memory that ``tokenize_dataset.py`` needs for a large jsonl file, over all its processes."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.corpora import DOCUMENT_CHARACTERS, cut_documents, to_line, whole_documents
 from benchmarks.measure import ROOT, run
 from benchmarks.report import Report
-from benchmarks.systems import MAX_LENGTH, NUM_PROC, OURS, our_command
+from benchmarks.tokenization_systems import MAX_LENGTH, NUM_PROC, OURS, our_command
 from sample_data import real_data
 
 JSONL_BYTES = 2_000_000_000
@@ -19,7 +19,7 @@ JSONL_BYTES = 2_000_000_000
 
 @dataclass(frozen=True)
 class MemoryRun:
-    """The one run; ``tokens_per_second`` is over the whole command's time."""
+    """The run; ``tokens_per_second`` is over the time of the whole command."""
 
     seconds: float
     tokens_per_second: float
@@ -29,7 +29,7 @@ class MemoryRun:
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """What was tokenized, and at what cost."""
+    """What was tokenized, and the run."""
 
     jsonl_bytes: int
     num_documents: int
@@ -38,7 +38,10 @@ class MemorySummary:
 
 
 def measure(work: Path) -> Report:
-    """Measure one run, with its files in ``work``, relative to the project's root.
+    """Measure one run.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
         ChildProcessError: it failed.
@@ -69,7 +72,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the one run."""
+    """Return a table of the run."""
     summary: MemorySummary = report.summary
     title = (
         f"Memory: {summary.jsonl_bytes / 1e9:.2f} GB of jsonl, {summary.num_documents:,} documents, "
@@ -85,7 +88,7 @@ def table(report: Report) -> Table:
 
 
 def _write(file: Path, documents: Iterable[str]) -> None:
-    """Write documents until the file has its size."""
+    """Write documents until the file has ``JSONL_BYTES``."""
     with file.open("wb") as lines:
         for document in documents:
             lines.write(to_line(document).encode())

@@ -1,6 +1,4 @@
-"""What a run costs beside the mathematics: the time to its first step, and what a step takes where the model takes next
-to nothing.
-"""
+"""Measure the overhead of a run: the time to its first step, and the time of a step of an almost empty model."""
 
 import csv
 import shutil
@@ -35,21 +33,26 @@ STEPS, ACCUMULATION, WARM_UP_STEPS = 60, 8, 10
 LENGTH = 16
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 128, "num_attention_heads": 2}
 PEERS = (BARE, "lightning", "transformers")
-GPU_TOKENS_PER_SECOND, GPU_ROW = 10_471, 4096  # Llama-3 8B on one H200, as published, and the rows it was given
+GPU_TOKENS_PER_SECOND, GPU_ROW = 10_471, 4096  # published for Llama-3 8B on one H200 with rows of this length
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds to the first step, or of each step, of one run."""
+    """One run: the seconds to its first step, or the seconds of each step."""
 
     seconds: list[float]
 
 
 @dataclass(frozen=True)
 class OverheadSummary:
-    """Seconds to the first step and of a step. ``start_ratio`` is ours over importing transformers and loading the same
-    model. ``beside_the_model`` are a system's seconds a step more than the bare loop's; ``gpu_share`` is ours of those
-    in a step of as many rows of 4,096 tokens of an 8B on one H200.
+    """Seconds to the first step, and seconds per step.
+
+    Attributes:
+        start: seconds to the first step, or to import transformers and load the same model.
+        start_ratio: the first over the second, of the medians.
+        step: seconds per step of each system.
+        beside_the_model: a system's median step minus that of the bare loop, in seconds.
+        gpu_share: ours of those, relative to a step of as many rows of 4,096 tokens of an 8B model on one H200.
     """
 
     start: dict[str, Spread]
@@ -60,7 +63,10 @@ class OverheadSummary:
 
 
 def measure(work: Path) -> Report:
-    """Measure with the files in ``work``, relative to the project's root.
+    """Measure the starts and the steps.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
         ChildProcessError: a system failed.
@@ -77,10 +83,10 @@ def measure(work: Path) -> Report:
         **{name: peer_command(name, tiny, rows, length) for name in PEERS},
     }
     systems: dict[str, Callable[[], Times]] = {
-        STARTED: partial(_to_first_step, commands[STARTED], work / "start"),
+        STARTED: partial(_start_time, commands[STARTED], work / "start"),
         LOADED: lambda: Times([run(commands[LOADED]).seconds]),
-        OURS: lambda: _of_steps(run_ours(commands[OURS], work / OURS)),
-        **{name: partial(_of_peers_steps, commands[name]) for name in PEERS},
+        OURS: lambda: _step_times(run_ours(commands[OURS], work / OURS)),
+        **{name: partial(_peer_step_times, commands[name]) for name in PEERS},
     }
     runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "overhead")
     settings = {
@@ -98,9 +104,9 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the times, and what they are beside."""
+    """Return a table of the times and how they compare."""
     summary: OverheadSummary = report.summary
-    title = f"To the first step, SmolLM2-135M; and a step of {ACCUMULATION} micro-batches of a model of next to nothing"
+    title = f"Start to first step, SmolLM2-135M; and a step of {ACCUMULATION} micro-batches of an almost empty model"
     shown = Table("system", "median", "lowest–highest", "", title=title, title_justify="left", box=box.SIMPLE)
     for name, seconds in summary.start.items():
         ratio = f"{summary.start_ratio:.2f}×" if name == STARTED else ""
@@ -109,12 +115,12 @@ def table(report: Report) -> Table:
         more = f"{1e3 * summary.beside_the_model[name]:+.1f} ms" if name != BARE else ""
         between = f"{1e3 * seconds.lowest:.1f}–{1e3 * seconds.highest:.1f}"
         shown.add_row(f"a step: {name}", f"{1e3 * seconds.median:.1f} ms", between, more)
-    shown.add_row("ours beside the bare loop, of a step of an 8B on an H200", "", "", f"{summary.gpu_share:.2%}")
+    shown.add_row("our overhead, relative to a step of an 8B on an H200", "", "", f"{summary.gpu_share:.2%}")
     return shown
 
 
-def _to_first_step(command: Command, target: Path) -> Times:
-    """From the start of the process to where it has its first batch to compute."""
+def _start_time(command: Command, target: Path) -> Times:
+    """Return the seconds from the start of the process until it begins to compute its first batch."""
     shutil.rmtree(ROOT / target, ignore_errors=True)
     started = time.time()
     run(command)
@@ -122,14 +128,14 @@ def _to_first_step(command: Command, target: Path) -> Times:
     with metrics.open(newline="", encoding="utf-8") as file:
         (step,) = csv.DictReader(file)
     computing = float(step["step_time"]) * (1 - float(step["data_wait"]))
-    return Times([metrics.stat().st_mtime - started - computing])  # the row is the last thing that is written into it
+    return Times([metrics.stat().st_mtime - started - computing])  # the row is the last write to it
 
 
-def _of_peers_steps(command: Command) -> Times:
-    return _of_steps(run_peer(command))
+def _peer_step_times(command: Command) -> Times:
+    return _step_times(run_peer(command))
 
 
-def _of_steps(found: TrainingRun) -> Times:
+def _step_times(found: TrainingRun) -> Times:
     return Times([ACCUMULATION * LENGTH / speed for speed in found.tokens_per_second])
 
 
@@ -138,11 +144,11 @@ def _summarize(runs: dict[str, list[Times]]) -> OverheadSummary:
     step = {
         name: spread([spread(found.seconds[WARM_UP_STEPS:]).median for found in runs[name]]) for name in (OURS, *PEERS)
     }
-    beside = {name: seconds.median - step[BARE].median for name, seconds in step.items()}
+    overhead = {name: seconds.median - step[BARE].median for name, seconds in step.items()}
     return OverheadSummary(
         start=start,
         start_ratio=start[STARTED].median / start[LOADED].median,
         step=step,
-        beside_the_model=beside,
-        gpu_share=beside[OURS] / (ACCUMULATION * GPU_ROW / GPU_TOKENS_PER_SECOND),
+        beside_the_model=overhead,
+        gpu_share=overhead[OURS] / (ACCUMULATION * GPU_ROW / GPU_TOKENS_PER_SECOND),
     )

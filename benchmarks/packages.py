@@ -1,4 +1,4 @@
-"""Packages that only peers need, installed beside this environment: each peer's in a folder of its own in the cache."""
+"""Install the packages that only a peer needs, outside this environment, into one folder of the cache per peer."""
 
 import hashlib
 import subprocess
@@ -13,10 +13,10 @@ _REQUIREMENTS = ROOT / "benchmarks" / "peers" / "requirements"
 
 
 def install_packages(peer: str) -> Path:
-    """Return the folder for ``PYTHONPATH`` that holds the packages of ``requirements/PEER.txt``, installed once.
+    """Install the packages of ``requirements/PEER.txt`` once; return their folder for ``PYTHONPATH``.
 
     Raises:
-        ChildProcessError: pip could not install them.
+        ChildProcessError: pip cannot install them.
     """
     requirements = _REQUIREMENTS / f"{peer}.txt"
     pins = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]

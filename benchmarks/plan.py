@@ -1,7 +1,7 @@
-"""What ``--plan`` says of a rank's memory beside what real CPU ranks have resident while they train.
+"""Compare the memory that ``--plan`` predicts for a rank with the resident memory of real CPU ranks that train.
 
-A run keeps what it frees, to use it again (``host_memory``), and glibc would keep much of it. What is compared with
-the plan is therefore measured with glibc told to give blocks back at once; what a run has as it is stands beside it.
+A run keeps freed memory to use it again (``host_memory``), and so does glibc. The plan is therefore compared with ranks
+in which glibc returns freed blocks at once. The result also has the resident memory of unchanged ranks.
 """
 
 import re
@@ -22,16 +22,16 @@ from tests.support.forked_runs import ForkedRun, ForkedRuns
 LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 512, 8192, 256
 STEPS = 4
 TOLERANCE = 0.15
-GIVE_BACK = """
+RETURN_FREED = """
 import ctypes, fabric_train.training.run as program
 program.keep_freed_memory = lambda: ctypes.CDLL(None).mallopt(-3, 1 << 16)
 """
-"""Has glibc map blocks above 64 KiB by themselves (M_MMAP_THRESHOLD), so that they leave the process once freed."""
+"""Code for a rank: let glibc map each block above 64 KiB separately (M_MMAP_THRESHOLD) and unmap it when freed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train the small model, or with ``is_real`` SmolLM2-135M."""
+    """A way to train the small model or, with ``is_real``, SmolLM2-135M."""
 
     parallelism: str
     num_ranks: int
@@ -57,7 +57,7 @@ CASES = (
     Case("fsdp2", 2, ("--gradient_accumulation_steps", "2")),
     Case("fsdp2", 2, ("--precision", "bf16-mixed", "--gradient_accumulation_steps", "2")),
     Case("fsdp2", 4),
-    # what is sharded outweighs here what a rank gathers
+    # here the shards are larger than what a rank gathers
     *(
         Case(parallelism, ranks, is_real=True)
         for parallelism, ranks in (("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp2", 2))
@@ -67,8 +67,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a rank: the plan's, and the most that any rank had resident after its first step, with freed memory
-    given back, and as it is.
+    """Bytes of a rank: planned, and the largest resident memory of any rank after its first step.
+
+    ``measured`` is with freed memory returned at once, ``as_it_is`` that of an unchanged run.
     """
 
     planned: int
@@ -77,44 +78,47 @@ class Resident:
 
     @property
     def error(self) -> float:
-        """Of the plan, relative to what was measured."""
+        """Return the plan's error relative to what was measured."""
         return self.planned / self.measured - 1
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """The largest error of the plan over all cases, without its sign."""
+    """The largest absolute error of the plan over all cases."""
 
     largest_error: float
 
 
 def measure(work: Path) -> Report:
-    """Train in every way, with the files in ``work``, relative to the project's root.
+    """Plan and train every case.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        ChildProcessError: a run failed, or the plan is wrong by more than it may be.
+        ChildProcessError: a run failed, or the error of a plan is above ``TOLERANCE``.
     """
     folder = ROOT / work
     small, tokens = write_model(folder / "model"), write_rows(folder / "tokens")
     models = {case: real_data.smollm2() if case.is_real else small for case in CASES}
-    runs = ForkedRuns(folder / "said")
+    runs = ForkedRuns(folder / "output")
     results = {}
     try:
         for number, case in enumerate(CASES):
             print(f"plan: {case}", flush=True)
-            place, model = folder / str(number), models[case]
-            planned = plan_of(runs, case, model, tokens, place)
+            case_folder, model = folder / str(number), models[case]
+            planned = plan_of(runs, case, model, tokens, case_folder)
             measured, usual = (
-                resident(runs, case, model, tokens, place / name, before)
-                for name, before in (("back", GIVE_BACK), ("usual", ""))
+                resident(runs, case, model, tokens, case_folder / name, before)
+                for name, before in (("returned", RETURN_FREED), ("usual", ""))
             )
             results[str(case)] = [Resident(planned, measured, usual)]
-            shutil.rmtree(place)
+            shutil.rmtree(case_folder)
     finally:
         runs.close()
     largest = max(abs(found.error) for (found,) in results.values())
     if largest > TOLERANCE:
-        raise ChildProcessError(f"the plan is wrong by {largest:.1%}, more than {TOLERANCE:.0%}: {results}")
+        raise ChildProcessError(f"the error of the plan is {largest:.1%}, above {TOLERANCE:.0%}: {results}")
     settings = {"parameters": 28_000_000, "layers": LAYERS, "width": WIDTH, "length": LENGTH, "steps": STEPS}
     commands = {
         str(case): Command(
@@ -126,9 +130,9 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show plan and measurement of every case."""
+    """Return a table of the plan and the measurement of every case."""
     title = f"Resident memory of a CPU rank, MB: {LAYERS} layers of width {WIDTH}, rows of {LENGTH} tokens"
-    columns = ("case", "planned", "resident", "plan is off by", "as a run is")
+    columns = ("case", "planned", "resident", "error of the plan", "unchanged run")
     shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
     for name, (found,) in report.runs.items():
         sizes = [f"{size / 1e6:,.0f}" for size in (found.planned, found.measured, found.as_it_is)]
@@ -137,7 +141,7 @@ def table(report: Report) -> Table:
 
 
 def write_model(folder: Path, **sizes: int) -> Path:
-    """Write a seeded random Llama of about 30 million parameters, tied, or of other sizes."""
+    """Write a seeded random Llama with tied embeddings: of about 30 million parameters, or of the given ``sizes``."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -156,7 +160,7 @@ def write_model(folder: Path, **sizes: int) -> Path:
 
 
 def write_rows(folder: Path, num_rows: int = 64, length: int = LENGTH) -> Path:
-    """Write a token dataset of random rows of one document each."""
+    """Write a token dataset of random rows, each of one document."""
     import datasets
 
     rows = np.random.default_rng(0).integers(3, 100, (num_rows, length)).tolist()
@@ -165,7 +169,7 @@ def write_rows(folder: Path, num_rows: int = 64, length: int = LENGTH) -> Path:
 
 
 def plan_of(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path) -> int:
-    """Return the bytes that the plan says a rank will have resident at most."""
+    """Return the peak resident bytes that the plan predicts for a rank."""
     run = runs.start([*_argv(case, model, tokens, work), "--plan", "true"], 1)
     run.finish()
     found = re.search(r"at most\s+([\d.,]+) GB", run.stdout())
@@ -173,8 +177,8 @@ def plan_of(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path)
     return round(float(found[1].replace(",", "")) * 1e9)
 
 
-def resident(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path, before: str = GIVE_BACK) -> int:
-    """Train and return the bytes that any rank has resident at most, after the first step."""
+def resident(runs: ForkedRuns, case: Case, model: Path, tokens: Path, work: Path, before: str = RETURN_FREED) -> int:
+    """Train and return the peak resident bytes of any rank after the first step."""
     run = runs.start(_argv(case, model, tokens, work), case.num_ranks, before=before)
     return max(_peaks(run, work / "metrics.csv"))
 
@@ -189,19 +193,19 @@ def _argv(case: Case, model: Path, tokens: Path, work: Path) -> list[str]:
 
 
 def _peaks(run: ForkedRun, metrics: Path) -> list[int]:
-    """Return what each rank had resident at most between its first step and its last, as the kernel counts it."""
+    """Return each rank's peak resident bytes between its first step and its last, as the kernel counts them."""
     if not run.wait_until(lambda: _num_rows(metrics) >= 1):
         raise ChildProcessError(run.report())
     for pid in run.pids:
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # proc(5): resets the peak
     peaks = [0] * len(run.pids)
 
-    def are_done() -> bool:
+    def is_done() -> bool:
         for index, pid in enumerate(run.pids):
             peaks[index] = max(peaks[index], _high_water(pid))
         return _num_rows(metrics) >= STEPS
 
-    run.wait_until(are_done)
+    run.wait_until(is_done)
     run.finish()
     return peaks
 
@@ -214,6 +218,6 @@ def _high_water(pid: int) -> int:
     status = Path(f"/proc/{pid}/status")
     try:
         found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-    except OSError:  # it has ended
+    except OSError:  # the rank has ended
         return 0
     return int(found[1]) * 1024 if found else 0

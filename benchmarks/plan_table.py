@@ -1,6 +1,6 @@
-"""``python -m benchmarks.plan_table``: the table of docs/performance.md, plans of Llama-3 8B and 70B on GPUs of 80 GB.
+"""Print the plans of Llama-3 8B and 70B on 80 GB GPUs for docs/performance.md: ``python -m benchmarks.plan_table``.
 
-Nothing of it is measured. Sizes are those of the published config.json files; no weights are needed.
+Nothing is measured. The sizes are those of the published config.json files; no weights are needed.
 """
 
 import json
@@ -17,7 +17,7 @@ from fabric_train.training.prepared_run import StepPlan
 
 LENGTH, ROWS = 8192, 128
 DEVICE_MEMORY = "80GB"
-INTERCONNECT, NETWORK = "450GB/s", "400GB/s"  # NVLink 4, and eight ports of 400 Gbit/s a machine
+INTERCONNECT, NETWORK = "450GB/s", "400GB/s"  # NVLink 4; eight ports of 400 Gbit/s per machine
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -33,7 +33,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a model on so many machines of so many devices, and what differs from the defaults."""
+    """A line of the table: a model on ``num_nodes`` machines of ``devices`` GPUs, with options that are not default."""
 
     model: str
     num_nodes: int
@@ -60,13 +60,13 @@ def main() -> None:
     print(" sent a step | takes | checkpoint |")
     print("|---|---|---|" + "---:|" * 9)
     for row in TABLE:
-        wanted = wanted_of(row)
-        forecast = wanted.forecast()
-        print("| " + " | ".join(cells(row, wanted, forecast)) + " |")
+        request = request_of(row)
+        forecast = request.forecast()
+        print("| " + " | ".join(cells(row, request, forecast)) + " |")
 
 
-def wanted_of(row: Row) -> RunRequest:
-    """Return the run of a line: fsdp, a micro-batch of one row, bf16-true unless it says otherwise."""
+def request_of(row: Row) -> RunRequest:
+    """Return the run of a line: fsdp, micro-batches of one row, bf16-true unless its options differ."""
     words = ["--train_data_dir", "tokens", "--output_dir", "run", "--num_nodes", str(row.num_nodes)]
     arguments = parse(TrainArguments, [*words, *row.options.split()])
     world_size = row.num_nodes * row.devices
@@ -78,18 +78,18 @@ def wanted_of(row: Row) -> RunRequest:
     return RunRequest(arguments, _shape(row.model), plan, "fsdp", False, True, memory, is_elsewhere=True)
 
 
-def cells(row: Row, wanted: RunRequest, forecast: Forecast) -> list[str]:
-    """Return the cells of a line."""
+def cells(row: Row, request: RunRequest, forecast: Forecast) -> list[str]:
+    """Return the cells of a line, as Markdown."""
     most = forecast.budget.most
     interconnect, network = (float(parse_size(line) or 0) for line in (INTERCONNECT, NETWORK))
     seconds = sum(collective.seconds(interconnect, network) for collective in forecast.collectives)
-    share = f"{forecast.device_bytes / wanted.device_memory:.0%}"
+    share = f"{forecast.device_bytes / request.device_memory:.0%}"
     kinds = ("weights", "optimizer", "gradients", "gathered weights", "activations")
     return [
         row.model,
         f"{row.num_nodes} × {row.devices}",
         f"`{row.options}`" if row.options else "",
-        f"**{share}**" if faults_of(wanted, forecast) else share,
+        f"**{share}**" if faults_of(request, forecast) else share,
         *(show_size(most.parts.get(kind, 0)) for kind in kinds),
         show_size(sum(collective.sent for collective in forecast.collectives)),
         f"{seconds:.1f} s",

@@ -1,4 +1,4 @@
-"""SmolLM2-135M fine-tuned at a small learning rate in every precision: where rounding loses what was learned."""
+"""Fine-tune SmolLM2-135M at a small learning rate in every precision, to see where rounding loses small updates."""
 
 import csv
 import shutil
@@ -14,9 +14,9 @@ from benchmarks.report import Report
 from sample_data import real_data
 
 STEPS, LR = 100, 2e-5
-MAX_LENGTH = 32  # tokens of a step: a CPU that has no bf16 instructions takes four times as long for its products
+MAX_LENGTH = 32  # tokens per step: bf16 products take four times as long on a CPU without bf16 instructions
 HELD_OUT_BATCHES, EVAL_BATCH_SIZE, EVAL_STEP_INTERVAL = 2, 16, 20
-NUM_TOKENS = 60_000  # of the Spanish Bible, which the model has not learned to write: more than the steps need
+NUM_TOKENS = 60_000  # of the Spanish Bible, which is new to the model; more than the steps need
 REFERENCE, SHIPPED = "32-true", "bf16-true"
 VARIANTS = {
     REFERENCE: "--precision 32-true",
@@ -24,14 +24,14 @@ VARIANTS = {
     "bf16-true, to the nearest": "--precision bf16-true --stochastic_rounding false",
     SHIPPED: "--precision bf16-true",
 }
-LARGEST_SHARE = 0.005  # of fp32's held-out loss, by which that of bf16-true as shipped may differ at the end
+LARGEST_SHARE = 0.005  # largest difference of bf16-true's final held-out loss from fp32's, relative
 PICTURE = ROOT / "docs" / "precision.png"
 _COLOURS = ("#555555", "#7ea3d4", "#c03a2b", "#d9782d")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses in nats a token: ``train`` of every step, ``held_out`` after each of ``steps``."""
+    """Losses in nats per token: ``train`` of every step, ``held_out`` after each of ``steps``."""
 
     train: list[float]
     steps: list[int]
@@ -40,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class PrecisionSummary:
-    """Held-out loss after the last step, and by what share it is above that of fp32 (below, where negative)."""
+    """The held-out loss after the last step, and its relative difference from that of fp32."""
 
     held_out: dict[str, float]
     above_fp32: dict[str, float]
@@ -48,8 +48,10 @@ class PrecisionSummary:
 
 
 def measure(work: Path) -> Report:
-    """Train in every precision on the same rows, with the files in ``work``, relative to the project's root; draw the
-    held-out losses into docs/precision.png.
+    """Train in every precision on the same rows and draw the held-out losses into docs/precision.png.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
         ChildProcessError: a run failed.
@@ -77,7 +79,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the held-out losses at the end."""
+    """Return a table of the final held-out losses."""
     summary: PrecisionSummary = report.summary
     title = f"Held-out loss after {STEPS} steps at lr {LR:g}: SmolLM2-135M on the Spanish Bible"
     shown = Table("precision", "nats a token", "above fp32's", title=title, title_justify="left", box=box.SIMPLE)
@@ -87,14 +89,14 @@ def table(report: Report) -> Table:
 
 
 def summarize(curves: dict[str, Curve]) -> PrecisionSummary:
-    """Compare the ends of the curves."""
+    """Compare the final held-out losses."""
     held_out = {name: curve.held_out[-1] for name, curve in curves.items()}
     above = {name: loss / held_out[REFERENCE] - 1 for name, loss in held_out.items()}
     return PrecisionSummary(held_out, above, shipped_learns=abs(above[SHIPPED]) <= LARGEST_SHARE)
 
 
 def draw(curves: dict[str, Curve], picture: Path) -> None:
-    """Draw the held-out losses over the steps as PNG."""
+    """Draw the held-out losses over the steps as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -122,7 +124,7 @@ def _tokenize_command(model: Path, tokens: Path) -> Command:
 
 
 def command(options: str, model: Path, tokens: Path, target: Path) -> Command:
-    """Return what trains with these options into ``target``."""
+    """Return the command that trains with these options into ``target``."""
     words = f"python -m fabric_train {options} --accelerator cpu --parallelism single --model_name {model}"
     words += f" --train_data_dir {tokens} --output_dir {target} --max_step {STEPS} --lr {LR}"
     words += " --micro_batch_size 1 --total_batch_size 1 --loggers csv --num_workers 0 --rank_timeout 0"

@@ -1,4 +1,4 @@
-"""A benchmark's result as a file in benchmarks/results: what was run, on what, and every raw number."""
+"""Write a benchmark's result into benchmarks/results: machine, commit, commands, and every raw number."""
 
 import json
 import os
@@ -34,7 +34,7 @@ _VERSIONS_OF = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured; ``load_average`` is that of the minute before: above 0 others were at work too."""
+    """The machine; ``load_average`` is over the minute before the benchmark and shows whether other processes ran."""
 
     kind: str
     gpu: str | None
@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark has found: ``runs`` holds a list of dataclasses a system, ``summary`` one dataclass."""
+    """The result of a benchmark; ``runs`` has a list of dataclasses for each system, ``summary`` is one dataclass."""
 
     name: str
     settings: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Report:
 
 
 def this_machine() -> Machine:
-    """Describe this machine, as it is before anything is measured."""
+    """Return a description of this machine; call it before anything is measured."""
     import torch
 
     cores = available_cores()
@@ -76,8 +76,9 @@ def this_machine() -> Machine:
 
 
 def checked_out_commit() -> str | None:
-    """Return the commit that is checked out, with ``-dirty`` where files other than results and documents differ from
-    it; None outside a repository.
+    """Return the commit that is checked out, or None outside a repository.
+
+    It ends in ``-dirty`` where files other than results and documents differ from the commit.
     """
     try:
         commit = _git("describe", "--always", "--abbrev=12", "--exclude=*")
@@ -88,7 +89,7 @@ def checked_out_commit() -> str | None:
 
 
 def write_report(report: Report, machine: Machine, commit: str | None) -> Path:
-    """Write ``results/NAME-DATE-MACHINE.json``, in place of an earlier one of that day, and return its path."""
+    """Write ``results/NAME-DATE-MACHINE.json``, replacing one of the same day, and return its path."""
     now = datetime.now(timezone.utc)
     content = {
         "benchmark": report.name,

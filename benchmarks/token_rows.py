@@ -1,4 +1,4 @@
-"""What a system has written, whatever its format: how many rows, how many tokens in them, and the first rows."""
+"""Read the rows that a system has written, in any of the systems' formats."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ COMPARED_ROWS = 100
 
 @dataclass(frozen=True)
 class TokenRows:
-    """``num_tokens`` are those in the rows, without padding; ``first`` are ids, int32 [``COMPARED_ROWS``, length]."""
+    """A system's rows; ``num_tokens`` is without padding, ``first`` are the first rows' ids, int32 [rows, length]."""
 
     num_rows: int
     num_tokens: int
@@ -22,7 +22,7 @@ class TokenRows:
 
 
 def read_token_dataset(folder: Path, _max_length: int) -> TokenRows:
-    """Read what ``tokenize_dataset.py`` has written."""
+    """Read a token dataset of ``tokenize_dataset.py``."""
     made = load_from_disk(str(folder))
     assert isinstance(made, DatasetDict)
     num_tokens = json.loads((folder / "manifest.json").read_text())["ledger"]["train"]["tokens_in_rows"]
@@ -30,25 +30,25 @@ def read_token_dataset(folder: Path, _max_length: int) -> TokenRows:
 
 
 def read_dataset(folder: Path, _max_length: int) -> TokenRows:
-    """Read a dataset of ``datasets`` whose rows may be shorter than the length: a collator would pad them."""
+    """Read a dataset of ``datasets``; rows shorter than the length are those that a collator would pad."""
     made = load_from_disk(str(folder))
     num_tokens = pyarrow.compute.sum(pyarrow.compute.list_value_length(made.data.column("input_ids"))).as_py()
     return TokenRows(made.num_rows, num_tokens, _first(made[:COMPARED_ROWS]["input_ids"]))
 
 
 def read_datatrove(folder: Path, max_length: int) -> TokenRows:
-    """Read ``.ds`` files, bare uint32."""
+    """Read datatrove's ``.ds`` files: the ids as uint32, without a header."""
     return _from_streams([np.fromfile(file, np.uint32) for file in sorted(folder.glob("*.ds"))], max_length)
 
 
 def read_litdata(folder: Path, max_length: int) -> TokenRows:
-    """Read chunks: the number of their items, the start of each and the end of the last, all uint32; then the ids."""
+    """Read litdata's chunks: the number of items, the start of each and the end of the last as uint32, then the ids."""
     chunks = [np.fromfile(file, np.int32) for file in sorted(folder.glob("*.bin"))]
     return _from_streams([chunk[chunk[0] + 2 :] for chunk in chunks], max_length)
 
 
 def _from_streams(streams: list[NDArray[np.uint32]] | list[NDArray[np.int32]], max_length: int) -> TokenRows:
-    """Cut each stream into rows, as the systems' loaders do: its last tokens, too few for a row, are left out."""
+    """Split each stream into rows as the systems' loaders do, without its last tokens if they do not fill a row."""
     num_rows = sum(len(stream) // max_length for stream in streams)
     first = streams[0][: min(COMPARED_ROWS, len(streams[0]) // max_length) * max_length].reshape(-1, max_length)
     return TokenRows(num_rows, num_rows * max_length, first.astype(np.int32))

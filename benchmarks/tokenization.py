@@ -1,4 +1,4 @@
-"""Text → rows of Llama-3 tokens on the disk: ``tokenize_dataset.py`` beside its peers and bare tiktoken."""
+"""Measure text to rows of Llama-3 tokens on disk: ``tokenize_dataset.py``, its peers and bare tiktoken."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, whole_documents, write_corpus
 from benchmarks.measure import ROOT, Command, Measurement, Spread, interleave, run, spread
 from benchmarks.report import Report
-from benchmarks.systems import (
+from benchmarks.tokenization_systems import (
     BARE,
     DATATROVE,
     MAX_LENGTH,
@@ -32,18 +32,20 @@ from benchmarks.systems import (
 from sample_data import real_data
 
 REPETITIONS = 3
-COPIES = 10  # of the text, in the larger set
+COPIES = 10  # of the text in the larger set
 REPETITIONS_OF_LARGER = {OURS: 2, BARE: 2, DATATROVE: 2, RECIPE: 1}
-MARKS = (BARE, RECIPE, DATATROVE)  # what the table sets every system's speed against
+BASELINES = (BARE, RECIPE, DATATROVE)  # the table shows every system's speed relative to these
 
 
 @dataclass(frozen=True)
 class TokenizationRun:
     """One run of one system.
 
-    ``tokens_per_second`` are the documents' tokens over the whole command's time. ``encoding_tokens_per_second``, which
-    only bare tiktoken tells, are over the time inside ``encode_ordinary_batch``. ``padding_share`` is of the tokens in
-    the rows, ``left_out_share`` of the documents' tokens; bare tiktoken makes no rows.
+    Attributes:
+        tokens_per_second: the documents' tokens over the whole command's time.
+        encoding_tokens_per_second: the same over the time inside ``encode_ordinary_batch``; bare tiktoken only.
+        padding_share: padding relative to all positions in the rows; None for bare tiktoken, which writes no rows.
+        left_out_share: tokens in no row relative to the documents' tokens; None for bare tiktoken.
     """
 
     seconds: float
@@ -58,7 +60,7 @@ class TokenizationRun:
 
 @dataclass(frozen=True)
 class SystemSummary:
-    """A system over its repetitions."""
+    """One system over its repetitions."""
 
     repetitions: int
     seconds: Spread
@@ -71,7 +73,7 @@ class SystemSummary:
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """The systems on one set of documents; ``speed_ratios`` are ours over a peer's, of the medians."""
+    """All systems on one set of documents; ``speed_ratios`` are our median over the peer's."""
 
     num_documents: int
     num_characters: int
@@ -82,7 +84,7 @@ class CorpusSummary:
 
 @dataclass(frozen=True)
 class TokenizationSummary:
-    """``left_out`` are peers that could not be run here, and why."""
+    """Both sets of documents; ``left_out`` maps a peer that cannot run here to the reason."""
 
     corpora: CorpusSummary
     larger: CorpusSummary
@@ -91,7 +93,7 @@ class TokenizationSummary:
 
 @dataclass(frozen=True)
 class _Input:
-    """Documents, and what ``tokenize_dataset.py`` makes of them; ``first`` are ids, int32 [rows, length]."""
+    """Documents and their rows by ``tokenize_dataset.py``; ``first`` are the first rows' ids, int32 [rows, length]."""
 
     corpus: Corpus
     tokenizer: Path
@@ -100,10 +102,13 @@ class _Input:
 
 
 def measure(work: Path) -> Report:
-    """Measure all systems on the same texts, with their files in ``work``, relative to the project's root.
+    """Measure all systems on the same texts.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        ChildProcessError: a system failed, or they did not make the same rows.
+        ChildProcessError: a system failed, or two systems wrote different rows.
     """
     packages, left_out = prepare_peers()
     usable = {OURS: REPETITIONS, **{name: REPETITIONS for name in PEERS if name not in left_out}}
@@ -125,7 +130,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Group:
-    """Show the medians, and the lowest and highest values behind them."""
+    """Return a table for each set of documents, with medians, lowest and highest values."""
     summary: TokenizationSummary = report.summary
     shown = [
         _table_of("Shakespeare's works and the Spanish Bible's chapters", summary.corpora),
@@ -147,16 +152,16 @@ def _settings() -> dict[str, object]:
 
 
 def _prepare(folder: Path, documents: Iterable[str]) -> _Input:
-    """Write the documents, and run ours once, uncounted: how many tokens are they, and which are the first rows?"""
+    """Write the documents and tokenize them once, unmeasured, for their number of tokens and their first rows."""
     print(f"tokenization: preparing the set {folder.name}", flush=True)
     corpus = write_corpus(ROOT / folder, documents, NUM_PROC)
-    model, made = real_data.llama3_tokenizer_model().relative_to(ROOT), folder / "reference"
-    run(our_command(corpus.file.relative_to(ROOT), model, made))
+    model, reference = real_data.llama3_tokenizer_model().relative_to(ROOT), folder / "reference"
+    run(our_command(corpus.file.relative_to(ROOT), model, reference))
     tokenizer = folder / "tokenizer"
-    shutil.move(ROOT / made / "tokenizer", ROOT / tokenizer)
-    ledger = json.loads((ROOT / made / "manifest.json").read_text())["ledger"]
-    first = read_rows(OURS, ROOT / made).first
-    shutil.rmtree(ROOT / made)
+    shutil.move(ROOT / reference / "tokenizer", ROOT / tokenizer)
+    ledger = json.loads((ROOT / reference / "manifest.json").read_text())["ledger"]
+    first = read_rows(OURS, ROOT / reference).first
+    shutil.rmtree(ROOT / reference)
     return _Input(corpus, tokenizer, ledger["train"]["tokens_in"], first)
 
 
@@ -171,13 +176,13 @@ def _commands(names: Iterable[str], given: _Input, work: Path, packages: Mapping
 def _run_all(
     commands: Mapping[str, Command], repetitions: Mapping[str, int], given: _Input, work: Path
 ) -> dict[str, list[TokenizationRun]]:
-    """Run each system as often as it is to be; in each round those that are not through yet."""
+    """Run each system as often as ``repetitions`` says."""
     systems = {name: partial(_run_once, name, command, given, work) for name, command in commands.items()}
     return interleave(systems, repetitions, f"tokenization, set {given.corpus.file.parent.name}")
 
 
 def _run_once(name: str, command: Command, given: _Input, work: Path) -> TokenizationRun:
-    """Run the command without what an earlier one has left for it to find, and look at what it has made."""
+    """Remove what earlier runs have left, run the command and check its rows."""
     for leftover in (work / name, work / "cache"):
         shutil.rmtree(ROOT / leftover, ignore_errors=True)
     measured = run(command)
@@ -185,7 +190,7 @@ def _run_once(name: str, command: Command, given: _Input, work: Path) -> Tokeniz
         return _run_of_bare(measured, given)
     rows = read_rows(name, ROOT / work / name)
     if not np.array_equal(rows.first, given.first):
-        raise ChildProcessError(f"{OURS} and {name} made other rows of the same texts: nothing can be compared")
+        raise ChildProcessError(f"{OURS} and {name} write different rows, so their speeds cannot be compared")
     return TokenizationRun(
         seconds=measured.seconds,
         tokens_per_second=given.num_tokens / measured.seconds,
@@ -199,13 +204,13 @@ def _run_once(name: str, command: Command, given: _Input, work: Path) -> Tokeniz
 
 
 def _run_of_bare(measured: Measurement, given: _Input) -> TokenizationRun:
-    told = json.loads(measured.output.splitlines()[-1])
-    if told["tokens"] != given.num_tokens - 2 * given.corpus.num_documents:  # it adds neither BOS nor EOS
-        raise ChildProcessError(f"{OURS} and {BARE} made other tokens of the same texts: nothing can be compared")
+    printed = json.loads(measured.output.splitlines()[-1])
+    if printed["tokens"] != given.num_tokens - 2 * given.corpus.num_documents:  # it adds neither BOS nor EOS
+        raise ChildProcessError(f"{OURS} and {BARE} count different tokens, so their speeds cannot be compared")
     return TokenizationRun(
         seconds=measured.seconds,
-        tokens_per_second=told["tokens"] / measured.seconds,
-        encoding_tokens_per_second=told["tokens"] / told["encoding_seconds"],
+        tokens_per_second=printed["tokens"] / measured.seconds,
+        encoding_tokens_per_second=printed["tokens"] / printed["encoding_seconds"],
         peak_rss_bytes=measured.peak_rss_bytes,
         peak_pss_bytes=measured.peak_pss_bytes,
         rows=None,
@@ -247,8 +252,8 @@ def _table_of(what: str, summary: CorpusSummary) -> Table:
         f"Tokenization of {what}: {summary.num_documents:,} documents, {summary.num_tokens:,} tokens, "
         f"{NUM_PROC} processes, medians"
     )
-    marks = [mark for mark in MARKS if mark in summary.systems]
-    columns = ("seconds", "lowest–highest", "tokens/s", *(f"/ {mark}" for mark in marks))
+    baselines = [name for name in BASELINES if name in summary.systems]
+    columns = ("seconds", "lowest–highest", "tokens/s", *(f"/ {baseline}" for baseline in baselines))
     shown = Table(
         "system",
         *columns,
@@ -269,7 +274,7 @@ def _table_of(what: str, summary: CorpusSummary) -> Table:
             f"{system.seconds.median:.1f}",
             f"{system.seconds.lowest:.1f}–{system.seconds.highest:.1f}",
             f"{speed:,.0f}",
-            *(f"{speed / summary.systems[mark].tokens_per_second.median:.2f}×" for mark in marks),
+            *(f"{speed / summary.systems[baseline].tokens_per_second.median:.2f}×" for baseline in baselines),
             _megabytes(system.peak_rss_bytes),
             _megabytes(system.peak_pss_bytes),
             _percent(system.padding_share),

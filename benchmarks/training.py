@@ -1,6 +1,4 @@
-"""SmolLM2-135M on this machine's CPU: ``fabric_train`` beside other trainers on the same rows, each as it comes and in
-its fastest setting that keeps the loss.
-"""
+"""Train SmolLM2-135M on CPU with ``fabric_train`` and other trainers on the same rows, each eager and compiled."""
 
 import csv
 import json
@@ -22,14 +20,14 @@ from sample_data import real_data
 
 REPETITIONS = 2
 STEPS = 6
-WARM_UP_STEPS = 2  # measured by nobody: layers are compiled, and memory is allocated, in the first for the optimizer
+WARM_UP_STEPS = 2  # not counted: the first steps compile layers and allocate memory
 ACCUMULATION = 4
 MAX_LENGTH = 512
-NUM_TOKENS = 100_000  # of Shakespeare, more than the steps need
+NUM_TOKENS = 100_000  # of Shakespeare; more than the steps need
 LR = 2e-5
 THREADS = 2
 OURS, BARE = "fabric_train", "bare_pytorch"
-PEERS: Mapping[str, tuple[str, ...]] = {  # module in peers/, and its own options
+PEERS: Mapping[str, tuple[str, ...]] = {  # module in peers/ and its own options
     BARE: ("bare_pytorch",),
     "lightning": ("lightning_trainer",),
     "transformers": ("huggingface_trainers",),
@@ -38,12 +36,12 @@ PEERS: Mapping[str, tuple[str, ...]] = {  # module in peers/, and its own option
 }
 _WITH_PACKAGES = ("trl", "litgpt")
 _COMPILED = ", compiled"
-_LARGEST_DIFFERENCE = 1e-3  # of two losses in fp32 that are meant to be the same
+_LARGEST_DIFFERENCE = 1e-3  # between the losses of two systems in fp32
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """Optimizer steps, and the micro-batches of one row each in a step."""
+    """The number of optimizer steps, and of micro-batches of one row in a step."""
 
     steps: int
     accumulation: int
@@ -51,10 +49,12 @@ class RunLength:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One run of one system; speeds and losses of every step, the first ones included.
+    """One run of one system, with speeds and losses of every step, the first ones included.
 
-    ``peak_rss_bytes`` is as the process itself tells after its last step and before it saves. ``command_*`` are the
-    whole command's, with its data workers, and for ours also with the checkpoint that ends a run.
+    Attributes:
+        peak_rss_bytes: as the process itself reports it after the last step, before any save.
+        command_seconds: of the whole command; ours includes the checkpoint at the end.
+        command_peak_rss_bytes: of the whole command with its data workers; PSS likewise.
     """
 
     tokens_per_second: list[float]
@@ -67,7 +67,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class SystemSummary:
-    """``tokens_per_second`` is the spread of the repetitions' medians over the steps."""
+    """One system over its repetitions; ``tokens_per_second`` is the spread of their medians over the steps."""
 
     tokens_per_second: Spread
     peak_rss_bytes: Spread
@@ -76,8 +76,12 @@ class SystemSummary:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """Ratios are of medians: ours over the bare loop's, as both come; and ours in its fastest setting over the fastest
-    peer's, ``fastest_peer``, in its own. Loss differences are to the bare loop. ``left_out`` gives the reasons.
+    """All systems. Ratios are of medians, loss differences are to the bare loop.
+
+    Attributes:
+        speed_ratio: ours over the bare loop, both eager; ``rss_ratio`` likewise.
+        fastest_ratio: our faster setting over the fastest peer, ``fastest_peer``, in its faster setting.
+        left_out: a system that has no result → the reason.
     """
 
     systems: dict[str, SystemSummary]
@@ -89,10 +93,13 @@ class TrainingSummary:
 
 
 def measure(work: Path) -> Report:
-    """Measure the systems on the same rows, with their files in ``work``, relative to the project's root.
+    """Measure the systems on the same rows.
+
+    Args:
+        work: folder for the files, relative to the project's root.
 
     Raises:
-        ChildProcessError: ours or the bare loop failed, or the losses are not the same.
+        ChildProcessError: ours or the bare loop failed, or the losses differ.
     """
     tokens, model = work / "tokens", real_data.smollm2().relative_to(ROOT)
     print("training: making the token dataset", flush=True)
@@ -127,7 +134,7 @@ def measure(work: Path) -> Report:
 
 
 def table(report: Report) -> Table:
-    """Show the medians, and the lowest and highest values behind them."""
+    """Return a table of medians, lowest and highest values."""
     summary: TrainingSummary = report.summary
     title = (
         f"Training: SmolLM2-135M, fp32, rows of {MAX_LENGTH}, micro-batch 1, accumulation {ACCUMULATION}, "
@@ -156,14 +163,14 @@ def our_command(model: Path, tokens: Path, target: Path, length: RunLength, *, c
     words = "python -m fabric_train --parallelism single --accelerator cpu --precision 32-true"
     words += f" --model_name {model} --train_data_dir {tokens} --output_dir {target} --max_step {length.steps}"
     words += f" --micro_batch_size 1 --total_batch_size {length.accumulation} --lr {LR} --lr_schedule constant"
-    words += " --loggers csv --isolate_documents false"  # nor do the peers
+    words += " --loggers csv --isolate_documents false"  # the peers do not isolate documents either
     if compiled:
         words += " --compile true"
     return Command(tuple(words.split()), {"OMP_NUM_THREADS": str(THREADS)})
 
 
 def peer_command(name: str, model: Path, tokens: Path, length: RunLength, *, compiled: bool = False) -> Command:
-    """Give the peer the rows in the order that ours takes them in."""
+    """Return the command that trains a peer on the rows in the order of ``fabric_train``."""
     script, *options = PEERS[name]
     dataset = open_dataset(str(ROOT / tokens))
     order = WindowOrder(len(dataset.train), length.accumulation, 1, world_size=1, rank=0, seed=0)
@@ -177,7 +184,7 @@ def peer_command(name: str, model: Path, tokens: Path, length: RunLength, *, com
 
 
 def run_ours(command: Command, target: Path) -> TrainingRun:
-    """Run the command of ours and read what it has logged into the run folder ``target``."""
+    """Run our command and read the metrics in the run folder ``target``."""
     shutil.rmtree(ROOT / target, ignore_errors=True)
     measured = run(command)
     with (ROOT / target / "metrics.csv").open(newline="", encoding="utf-8") as file:
@@ -191,10 +198,10 @@ def run_ours(command: Command, target: Path) -> TrainingRun:
 
 
 def run_peer(command: Command) -> TrainingRun:
-    """Run a peer's command and read what it prints."""
+    """Run a peer's command and read the metrics that it prints."""
     measured = run(command)
-    told = json.loads(measured.output.splitlines()[-1])
-    return _training_run(measured, told["tokens_per_second"], told["losses"], told["peak_rss_bytes"])
+    printed = json.loads(measured.output.splitlines()[-1])
+    return _training_run(measured, printed["tokens_per_second"], printed["losses"], printed["peak_rss_bytes"])
 
 
 def _training_run(measured: Measurement, speeds: list[float], losses: list[float], peak: int) -> TrainingRun:
@@ -217,7 +224,7 @@ def _summarize(runs: dict[str, list[TrainingRun]], left_out: dict[str, str]) -> 
     for name, system in systems.items():
         if not system.largest_loss_difference <= _LARGEST_DIFFERENCE:
             difference = f"the losses of {name} and {BARE} differ by up to {system.largest_loss_difference:.1e}"
-            raise ChildProcessError(f"{difference}: they do not compute the same, so nothing can be compared")
+            raise ChildProcessError(f"{difference}, so their speeds cannot be compared")
     ours, bare = systems[OURS], systems[BARE]
     peers = {name: system for name, system in systems.items() if not name.startswith(OURS)}
     fastest_peer = max(peers, key=lambda name: peers[name].tokens_per_second.median)

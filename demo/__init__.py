@@ -1,1 +1,1 @@
-"""The demo: the whole way from text to an exported model on a laptop, and the real data it and the tests use."""
+"""``make demo``: the way from text to an exported model, on GPUs or on a laptop's CPU. Read ``__main__.py`` first."""

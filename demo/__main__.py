@@ -1,4 +1,4 @@
-"""``make demo``: SmolLM2-135M learns Shakespeare; every step is one of the project's own command lines."""
+"""Train SmolLM2-135M on Shakespeare (``make demo``). Each stage runs one of the project's own command lines."""
 
 import csv
 import json
@@ -21,12 +21,12 @@ FOLDER = Path("demo_run")
 TOKENS, BEFORE, RUN, EXPORT = FOLDER / "tokens", FOLDER / "before", FOLDER / "run", FOLDER / "model"
 PICTURE = FOLDER / "loss.png"
 PROMPT = "But soft! what light through yonder window"
-_LARGEST_SHARE = 0.9  # of the perplexity before, that the one after may have
+_MAX_PERPLEXITY_RATIO = 0.9  # perplexity after training over that before
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the training has brought: perplexities on the held-out works, tokens a second over all devices."""
+    """What the demo shows: loss and perplexities on the held-out works, tokens per second over all devices."""
 
     loss_before: float
     perplexity_before: float
@@ -36,7 +36,7 @@ class Result:
 
 
 def main() -> None:
-    """Run the stages one after the other and leave with the exit code of the one that fails."""
+    """Run the stages in turn; exit with the exit code of a stage that fails."""
     started = time.monotonic()
     console = Console(highlight=False)
     try:
@@ -45,21 +45,20 @@ def main() -> None:
     except (StageError, real_data.FetchError) as error:
         sys.exit(_failed(str(error), getattr(error, "exit_code", 1)))
     except KeyboardInterrupt:
-        sys.exit(_failed("interrupted; make demo starts again, with what is complete kept", 130))
-    if result.perplexity_after > _LARGEST_SHARE * result.perplexity_before:
-        sys.exit(
-            _failed(f"perplexity only went from {result.perplexity_before:.1f} to {result.perplexity_after:.1f}", 1)
-        )
+        sys.exit(_failed("interrupted; run make demo again, it keeps the data that is complete", 130))
+    if result.perplexity_after > _MAX_PERPLEXITY_RATIO * result.perplexity_before:
+        perplexities = f"{result.perplexity_before:.1f} to {result.perplexity_after:.1f}"
+        sys.exit(_failed(f"perplexity only went from {perplexities}; the model did not learn", 1))
 
 
 def _run_demo() -> Result:
-    _headline(1, "real data: SmolLM2-135M and Shakespeare")
+    _headline(1, "download real data: SmolLM2-135M and Shakespeare")
     model, documents = (path.relative_to(ROOT) for path in (real_data.smollm2(), real_data.shakespeare()))
-    print(f"{model} and {documents} are there", flush=True)
+    print(f"found {model} and {documents}", flush=True)
 
-    _headline(2, "tokenize: 42 works, 10 % of them held out")
+    _headline(2, "tokenize 42 works, 10 % of them held out")
     if (ROOT / TOKENS).exists():
-        print(f"{TOKENS} is there", flush=True)
+        print(f"found {TOKENS}", flush=True)
     else:
         tokenize = ["--dataset", documents, "--tokenizer_name", model, "--output_dir", TOKENS]
         run_stage(
@@ -68,7 +67,7 @@ def _run_demo() -> Result:
     for leftover in (BEFORE, RUN, EXPORT):
         shutil.rmtree(ROOT / leftover, ignore_errors=True)
 
-    _headline(3, "held-out perplexity before training")
+    _headline(3, "evaluate the held-out perplexity before training")
     _train("evaluation", model, BEFORE, "--eval_only", "true")
     _headline(4, "train, evaluate, save")
     _train("training", model, RUN)
@@ -85,13 +84,13 @@ def _run_demo() -> Result:
 
 
 def _train(name: str, model: Path, run: Path, *more: str) -> None:
-    """Run the training program on every GPU, or on two CPU ranks, with a port of its own."""
+    """Run the training program on all GPUs, or on two CPU ranks, with a free port."""
     num_gpus = torch.cuda.device_count()
     devices = ["--devices", num_gpus, "--accelerator", "cuda"] if num_gpus else ["--devices", 2, "--accelerator", "cpu"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # fp32 is the CPU's fastest precision; a GPU's is 16 bits over fp32 weights
+    # fp32, in configs/demo.yaml, is fastest on a CPU; on a GPU bf16-mixed is faster and keeps fp32 weights
     precision = ["--precision", "bf16-mixed"] if num_gpus else []
     paths = ["--train_data_dir", TOKENS, "--model_name", model, "--output_dir", run]
     config = ["--config", "configs/demo.yaml"]
@@ -102,7 +101,7 @@ def _read_result() -> Result:
     before = json.loads((ROOT / BEFORE / "evaluation.json").read_text(encoding="utf-8"))
     with (ROOT / RUN / "metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    # the first step warms up; a rate is tokens over the time that they took
+    # without the first step, which warms up; all steps have the same number of tokens, hence the harmonic mean
     rates = [float(row["tokens_per_second"]) for row in rows[1:]]
     return Result(
         loss_before=before["loss"],

@@ -1,4 +1,4 @@
-"""Draw a run's loss curve."""
+"""Draw the loss curve of a run."""
 
 import csv
 from pathlib import Path
@@ -12,12 +12,13 @@ _BLUE, _ORANGE, _GREY = "#7ea3d4", "#d9782d", "#555555"
 
 
 def draw_loss_curve(metrics: Path, picture: Path, title: str, loss_before: float) -> None:
-    """Draw train and validation loss (nats a token) over the optimizer steps as PNG.
+    """Draw train and validation loss (nats per token) over the optimizer steps as a PNG.
 
     Args:
-        metrics: a run's metrics.csv.
+        metrics: the run's metrics.csv.
         picture: the PNG to write.
-        loss_before: validation loss of the untrained model, drawn at step 0.
+        title: the title of the picture.
+        loss_before: validation loss before training, drawn at step 0.
     """
     with metrics.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

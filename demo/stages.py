@@ -1,4 +1,4 @@
-"""Run the demo's programs through their command lines, showing what is run and that something moves."""
+"""Run a program of the demo by its command line and show its output and its progress."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ _SILENCE_SECONDS = 5.0
 
 
 class StageError(RuntimeError):
-    """A stage of the demo failed; ``exit_code`` is what the demo leaves with."""
+    """A stage of the demo failed; the demo exits with ``exit_code``."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -23,33 +23,37 @@ class StageError(RuntimeError):
 
 
 def run_stage(name: str, *command: object) -> None:
-    """Print the command, run it in the project's root and pass its output on as it comes.
+    """Print the command, run it in the project's root and print its output as it comes.
 
-    ``python`` and ``fabric`` are those of this environment. In silence, a line now and then tells how long it ran.
+    While the program prints nothing, print every few seconds how long it has run.
+
+    Args:
+        name: the stage, for progress lines and errors.
+        command: a program of this virtual environment (``python``, ``fabric``) and its arguments.
 
     Raises:
-        StageError: with the program's exit code, where that is not 0.
+        StageError: the program's exit code is not 0.
     """
     words = [str(word) for word in command]
     print(f"\n$ {shlex.join(words)}", flush=True)
     words[0] = str(Path(sys.executable).parent / words[0])
-    # a terminal gets the programs' own progress bars, which they draw on nothing else
+    # programs draw their progress bars only on a terminal
     reader, writer = pty.openpty() if sys.stdout.isatty() else os.pipe()
     width = str(shutil.get_terminal_size((120, 24)).columns)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": width, "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=writer, stderr=writer) as process:
         os.close(writer)
         try:
-            _pass_on(reader, name)
+            _copy_output(reader, name)
         finally:
             os.close(reader)
     if process.returncode:
         code = process.returncode if process.returncode > 0 else 128 - process.returncode
-        raise StageError(f"{name} failed with exit code {code}; its own message stands above", code)
+        raise StageError(f"{name} failed with exit code {code}; see its message above", code)
 
 
-def _pass_on(reader: int, name: str) -> None:
-    """Copy what the program writes to our standard output until it has closed its end."""
+def _copy_output(reader: int, name: str) -> None:
+    """Copy the program's output to our standard output until the program closes it."""
     started = time.monotonic()
     while True:
         if not select.select([reader], [], [], _SILENCE_SECONDS)[0]:
@@ -57,7 +61,7 @@ def _pass_on(reader: int, name: str) -> None:
             continue
         try:
             output = os.read(reader, 65536)
-        except OSError:  # Linux's way of ending a pseudo-terminal
+        except OSError:  # how Linux reports that a pseudo-terminal is closed
             return
         if not output:
             return

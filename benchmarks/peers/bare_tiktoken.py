@@ -1,6 +1,6 @@
-"""The least that turns text into Llama-3 tokens: ``encode_ordinary_batch`` of tiktoken. Nothing is packed or written.
+"""Encode text as Llama-3 tokens with tiktoken's ``encode_ordinary_batch``; pack and write nothing.
 
-Prints the number of tokens and the seconds of the encoding alone as JSON.
+Print the number of tokens and the seconds spent encoding as JSON.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiktoken import Encoding
 
-# as in llama_models/llama3/tokenizer.py
+# from llama_models/llama3/tokenizer.py
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -29,7 +29,7 @@ def read_texts(path: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Encode as the command line says."""
+    """Encode the documents given on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--tokenizer_model", required=True, help="Meta's tokenizer.model")

@@ -1,6 +1,6 @@
-"""The usual way from text to rows of tokens: ``datasets.map`` to tokenize, ``datasets.map`` to group, ``save_to_disk``.
+"""Tokenize with the usual recipe: ``datasets.map`` to tokenize, ``datasets.map`` to group, ``save_to_disk``.
 
-As transformers' examples/pytorch/language-modeling/run_clm.py does it, without the columns that continued pretraining
+This follows transformers' examples/pytorch/language-modeling/run_clm.py, without the columns that continued pretraining
 does not need (attention mask, labels), and with an EOS after every document.
 """
 
@@ -13,20 +13,20 @@ from transformers import AutoTokenizer
 
 
 def tokenize(batch: dict[str, list[Any]], tokenizer: Any) -> dict[str, list[list[int]]]:
-    """Return the documents' ids; the tokenizer adds BOS by itself."""
+    """Return the documents' ids with EOS; the tokenizer adds BOS."""
     ended = [text + tokenizer.eos_token for text in batch["text"]]
     return {"input_ids": tokenizer(ended, return_attention_mask=False)["input_ids"]}
 
 
 def group_texts(batch: dict[str, list[list[int]]], max_length: int) -> dict[str, list[list[int]]]:
-    """Join a batch's documents and cut them into rows; the batch's last, incomplete row is left out."""
+    """Join a batch's documents and split them into rows; drop the batch's last, incomplete row."""
     joined = list(chain.from_iterable(batch["input_ids"]))
     whole = len(joined) // max_length * max_length
     return {"input_ids": [joined[start : start + max_length] for start in range(0, whole, max_length)]}
 
 
 def main() -> None:
-    """Tokenize as the command line says."""
+    """Tokenize the documents given on the command line."""
     parser = argparse.ArgumentParser()
     for name in ("--dataset", "--tokenizer_name", "--output_dir"):
         parser.add_argument(name, required=True)

@@ -1,6 +1,6 @@
-"""datatrove's way from text to a stream of tokens: ``JsonlReader`` and ``DocumentTokenizer``, a task for every file.
+"""Tokenize with datatrove: ``JsonlReader`` and ``DocumentTokenizer``, one task a file.
 
-Documents stay in their order (``shuffle_documents``), the quickest choice, and have BOS and EOS as everywhere here.
+Documents keep their order (``shuffle_documents=False``), which is fastest, and get BOS and EOS as in all systems.
 """
 
 import argparse
@@ -15,7 +15,7 @@ BOS, EOS = ("<|begin_of_text|>", 128_000), ("<|end_of_text|>", 128_001)
 
 
 def main() -> None:
-    """Tokenize as the command line says."""
+    """Tokenize the documents given on the command line."""
     parser = argparse.ArgumentParser()
     for name in ("--dataset", "--tokenizer_name", "--output_dir"):
         parser.add_argument(name, required=True)

@@ -1,4 +1,4 @@
-"""One way from hidden states to the gradients of a summed cross entropy; prints its times and its memory as JSON."""
+"""Compute a summed cross entropy and its gradients from hidden states; print time and memory as JSON."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 
 def main() -> None:
-    """Compute loss and gradients ``--repetitions`` times, after one that is not timed."""
+    """Compute loss and gradients ``--repetitions`` times, after one untimed repetition."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--form", choices=FORMS, required=True)
     for name in ("--tokens", "--supervised", "--vocabulary", "--width", "--repetitions"):
@@ -38,39 +38,41 @@ def main() -> None:
         norm = weight.grad.norm().item()
         seconds.append(time.perf_counter() - started)
         hidden.grad = weight.grad = None
-    told = {"seconds": seconds[1:], "peak_bytes": peak_bytes(device) - before}
-    print(json.dumps(told | {"loss": loss.item() / len(targets), "gradient_norm": norm}))
+    costs = {"seconds": seconds[1:], "peak_bytes": peak_bytes(device) - before}
+    print(json.dumps(costs | {"loss": loss.item() / len(targets), "gradient_norm": norm}))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory there ever was: the device's that tensors have held, or what the process has had resident."""
+    """Return the peak of the memory allocated on the GPU, or of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def of_all_positions(loss: Loss) -> Loss:
-    """The same over all positions, where those not asked for are ignored."""
+def over_all_positions(loss: Loss) -> Loss:
+    """Return ``loss`` computed over all positions, with the label -100 at those that are not supervised."""
 
-    def over_all(
+    def computed(
         hidden: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
         labels = targets.new_full((len(hidden),), -100).index_copy(0, positions, targets)
         return loss(hidden, weight, positions, labels)
 
-    return over_all
+    return computed
 
 
 def from_logits(
     hidden: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over the losses of logits, as transformers computes them."""
+    """Return the summed cross entropy of the whole logits, as transformers computes it."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
 
-def of_torch(reduction: str) -> Loss:
-    """Torch's own in chunks, as large as ours: left to itself it takes 4 tokens at SmolLM2's shape on a CPU, and
-    several times as long. By ``none`` it gives each token's loss and computes the gradients in the backward pass.
+def torch_chunked(reduction: str) -> Loss:
+    """Return ``F.linear_cross_entropy`` with chunks as large as ours.
+
+    Its default at SmolLM2's shape on a CPU is chunks of 4 tokens, which take several times as long. With the reduction
+    ``none`` it returns each token's loss and computes the gradients in the backward pass.
     """
 
     def chunked(
@@ -83,14 +85,14 @@ def of_torch(reduction: str) -> Loss:
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What ``fabric_train`` computes, of the supervised positions alone."""
+    """Return the loss as ``fabric_train`` computes it, over the supervised positions only."""
     return summed_cross_entropy(hidden, weight, None, positions, targets)
 
 
 FORMS: dict[str, Loss] = {
-    "logits": of_all_positions(from_logits),
-    "torch_sum": of_all_positions(of_torch("sum")),
-    "torch_none": of_all_positions(of_torch("none")),
+    "logits": over_all_positions(from_logits),
+    "torch_sum": over_all_positions(torch_chunked("sum")),
+    "torch_none": over_all_positions(torch_chunked("none")),
     "ours": ours,
 }
 

@@ -1,6 +1,4 @@
-"""transformers' Trainer on a GPU: a model of random weights, held and computed in bf16; prints its speed and memory as
-JSON.
-"""
+"""Train a random model in bf16 on a GPU with transformers' Trainer; print its speed and memory as JSON."""
 
 import argparse
 from typing import Any
@@ -9,11 +7,11 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
-from benchmarks.peers.huggingface_trainers import InOrder, settings, train
+from benchmarks.peers.huggingface_trainers import InOrder, train, trainer_options
 
 
 class RowTrainer(InOrder, Trainer):
-    """The Trainer under the clock."""
+    """A Trainer whose steps are timed."""
 
 
 def main() -> None:
@@ -31,7 +29,7 @@ def main() -> None:
     rows = rows.select(range(given.steps * given.accumulation * given.micro_batch_size))
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.config), dtype=torch.bfloat16)
-    options: dict[str, Any] = settings(given.accumulation, given.lr, compiles=given.compile)
+    options: dict[str, Any] = trainer_options(given.accumulation, given.lr, compiles=given.compile)
     options |= {"use_cpu": False, "per_device_train_batch_size": given.micro_batch_size, "optim": "adamw_torch_fused"}
     labelled = rows.map(lambda row: {"labels": row["input_ids"]})
     train(RowTrainer(model, TrainingArguments(**options), train_dataset=labelled, data_collator=default_data_collator))

@@ -1,6 +1,4 @@
-"""transformers' Trainer, or TRL's SFTTrainer with ``--trl``, on the same rows; prints its speed, losses and memory as
-JSON.
-"""
+"""Train with transformers' Trainer, or TRL's SFTTrainer with ``--trl``; print its speed, losses and memory as JSON."""
 
 import sys
 from typing import Any
@@ -14,7 +12,7 @@ from benchmarks.peers.training_task import Task, parse_task
 
 
 class InOrder:
-    """For a trainer class: takes the rows as they lie and tells the clock of its micro-batches."""
+    """A mixin for trainers that reads the rows in their order on disk and times its steps."""
 
     clock: StepClock
 
@@ -23,27 +21,27 @@ class InOrder:
         return SequentialSampler(rows)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *others: Any) -> torch.Tensor:
-        """Compute a micro-batch's share of the window's loss."""
+        """Return a micro-batch's share of the step's loss."""
         # a batch without padding has no mask
         num_tokens = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
         loss: torch.Tensor = super().training_step(model, inputs, *others)  # type: ignore[misc]
-        self.clock.micro_batch(loss, num_tokens)
+        self.clock.add_micro_batch(loss, num_tokens)
         return loss
 
 
-class Starter(TrainerCallback):
-    """Starts the clock when the first step begins, at which there is an optimizer."""
+class StartClock(TrainerCallback):
+    """A callback that starts the clock once the optimizer exists."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
 
     def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
-        """Start."""
-        self._clock.watch(optimizer.optimizer)  # inside of accelerate's
+        """Start the clock."""
+        self._clock.start(optimizer.optimizer)  # the one that accelerate wraps
 
 
 def main() -> None:
-    """Train."""
+    """Train on the rows given on the command line."""
     uses_trl = "--trl" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--trl"]
     task = parse_task()
@@ -51,17 +49,17 @@ def main() -> None:
 
 
 def train(trainer: Any) -> None:
-    """Let a trainer, which is an ``InOrder``, train to its end, and print what was measured."""
+    """Run a trainer that has the mixin ``InOrder`` to its end and print the result."""
     trainer.clock = clock = StepClock()
-    trainer.add_callback(Starter(clock))
+    trainer.add_callback(StartClock(clock))
     trainer.train()
-    clock.tell()
+    clock.print_result()
 
 
-def settings(accumulation: int, lr: float, *, compiles: bool) -> dict[str, Any]:
-    """Return what either trainer is given for a pass over the rows in micro-batches of one row."""
+def trainer_options(accumulation: int, lr: float, *, compiles: bool) -> dict[str, Any]:
+    """Return the options of either trainer for one epoch in micro-batches of one row."""
     return {
-        "output_dir": ".cache/unused",  # which it makes
+        "output_dir": ".cache/unused",  # the trainer creates it
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": accumulation,
         "num_train_epochs": 1,
@@ -87,20 +85,20 @@ def _trainer(task: Task) -> Any:
 
     rows = task.rows.map(lambda row: {"labels": row["input_ids"]})
     model = AutoModelForCausalLM.from_pretrained(task.model_name, dtype=torch.float32)
-    given = TrainingArguments(**settings(task.accumulation, task.lr, compiles=task.compile))
+    given = TrainingArguments(**trainer_options(task.accumulation, task.lr, compiles=task.compile))
     return RowTrainer(model, given, train_dataset=rows, data_collator=default_data_collator)
 
 
 def _trl_trainer(task: Task) -> Any:
-    from trl import SFTConfig, SFTTrainer  # a package beside this environment's
+    from trl import SFTConfig, SFTTrainer  # installed outside this environment
 
     class RowTrainer(InOrder, SFTTrainer):
         pass
 
-    given = settings(task.accumulation, task.lr, compiles=task.compile)
+    options = trainer_options(task.accumulation, task.lr, compiles=task.compile)
     unprepared = {"skip_prepare_dataset": True}
     model = AutoModelForCausalLM.from_pretrained(task.model_name, dtype=torch.float32)
-    return RowTrainer(model, SFTConfig(**given, max_length=None, dataset_kwargs=unprepared), train_dataset=task.rows)
+    return RowTrainer(model, SFTConfig(**options, max_length=None, dataset_kwargs=unprepared), train_dataset=task.rows)
 
 
 if __name__ == "__main__":

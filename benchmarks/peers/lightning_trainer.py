@@ -1,4 +1,4 @@
-"""Lightning's Trainer on the same rows; prints its speed, losses and memory as JSON."""
+"""Train with Lightning's Trainer; print its speed, losses and memory as JSON."""
 
 import logging
 import warnings
@@ -14,7 +14,7 @@ from benchmarks.peers.training_task import Task, adamw_groups, parse_task
 
 
 class CausalLM(LightningModule):
-    """The model, its loss and its optimizer."""
+    """A causal language model with its loss and its optimizer."""
 
     def __init__(self, task: Task, clock: StepClock) -> None:
         super().__init__()
@@ -24,25 +24,25 @@ class CausalLM(LightningModule):
             self.model.compile()
 
     def on_train_start(self) -> None:
-        """Set the model to training, which ``from_pretrained`` has not."""
+        """Switch the model to training mode: ``from_pretrained`` returns it in evaluation mode."""
         self.model.train()
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean loss of a row."""
         input_ids = batch["input_ids"]
         loss: torch.Tensor = self.model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-        self._clock.micro_batch(loss / self._task.accumulation, input_ids.numel())
+        self._clock.add_micro_batch(loss / self._task.accumulation, input_ids.numel())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW."""
         optimizer = torch.optim.AdamW(adamw_groups(self.model), lr=self._task.lr, betas=(0.9, 0.95), fused=True)
-        self._clock.watch(optimizer)
+        self._clock.start(optimizer)
         return optimizer
 
 
 def main() -> None:
-    """Train."""
+    """Train on the rows given on the command line."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     task, clock = parse_task(), StepClock()
@@ -59,7 +59,7 @@ def main() -> None:
     )
     rows: Any = task.rows
     trainer.fit(CausalLM(task, clock), DataLoader(rows, batch_size=1))
-    clock.tell()
+    clock.print_result()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""litdata's way from text to chunks of tokens: ``optimize`` with a ``TokensLoader``, a task for every file."""
+"""Tokenize with litdata: ``optimize`` with a ``TokensLoader``, one task a file."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ CHUNK_BYTES = "64MB"
 
 
 def tokenize(path: str, tokenizer_file: str) -> Iterator["np.ndarray"]:
-    """Yield the ids of every document of a jsonl file."""
+    """Yield the ids of each document of a jsonl file, with BOS and EOS."""
     tokenizer = Tokenizer.from_file(tokenizer_file)
     with open(path, encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines]
@@ -26,7 +26,7 @@ def tokenize(path: str, tokenizer_file: str) -> Iterator["np.ndarray"]:
 
 
 def main() -> None:
-    """Tokenize as the command line says."""
+    """Tokenize the documents given on the command line."""
     parser = argparse.ArgumentParser()
     for name in ("--dataset", "--tokenizer_name", "--output_dir"):
         parser.add_argument(name, required=True)

@@ -1,4 +1,4 @@
-"""litgpt's pretraining loop on the same rows; prints its speed, losses and memory as JSON."""
+"""Train with litgpt's pretraining loop; print its speed, losses and memory as JSON."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from benchmarks.peers.training_task import adamw_groups, parse_task
 
 
 class ClockedFabric(Fabric):
-    """Tells the clock of each backward pass."""
+    """A Fabric that adds each micro-batch to the clock."""
 
     clock: StepClock
     tokens_per_row: int
@@ -26,23 +26,23 @@ class ClockedFabric(Fabric):
     def backward(self, tensor: torch.Tensor, *arguments: Any, **options: Any) -> None:
         """Run the backward pass of a micro-batch."""
         super().backward(tensor, *arguments, **options)
-        self.clock.micro_batch(tensor, self.tokens_per_row)
+        self.clock.add_micro_batch(tensor, self.tokens_per_row)
 
 
 def main() -> None:
-    """Train by ``litgpt.pretrain.fit``, without its validation and saves."""
+    """Train with ``litgpt.pretrain.fit``, without its validation and saves."""
     task, clock = parse_task(), StepClock()
     rows = torch.stack([row["input_ids"] for row in task.rows])
     length = rows.shape[1]
     fabric = ClockedFabric(accelerator="cpu", devices=1)
     fabric.clock, fabric.tokens_per_row = clock, length
     model: Any = _load_model(task.model_name)
-    model.max_seq_length = length - 1  # its labels are the row's next tokens, cut off from it
+    model.max_seq_length = length - 1  # litgpt takes the last token as a label only
     if task.compile:
         model = torch.compile(model)
     model = fabric.setup(model)
     optimizer = torch.optim.AdamW(adamw_groups(model), lr=task.lr, betas=(0.9, 0.95), fused=True)
-    clock.watch(optimizer)
+    clock.start(optimizer)
     state = {"model": model, "optimizer": fabric.setup_optimizers(optimizer), "iter_num": 0, "step_count": 0}
     train = TrainArgs(
         global_batch_size=task.accumulation,
@@ -53,12 +53,12 @@ def main() -> None:
         lr_warmup_steps=0,
         save_interval=None,
     )
-    pretrain.validate = lambda *_, **__: torch.zeros(())  # its first look at the validation rows
+    pretrain.validate = lambda *_, **__: torch.zeros(())  # fit() validates once before training
     never = EvalArgs(interval=10**9, initial_validation=False, final_validation=False)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         fabric.print = lambda *words, **_: print(*words, file=nowhere)  # type: ignore[method-assign]
         pretrain.fit(fabric, 1, state, rows.split(1), None, Path(), None, train, never)
-    clock.tell()
+    clock.print_result()
 
 
 def _load_model(folder: str) -> GPT:

@@ -1,4 +1,4 @@
-"""The least that a program does before it can train: import transformers and load a model."""
+"""Import transformers and load a model: the least that a program does before it can train."""
 
 import argparse
 

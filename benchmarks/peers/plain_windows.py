@@ -1,5 +1,6 @@
-"""Plain PyTorch on one device, every window in one piece, its loss the mean over its labels; prints losses and gradient
-norms as JSON.
+"""Train in plain PyTorch on one device, a whole window in one batch; print losses and gradient norms as JSON.
+
+A window's loss is the mean over its supervised tokens.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
-    """Train one optimizer step for every ``--rows_per_window`` of the rows, in the order in which they lie."""
+    """Train on the rows in their order on disk, ``--rows_per_window`` of them an optimizer step."""
     parser = argparse.ArgumentParser()
     for name in ("--model_name", "--train_data_dir"):
         parser.add_argument(name, required=True)
@@ -31,7 +32,7 @@ def main() -> None:
         logits = model(input_ids=window["input_ids"], use_cache=False).logits[:, :-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, window["labels"][:, 1:].flatten())
         loss.backward()
-        # in fp64: torch's own norm of so large a gradient is wrong on CPU, by more than is looked for
+        # in fp64: on CPU, torch's own norm of so large a gradient has an error above the benchmark's tolerance
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), arguments.grad_clip, norm)

@@ -1,5 +1,6 @@
-"""Run by ``benchmarks/checkpoint.py`` under torchrun: train a model sharded by FSDP and save it several times in one
-way, ours or torch's. The last line of each rank's output is JSON: what every save has cost.
+"""Train a model under FSDP and save it several times with ``Checkpoints`` or with torch; print what each save costs.
+
+``benchmarks/checkpoint.py`` runs this under torchrun. Each rank prints one line of JSON.
 """
 
 import json
@@ -31,14 +32,14 @@ from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.loop import accumulate
 
-NUM_SAVES = 4  # the first, which allocates, is told apart
+NUM_SAVES = 4  # the first one allocates and is not counted
 WARM_UP_STEPS = 1
-STEPS_BETWEEN = 2  # enough for a save in the background to come to its end
-NUM_TOKENS = 32  # a rank and a step
+STEPS_BETWEEN = 2  # enough for a background save to finish
+NUM_TOKENS = 32  # per rank and step
 
 
-class Ours:
-    """``Checkpoints``, driven as the training loop does it."""
+class OurSaves:
+    """Saves by ``Checkpoints``, called as the training loop calls it."""
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, folder: Path, kind: str, asynchronous: bool) -> None:
         description = Description(kind, "float32", DataOrder("", 0, 1, 0), {}, {}, ())
@@ -53,32 +54,33 @@ class Ours:
 
     def after_step(self) -> float:
         saves = self._checkpoints
-        border = sync_step(self._fabric, StepSync(saving=saves.is_writing, failed=saves.has_failed))
-        return timed(lambda: saves.at_border(border))
+        sync = sync_step(self._fabric, StepSync(saving=saves.is_writing, failed=saves.has_failed))
+        return timed(lambda: saves.at_border(sync))
 
     def finish(self) -> None:
         self._checkpoints.finish()
 
 
-class Torchs:
-    """``torch.distributed.checkpoint``, or the whole state dict on rank 0 by ``torch.save``."""
+class TorchSaves:
+    """Saves by ``torch.distributed.checkpoint``, or by ``torch.save`` of the full state dict on rank 0."""
 
-    def __init__(self, model: Any, optimizer: Any, folder: Path, way: str) -> None:
-        self._model, self._optimizer, self._folder, self._way = model._forward_module, optimizer.optimizer, folder, way
+    def __init__(self, model: Any, optimizer: Any, folder: Path, method: str) -> None:
+        self._model, self._optimizer = model._forward_module, optimizer.optimizer
+        self._folder, self._method = folder, method
         self._future: Any = None
-        self._group = dist.new_group(backend="gloo")  # the thread of async_save must not share training's
+        self._group = dist.new_group(backend="gloo")  # async_save's thread must not use training's group
 
     def save(self, step: int) -> None:
         self.finish()
         target = self._folder / f"step-{step}"
-        if self._way == "torch_full":
+        if self._method == "torch_full":
             options = StateDictOptions(full_state_dict=True)  # with cpu_offload=True it crashes on CPU
             state = self._state(options)
             if dist.get_rank() == 0:
                 target.mkdir(parents=True)
                 torch.save(state, target / "checkpoint.pt")
             dist.barrier()
-        elif self._way == "dcp_async":
+        elif self._method == "dcp_async":
             self._future = dcp.async_save(self._state(), checkpoint_id=target, process_group=self._group)
         else:
             dcp.save(self._state(), checkpoint_id=target)
@@ -102,9 +104,7 @@ class Torchs:
 
 
 class MemorySampler(threading.Thread):
-    """The most memory of its own that this process has had since ``peak`` was set, sampled every 2 ms; files' pages do
-    not count.
-    """
+    """A thread that samples this process's anonymous memory every 2 ms; ``peak`` is the most since it was set."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -113,20 +113,20 @@ class MemorySampler(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self.peak = max(self.peak, own_memory())
+            self.peak = max(self.peak, anonymous_memory())
             time.sleep(0.002)
 
 
-def own_memory() -> int:
-    """Bytes of anonymous memory that this process has resident."""
+def anonymous_memory() -> int:
+    """Return the bytes of anonymous memory that this process has resident; pages of files do not count."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
 
 
 def main() -> None:
-    """Measure the way ``sys.argv[1]`` with files in ``sys.argv[2]``; other arguments are training's."""
-    way, folder = sys.argv[1], Path(sys.argv[2])
+    """Measure the method ``sys.argv[1]`` with files in ``sys.argv[2]``; the other arguments are those of training."""
+    method, folder = sys.argv[1], Path(sys.argv[2])
     arguments = parse(TrainArguments, sys.argv[3:])
     shape = read_shape(arguments.model.model_name)
     fabric = build_fabric(arguments, shape.layer_classes)
@@ -134,40 +134,40 @@ def main() -> None:
     decayed = decayed_names(model)
     model = setup_model(fabric, model, shape.layer_classes, arguments)
     optimizer = fabric.setup_optimizers(build_optimizer(named_parameters(model), decayed, arguments.training))
-    if way.startswith("ours"):
-        _, kind, manner = way.split("_")
-        system: Any = Ours(fabric, model, optimizer, folder, kind, manner == "async")
+    if method.startswith("ours"):
+        _, kind, timing = method.split("_")
+        system: Any = OurSaves(fabric, model, optimizer, folder, kind, timing == "async")
     else:
-        system = Torchs(model, optimizer, folder, way)
+        system = TorchSaves(model, optimizer, folder, method)
     step = partial(train_step, fabric, model, optimizer, system, random_window(shape.vocab_size, fabric.global_rank))
-    step()  # makes the optimizer's state
+    step()  # creates the optimizer's state
     sampler = MemorySampler()
     for _ in range(WARM_UP_STEPS):
         step()
-    of_training = sampler.peak
-    saves, alone, beside_steps = [], 0, 0
+    peak_in_training = sampler.peak
+    saves, extra_in_save, peak_after_save = [], 0, 0
     for number in range(NUM_SAVES):
         fabric.barrier()
-        before, sampler.peak = own_memory(), 0
+        before, sampler.peak = anonymous_memory(), 0
         stall = timed(partial(system.save, number))
-        alone, sampler.peak = max(alone, sampler.peak - before), 0
+        extra_in_save, sampler.peak = max(extra_in_save, sampler.peak - before), 0
         steps = [step() for _ in range(STEPS_BETWEEN)]
         stall += sum(step_stall for step_stall, _ in steps) + timed(system.finish)
-        beside_steps = max(beside_steps, sampler.peak)
+        peak_after_save = max(peak_after_save, sampler.peak)
         saves.append({"stall_seconds": stall, "step_seconds": [seconds for _, seconds in steps]})
-    extra = max(alone, beside_steps - of_training)
-    told = json.dumps({"rank": fabric.global_rank, "extra_bytes": extra, "saves": saves})
-    print(f"{told}\n", end="", flush=True)  # at one go: the ranks write into one file
+    extra = max(extra_in_save, peak_after_save - peak_in_training)
+    result = json.dumps({"rank": fabric.global_rank, "extra_bytes": extra, "saves": saves})
+    print(f"{result}\n", end="", flush=True)  # in one write: the ranks share the file
 
 
 def random_window(vocab_size: int, rank: int) -> Window:
-    """One micro-batch of one row."""
+    """Return a window of one micro-batch of one row."""
     ids = torch.randint(0, vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(rank))
     return Window(1, 0, False, np.arange(2), 1, [Batch(ids, ids)])
 
 
 def train_step(fabric: Any, model: Any, optimizer: Any, system: Any, window: Window) -> tuple[float, float]:
-    """Train a step; return the seconds that a save under way has held it up, and those of the whole step."""
+    """Train a step; return the seconds it waited for a save, and the seconds of the whole step."""
     started = time.perf_counter()
     accumulate(fabric, model, window)
     clip(fabric, model, optimizer, 1.0)
@@ -178,7 +178,7 @@ def train_step(fabric: Any, model: Any, optimizer: Any, system: Any, window: Win
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Return the seconds that a call takes."""
+    """Call ``function`` and return the seconds it took."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started

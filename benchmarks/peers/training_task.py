@@ -1,4 +1,4 @@
-"""What every peer of the training benchmark is given on its command line: a model, rows in order, and settings."""
+"""Read the command line that all peers of the training benchmark share: a model, rows in order, and settings."""
 
 import argparse
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from datasets import Dataset, load_from_disk
 
 @dataclass(frozen=True)
 class Task:
-    """``rows`` holds ``input_ids`` as torch tensors, all supervised; each row is a micro-batch, and ``accumulation`` of
-    them are an optimizer step at the constant rate ``lr``.
+    """What a peer trains on.
+
+    ``rows`` has ``input_ids`` as torch tensors, all tokens supervised. A micro-batch is one row, an optimizer step
+    ``accumulation`` micro-batches, and the learning rate ``lr`` is constant.
     """
 
     model_name: str
@@ -22,7 +24,7 @@ class Task:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps over all rows."""
+        """Return the number of optimizer steps in one epoch."""
         return len(self.rows) // self.accumulation
 
 
@@ -42,7 +44,7 @@ def parse_task() -> Task:
 
 
 def adamw_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters with weight decay, the matrices, and those without."""
+    """Return AdamW's parameter groups: matrices with weight decay, vectors without."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]

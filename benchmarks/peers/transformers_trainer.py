@@ -1,4 +1,4 @@
-"""transformers' Trainer on the same rows, in micro-batches of one row; prints losses and gradient norms as JSON."""
+"""Train with transformers' Trainer in micro-batches of one row; print losses and gradient norms as JSON."""
 
 import argparse
 import json
@@ -10,8 +10,8 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 
-class InOrder(Trainer):
-    """Takes the rows as they lie, and keeps what its micro-batches cost: its log rounds."""
+class UnroundedTrainer(Trainer):
+    """A Trainer that reads the rows in their order on disk and keeps the exact losses, which its log rounds."""
 
     losses: list[float]
 
@@ -20,14 +20,14 @@ class InOrder(Trainer):
         return SequentialSampler(rows)
 
     def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        """Compute a micro-batch's share of the window's loss."""
+        """Return a micro-batch's share of the window's loss."""
         loss = super().training_step(*arguments, **options)
         self.losses.append(float(loss))
         return loss
 
 
 def main() -> None:
-    """Train one epoch, ``--rows_per_window`` micro-batches a step."""
+    """Train one epoch with ``--rows_per_window`` micro-batches a step."""
     parser = argparse.ArgumentParser()
     for name in ("--model_name", "--train_data_dir", "--output_dir"):
         parser.add_argument(name, required=True)
@@ -54,7 +54,7 @@ def main() -> None:
         use_cpu=True,
     )
     model = AutoModelForCausalLM.from_pretrained(arguments.model_name, dtype=torch.float32)
-    trainer = InOrder(model, settings, train_dataset=rows, data_collator=default_data_collator)
+    trainer = UnroundedTrainer(model, settings, train_dataset=rows, data_collator=default_data_collator)
     trainer.losses = []
     trainer.train()
     parts = [

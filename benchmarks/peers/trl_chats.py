@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on chats, padded batch by batch or packed by its ``bfd``; prints its speed and memory as JSON."""
+"""Train on chats with TRL's SFTTrainer, padded or packed (``bfd``); print its speed and memory as JSON."""
 
 import argparse
 from typing import Any
@@ -8,11 +8,11 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.peers.huggingface_trainers import InOrder, settings, train
+from benchmarks.peers.huggingface_trainers import InOrder, train, trainer_options
 
 
 class ChatTrainer(InOrder, SFTTrainer):
-    """SFTTrainer under the clock."""
+    """An SFTTrainer whose steps are timed."""
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--packing", action="store_true")
     given = parser.parse_args()
 
-    options: dict[str, Any] = settings(given.accumulation, given.lr, compiles=False)
+    options: dict[str, Any] = trainer_options(given.accumulation, given.lr, compiles=False)
     options["per_device_train_batch_size"] = given.micro_batch_size
     trainer = ChatTrainer(
         AutoModelForCausalLM.from_pretrained(given.model_name, dtype=torch.float32),

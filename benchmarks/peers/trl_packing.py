@@ -1,7 +1,7 @@
-"""TRL's way from text to rows of tokens: ``datasets.map`` to tokenize, ``pack_dataset``, ``save_to_disk``.
+"""Tokenize with TRL: ``datasets.map`` to tokenize, ``pack_dataset``, ``save_to_disk``.
 
-Its strategy "wrapped" joins the documents and cuts them into rows, as for continued pretraining; its default truncates
-documents that are longer than a row.
+The strategy "wrapped" joins the documents and splits them into rows, as in continued pretraining. The default strategy
+would truncate documents that are longer than a row.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from trl import pack_dataset
 
 
 def tokenize(batch: dict[str, list[Any]], tokenizer: Any) -> dict[str, list[list[int]]]:
-    """Return the documents' ids; the tokenizer adds BOS by itself."""
+    """Return the documents' ids with EOS; the tokenizer adds BOS."""
     ended = [text + tokenizer.eos_token for text in batch["text"]]
     return {"input_ids": tokenizer(ended, return_attention_mask=False)["input_ids"]}
 
 
 def main() -> None:
-    """Tokenize as the command line says."""
+    """Tokenize the documents given on the command line."""
     parser = argparse.ArgumentParser()
     for name in ("--dataset", "--tokenizer_name", "--output_dir"):
         parser.add_argument(name, required=True)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
-from tests.support.moments import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import argv, at_point, checkpoints, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -123,12 +123,12 @@ def test_torchrun_goes_on_by_itself_to_the_metrics_of_a_run_that_nobody_killed(
             _wait_for_step(started, run, step)
             assert bool(checkpoints(run)) == has_saved
             _kill_and_wait_for_restart(started, rank)
-        assert started.process.wait(100) == 0, started.said()
+        assert started.process.wait(100) == 0, started.output()
         assert started.all_gone(10)
     at_once.finish()
     assert metrics(run) == metrics(whole)
-    assert len(re.findall(r"^error: rank \d .* died ", started.said(), re.MULTILINE)) == 2
-    starts = re.findall(r"^start  .*\n(?: .*\n)*", started.said(), re.MULTILINE)
+    assert len(re.findall(r"^error: rank \d .* died ", started.output(), re.MULTILINE)) == 2
+    starts = re.findall(r"^start  .*\n(?: .*\n)*", started.output(), re.MULTILINE)
     assert ["/step-000000" in start for start in starts] == [False, False, True]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
-from tests.support.moments import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import argv, at_point, checkpoints, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -207,9 +207,9 @@ def test_a_signal_to_the_launcher_leads_to_a_saved_checkpoint(
     with Launched(command, tmp_path) as started:
         started.wait_until(lambda: len(metrics(run)) >= 3)
         (os.killpg if to_all else os.kill)(started.process.pid, number)
-        assert started.process.wait(30) == code, started.said()
+        assert started.process.wait(30) == code, started.output()
         assert started.all_gone(10)
-    (line,) = [line for line in started.said().splitlines() if "stopped by" in line]
+    (line,) = [line for line in started.output().splitlines() if "stopped by" in line]
     assert line.endswith("go on with --resume true")
     (step,) = checkpoints(run)
     assert len(metrics(run)) == step

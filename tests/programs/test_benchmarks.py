@@ -1,5 +1,6 @@
-"""The benchmarks give every system the same texts, and read rightly what each has written."""
+"""Test that benchmarks give every system the same texts and read its output correctly."""
 
+import importlib
 import json
 import re
 import shlex
@@ -13,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arguments import TokenizeArguments, TrainArguments, parse
-from benchmarks import gpu, packages, precision, report
+from benchmarks import gpu, packages, plan, precision, report
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT
-from benchmarks.systems import PEERS, our_command, peer_command
+from benchmarks.peers import train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
+from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from sample_data import real_data
 
 
-def test_our_command_is_one_that_the_program_accepts() -> None:
+def test_our_tokenization_command_is_valid() -> None:
     words = our_command(Path("documents.jsonl"), Path("tokenizer"), Path("tokens")).words
     assert words[:2] == ("python", "tokenize_dataset.py")
     arguments = parse(TokenizeArguments, list(words[2:]))
@@ -30,7 +32,7 @@ def test_our_command_is_one_that_the_program_accepts() -> None:
 
 @pytest.mark.usefixtures("llama3_tokenizer_model")
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_is_given_the_options_that_its_script_names(name: str) -> None:
+def test_peer_command_has_exactly_the_options_of_its_script(name: str) -> None:
     corpus = Corpus(ROOT / "documents.jsonl", ROOT / "parts", 0, 0)
     words = peer_command(name, corpus, Path("tokenizer"), Path("work"), {}).words
     script = (ROOT / words[1]).read_text(encoding="utf-8")
@@ -39,14 +41,12 @@ def test_a_peer_is_given_the_options_that_its_script_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("result", sorted(report.RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_the_commands_of_a_result_name_no_folder_of_the_machine_they_ran_on(result: Path) -> None:
+def test_commands_in_results_have_no_absolute_paths(result: Path) -> None:
     commands = json.loads(result.read_text(encoding="utf-8"))["commands"].values()
     assert [word for command in commands for word in shlex.split(command) if word.startswith("/")] == []
 
 
-def test_a_result_names_its_commit_and_whether_code_differs_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_is_dirty_only_if_code_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> None:
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path, check=True)
 
@@ -69,14 +69,14 @@ def test_a_result_names_its_commit_and_whether_code_differs_from_it(
 
 
 @given(st.integers(DOCUMENT_CHARACTERS, 4 * DOCUMENT_CHARACTERS), st.integers(1, 12))
-def test_no_two_documents_cut_out_of_a_text_are_the_same_and_none_of_it_is_lost(length: int, copies: int) -> None:
+def test_split_documents_are_all_different_and_lose_no_text(length: int, copies: int) -> None:
     text = " ".join(map(str, range(DOCUMENT_CHARACTERS)))[:length]
     documents = list(cut_documents([text], copies))
     assert len(set(documents)) == len(documents)
     assert "".join(documents) == text * copies
 
 
-def test_the_parts_of_a_corpus_hold_its_documents_in_order(tmp_path: Path) -> None:
+def test_parts_of_a_corpus_have_its_documents_in_order(tmp_path: Path) -> None:
     texts = ["é" * length for length in (50, 1, 300, 7, 90)]
     corpus = write_corpus(tmp_path / "set", texts, num_parts=2)
     parts = [part.read_text(encoding="utf-8") for part in sorted(corpus.parts.iterdir())]
@@ -86,7 +86,7 @@ def test_the_parts_of_a_corpus_hold_its_documents_in_order(tmp_path: Path) -> No
     assert (corpus.num_documents, corpus.num_characters) == (5, 448)
 
 
-def test_rows_are_read_out_of_datatroves_files(tmp_path: Path) -> None:
+def test_rows_are_read_from_files_of_datatrove(tmp_path: Path) -> None:
     np.arange(7, dtype=np.uint32).tofile(tmp_path / "00000_unshuffled.ds")
     np.arange(7, 12, dtype=np.uint32).tofile(tmp_path / "00001_unshuffled.ds")
     rows = read_datatrove(tmp_path, 3)
@@ -94,14 +94,14 @@ def test_rows_are_read_out_of_datatroves_files(tmp_path: Path) -> None:
     assert rows.first.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_rows_are_read_out_of_litdatas_chunks(tmp_path: Path) -> None:
+def test_rows_are_read_from_chunks_of_litdata(tmp_path: Path) -> None:
     two_documents = struct.pack("<4I", 2, 16, 28, 36) + struct.pack("<3i", 10, 11, 12) + struct.pack("<2i", 20, 21)
     (tmp_path / "chunk-0-0.bin").write_bytes(two_documents)
     rows = read_litdata(tmp_path, 2)
     assert (rows.num_rows, rows.num_tokens, rows.first.tolist()) == (2, 4, [[10, 11], [12, 20]])
 
 
-def test_a_peer_that_cannot_be_installed_is_one_line_and_leaves_nothing(
+def test_peer_that_cannot_be_installed_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "requirements").mkdir()
@@ -114,18 +114,18 @@ def test_a_peer_that_cannot_be_installed_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "cache").exists()
 
 
-def test_every_precision_is_trained_by_a_command_that_differs_in_it_alone() -> None:
+def test_commands_of_precisions_differ_only_in_the_precision() -> None:
     given = [
         parse(TrainArguments, list(precision.command(options, *map(Path, ("model", "tokens", "run"))).words[3:]))
         for options in precision.VARIANTS.values()
     ]
-    told = [(each.model.precision, each.training.stochastic_rounding) for each in given]
-    assert told == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
+    precisions = [(each.model.precision, each.training.stochastic_rounding) for each in given]
+    assert precisions == [("32-true", True), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
     assert {(each.training.lr, each.training.max_step) for each in given} == {(2e-5, precision.STEPS)}
 
 
 @pytest.mark.parametrize("name", gpu.WAYS)
-def test_every_way_to_train_on_a_gpu_is_a_command_that_the_program_accepts(name: str) -> None:
+def test_every_gpu_training_command_is_valid(name: str) -> None:
     preset, options = gpu.WAYS[name]
     given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
     assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile else ''}"
@@ -133,10 +133,17 @@ def test_every_way_to_train_on_a_gpu_is_a_command_that_the_program_accepts(name:
 
 
 @pytest.mark.parametrize(("shipped", "learns"), [(2.009, True), (1.991, True), (2.011, False), (1.98, False)])
-def test_a_precision_learns_whose_last_held_out_loss_is_fp32s(shipped: float, learns: bool) -> None:
+def test_precision_learns_if_its_last_held_out_loss_is_near_fp32(shipped: float, learns: bool) -> None:
     ends = {"32-true": 2.0, "bf16-mixed": 2.0, "bf16-true, to the nearest": 2.5, "bf16-true": shipped}
     curves = {name: precision.Curve([3.0, 2.5], [1, 2], [3.0, end]) for name, end in ends.items()}
     summary = precision.summarize(curves)
     assert summary.held_out == ends
     assert summary.above_fp32["bf16-true, to the nearest"] == pytest.approx(0.25)
     assert summary.shipped_learns is learns
+
+
+def test_functions_that_benchmarks_replace_exist() -> None:
+    (module,) = re.findall(r"(\S+) as program", plan.RETURN_FREED)
+    (name,) = re.findall(r"^program\.(\w+) =", plan.RETURN_FREED, re.MULTILINE)
+    assert callable(getattr(importlib.import_module(module), name))
+    assert callable(getattr(train_without_saving.program, train_without_saving.MEMORY_CHECK))

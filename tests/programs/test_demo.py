@@ -1,4 +1,4 @@
-"""The demo's own parts: stages that report, and a loss curve that can be seen."""
+"""Test the parts of the demo: its stages and its loss curve."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from demo import stages
 from demo.loss_curve import draw_loss_curve
 
 
-def test_a_failing_stage_hands_on_its_exit_code_and_its_name() -> None:
+def test_failing_stage_reports_its_name_and_exit_code() -> None:
     with pytest.raises(stages.StageError, match="tokenization failed with exit code 3") as raised:
         stages.run_stage("tokenization", "python", "-c", "raise SystemExit(3)")
     assert raised.value.exit_code == 3
 
 
-def test_a_stage_killed_by_a_signal_has_the_shells_exit_code() -> None:
+def test_stage_killed_by_a_signal_has_the_exit_code_of_a_shell() -> None:
     with pytest.raises(stages.StageError) as raised:
         stages.run_stage("training", "python", "-c", "import os; os.kill(os.getpid(), 9)")
     assert raised.value.exit_code == 137
 
 
-def test_a_stage_shows_its_command_its_output_and_that_it_lives(
+def test_stage_shows_its_command_output_and_progress(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setattr(stages, "_SILENCE_SECONDS", 0.2)
@@ -31,7 +31,7 @@ def test_a_stage_shows_its_command_its_output_and_that_it_lives(
     assert any(line.startswith("  … training") for line in lines[lines.index("first") : lines.index("last")])
 
 
-def test_the_loss_curve_is_a_picture_with_both_losses(tmp_path: Path) -> None:
+def test_loss_curve_shows_both_losses(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     metrics = tmp_path / "metrics.csv"

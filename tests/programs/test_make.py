@@ -1,5 +1,6 @@
-"""make sets a machine up, says what it can do, and says clearly what is missing."""
+"""Test the targets of the Makefile and the installation."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,24 @@ def _make(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["make", *arguments], cwd=folder, text=True, capture_output=True, timeout=120, check=False)
 
 
-def test_make_alone_lists_every_target() -> None:
+def test_make_without_a_target_lists_every_target() -> None:
     listed = {line.split()[1] for line in _make(ROOT).stdout.splitlines()}
-    assert listed >= {"demo", "test", "install", "lint", "benchmark"}
+    (phony,) = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed == set(phony.split())
 
 
-def test_install_without_a_usable_python_says_so_in_one_line(tmp_path: Path) -> None:
+def test_make_check_runs_one_file_in_one_process() -> None:
+    printed = _make(ROOT, "--dry-run", "check", "FILE=tests/data/test_batch.py").stdout
+    assert printed.splitlines()[-1].endswith("-m pytest -n 0 -q tests/data/test_batch.py")
+
+
+def test_make_check_without_a_file_says_how_to_name_one() -> None:
+    finished = _make(ROOT, "--dry-run", "check")
+    assert finished.returncode != 0
+    assert "no test file; name one: make check FILE=tests/data/test_batch.py" in finished.stderr
+
+
+def test_install_without_a_usable_python_reports_it_in_one_line(tmp_path: Path) -> None:
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "install", tmp_path / "install")
@@ -30,9 +43,9 @@ def test_install_without_a_usable_python_says_so_in_one_line(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["with_system_pip", "with_downloaded_pip"])
-def test_without_ensurepip_the_environment_still_gets_a_working_pip(way: str, tmp_path: Path) -> None:
-    code = f"import create_venv; create_venv.{way}({str(tmp_path / 'venv')!r})"
+@pytest.mark.parametrize("function", ["create_with_system_pip", "create_with_downloaded_pip"])
+def test_environment_without_ensurepip_gets_a_working_pip(function: str, tmp_path: Path) -> None:
+    code = f"import create_venv; create_venv.{function}({str(tmp_path / 'venv')!r})"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "install", check=True, timeout=300)
     pip = subprocess.run(
         [tmp_path / "venv/bin/python", "-m", "pip", "--version"], text=True, capture_output=True, check=True
@@ -40,8 +53,8 @@ def test_without_ensurepip_the_environment_still_gets_a_working_pip(way: str, tm
     assert str(tmp_path / "venv") in pip.stdout
 
 
-def test_the_package_depends_on_nothing_that_is_not_pinned() -> None:
-    """The image takes requirements.txt as constraints: what is missing there would float."""
+def test_every_dependency_of_the_package_is_pinned() -> None:
+    """The Docker image uses requirements.txt as constraints; a dependency missing there would not be pinned."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
@@ -51,5 +64,5 @@ def test_the_package_depends_on_nothing_that_is_not_pinned() -> None:
     pinned = {canonicalize_name(Requirement(pin).name) for pin in pins}
     assert all(str(Requirement(pin).specifier).startswith("==") for pin in pins)
     needed = [Requirement(line) for line in requires("fabric-train") or []]
-    floating = [requirement for requirement in needed if not str(requirement.specifier).startswith("==")]
-    assert {canonicalize_name(requirement.name) for requirement in floating} <= pinned
+    unpinned = [requirement for requirement in needed if not str(requirement.specifier).startswith("==")]
+    assert {canonicalize_name(requirement.name) for requirement in unpinned} <= pinned

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: tiny models and datasets, real ranks started in a second, chosen kills."""
+"""Helpers of the tests and the benchmarks: tiny models and datasets, fast starts of real ranks, chosen kills."""

@@ -1,7 +1,7 @@
-"""The smallest language model, whose gradients can be worked out by hand; as a program, on several ranks.
+"""Train the smallest language model, whose gradients can be worked out by hand, for one step on several ranks.
 
-Its ``main`` accumulates the window of ``BATCHES``, clips, steps with plain gradient descent of rate 1, and prints as
-JSON what came of it: so the weights, which begin at 0, are the negative gradient.
+``main`` accumulates the window of ``BATCHES``, clips, takes a step of SGD with learning rate 1 and prints the loss, the
+norm and the weights as JSON. The weights start at 0, so they end as the negative gradient.
 """
 
 import json
@@ -25,7 +25,7 @@ from fabric_train.training.loop import accumulate
 
 VOCABULARY = 5
 _NOT = IGNORED_LABEL
-# of each of two ranks two micro-batches: ids and labels
+# two micro-batches (ids, labels) for each of two ranks
 BATCHES = (
     (([0, 1, 4, 4], [0, 1, _NOT, _NOT]), ([3, 3, 3], [_NOT, _NOT, _NOT])),
     (([0, 2, 2, 3], [0, 2, 2, 3]), ([1, 0], [1, 0])),
@@ -33,7 +33,7 @@ BATCHES = (
 
 
 class Bigram(nn.Module):
-    """The logits of the next token are a row of one matrix [V, V]."""
+    """A model whose logits of the next token are a row of one matrix [V, V]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Bigram(nn.Module):
 
 
 def main() -> None:
-    """Take one step on this rank's micro-batches."""
+    """Train one step on this rank's micro-batches."""
     arguments = parse(TrainArguments, sys.argv[1:])
     units = frozenset([nn.Embedding])
     fabric = build_fabric(arguments, units)

@@ -1,6 +1,4 @@
-"""As a program, on several ranks: a matrix whose gradient is as large as that of a real vocabulary's embedding; prints
-its norm, and the exact one.
-"""
+"""Compute the gradient norm of a matrix as large as a real embedding on several ranks; print it with the exact norm."""
 
 import json
 import sys
@@ -13,11 +11,11 @@ from fabric_train.distributed.grad_norm import clip
 from fabric_train.distributed.strategy import LayerClasses, build_fabric
 from fabric_train.model.parallelize import setup_model
 
-SHAPE = (20_001, 512)  # uneven, so that the ranks' parts differ
+SHAPE = (20_001, 512)  # uneven, so that the ranks' shards differ
 
 
 class Product(nn.Module):
-    """The sum of a matrix [rows, columns] weighed by a constant one, which is its gradient."""
+    """A model that returns the sum of a matrix [rows, columns] times a constant one, which is the matrix's gradient."""
 
     gradient: torch.Tensor
 
@@ -30,16 +28,16 @@ class Product(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.table
 
-    get_output_embeddings = get_input_embeddings  # as of a model whose embeddings are tied
+    get_output_embeddings = get_input_embeddings  # as in a model with tied embeddings
 
     def forward(self) -> torch.Tensor:
         return (self.table.weight * self.gradient).sum()
 
 
 def main() -> None:
-    """Take the norm of the gradient."""
+    """Print the norm of the gradient: exact, before clipping and after clipping to 1."""
     arguments = parse(TrainArguments, sys.argv[1:])
-    units: LayerClasses = frozenset([nn.Linear])  # there is none: all is the root's
+    units: LayerClasses = frozenset([nn.Linear])  # the model has none, so the root unit has all parameters
     fabric = build_fabric(arguments, units)
     product = Product()
     exact = float(product.gradient.double().norm())

@@ -1,4 +1,4 @@
-"""Runs over two ranks by their real command lines."""
+"""Start runs of two ranks by a real launcher."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ from tests.support.programs import ROOT
 
 
 class Launched:
-    """A launcher in a session of its own, and the processes below it, which go at the end of the block."""
+    """A launcher in a session of its own; the end of the ``with`` block kills it and the processes it started."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
-        self._file = folder / "said"
-        with self._file.open("w") as said:
+        self._file = folder / "output"
+        with self._file.open("w") as output:
             self.process = subprocess.Popen(
                 command,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -32,7 +32,7 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._look()
+        self._update_tree()
         for process in self._tree:
             if process.is_running():
                 process.kill()
@@ -40,34 +40,34 @@ class Launched:
         self.process.wait()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 150) -> None:
-        """Wait until the condition holds; an error where the launcher ends before, or it never does."""
+        """Wait until the condition holds; fail if the launcher ends first or the time is over."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
-        self._look()
+        self._update_tree()
 
     def ranks(self) -> list[psutil.Process]:
-        """The launcher's own living children, in the order of their start."""
+        """Return the launcher's living children in the order of their start."""
         children = [child for child in psutil.Process(self.process.pid).children() if child.status() != "zombie"]
         return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
     def all_gone(self, timeout: float) -> bool:
-        """Whether every process that was there when a condition last came to hold ends in time."""
+        """Return whether all processes known from the last ``wait_until`` end within ``timeout`` seconds."""
         return not psutil.wait_procs(self._tree, timeout=timeout)[1]
 
-    def said(self) -> str:
-        """What all of them have said so far."""
+    def output(self) -> str:
+        """Return what all processes have printed so far."""
         return self._file.read_text(encoding="utf-8")
 
-    def _look(self) -> None:
+    def _update_tree(self) -> None:
         if self.process.poll() is None:
             self._tree |= set(psutil.Process(self.process.pid).children(recursive=True))
 
 
 def launcher(name: str, port: int) -> list[str]:
-    """Return the beginning of a command line over two ranks, by ``python -m``, ``fabric run`` or ``torchrun``."""
+    """Return the start of a command line for two ranks with ``python -m``, ``fabric run`` or ``torchrun``."""
     if name == "python -m":
         return [sys.executable, "-m", "fabric_train", "--devices", "2"]
     program = str(Path(sys.executable).with_name(name.split()[0]))

@@ -1,6 +1,6 @@
-"""Run by the tests on several ranks: AdamW's steps with gradients that do not depend on how the model is cut.
+"""Run AdamW steps on several ranks with gradients that do not depend on how the model is sharded.
 
-Goes on from ``--checkpoint`` where one is given, takes ``--max_step`` steps, and saves a checkpoint.
+Start from ``--checkpoint`` where one is given, run ``--max_step`` steps, and save a checkpoint.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
 
 def main() -> None:
-    """Take the steps."""
+    """Run the steps and save a checkpoint."""
     arguments = parse(TrainArguments, sys.argv[1:])
     checkpoint = Path(arguments.checkpoint.checkpoint) if arguments.checkpoint.checkpoint else None
     shape = read_shape(arguments.model.model_name)
@@ -59,27 +59,27 @@ def main() -> None:
 
 
 def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:
-    """Return the full gradient of a step, a function of its name."""
+    """Return the full gradient of a parameter, a function of its name and the step."""
     seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:4], "little")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The full gradients of a step."""
+    """The full gradients of a step, readable like a checkpoint."""
 
     step: int
     shapes: dict[str, torch.Size]
     dtype: torch.dtype
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a block of one."""
+        """Return a block of the gradient of the parameter ``name``."""
         full = gradient(name, self.step, self.shapes[name]).to(self.dtype)
         return full[tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))]
 
 
 def _part(gradients: Any, name: str, parameter: Any, cuts: Any) -> torch.Tensor:
-    """Return what of the gradient belongs to this rank's part of the parameter."""
+    """Return the gradient of this rank's shard of the parameter."""
     part = read_local_part(gradients, name, parameter, cuts)
     if not isinstance(parameter, DTensor):
         return part

@@ -1,4 +1,4 @@
-"""A seeded random Llama of two small layers with a byte-level BPE tokenizer: what trains in milliseconds."""
+"""Write a seeded random Llama of two small layers with a byte-level BPE tokenizer; it trains in milliseconds."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +8,7 @@ BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 
 def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
-    """Write a LlamaForCausalLM (hidden 64, tied, fp32, 256 positions) and a tokenizer trained on the texts."""
+    """Write a ``LlamaForCausalLM`` (hidden 64, tied, fp32, 256 positions) and a tokenizer trained on the texts."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,7 +32,7 @@ def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
 
 
 def _write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
-    """Train the tokenizer and return how many ids it has."""
+    """Train and write the tokenizer; return its number of ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +44,7 @@ def _write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
         vocab_size=VOCABULARY, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # like Llama-3's, it adds BOS by itself and no EOS
+    # like Llama-3's tokenizer, it adds BOS but no EOS
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )

@@ -1,8 +1,8 @@
-"""Ranks on this machine that take themselves for ranks on several."""
+"""Make ranks on this machine behave like ranks on several machines."""
 
 
 def on_nodes(num_ranks_each: int) -> str:
-    """Return what a forked rank is to run before its program, see ``ForkedRuns.start``."""
+    """Return code for ``ForkedRuns.start(before=)`` that sets a rank's variables as on nodes of ``num_ranks_each``."""
     variables = (
         f"LOCAL_RANK=str(rank % {num_ranks_each}), GROUP_RANK=str(rank // {num_ranks_each}), "
         f"LOCAL_WORLD_SIZE='{num_ranks_each}'"

@@ -1,7 +1,7 @@
-"""Run by the tests under torchrun: set up a model as a run does and report what is inside, one JSON line from rank 0.
+"""Set up a model as a run does, train a step under torchrun, and print the dtypes inside as one line of JSON on rank 0.
 
-Reports the types of the weights, of the rotary frequencies and of what enters a matrix product, of the optimizer's
-moments, and of every gradient handed to a reducing collective.
+These are the dtypes of the weights, the rotary frequencies, the output of a matrix product, the loss, the optimizer's
+moments, and every gradient that enters a reducing collective.
 """
 
 import json
@@ -29,13 +29,14 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 def main() -> None:
-    """Report for each precision in turn."""
-    report = {precision: inside([*sys.argv[1:], "--precision", precision]) for precision in PRECISIONS}
+    """Print the dtypes for each precision."""
+    report = {precision: dtypes_inside([*sys.argv[1:], "--precision", precision]) for precision in PRECISIONS}
     if dist.get_rank() == 0:
         print(json.dumps(report))
 
 
-def inside(options: list[str]) -> dict[str, list[str]]:
+def dtypes_inside(options: list[str]) -> dict[str, list[str]]:
+    """Return the names of the dtypes by where they are, after one step with these options."""
     arguments = parse(TrainArguments, options)
     shape = read_shape(arguments.model.model_name)
     fabric = build_fabric(arguments, shape.layer_classes)
@@ -47,13 +48,13 @@ def inside(options: list[str]) -> dict[str, list[str]]:
     ids = torch.randint(0, shape.vocab_size, (1, 32), generator=torch.Generator().manual_seed(fabric.global_rank))
     window = Window(1, 0, False, np.arange(4), 1, [Batch(ids, ids), Batch(ids.flip(1), ids.flip(1))])
     if arguments.fsdp.parallelism == "ddp" and arguments.model.precision != "bf16-true":
-        # DDP's own all-reduce, in C++ threads that a dispatch mode cannot follow, takes the gradients as they are
+        # DDP all-reduces the gradients without a cast, in C++ threads that a dispatch mode does not see
         loss = accumulate(fabric, model, window)
         seen["reduced"] = {str(parameter.grad.dtype) for parameter in model.parameters()}
     else:
-        with Reductions() as reductions:
+        with ReducedDtypes() as reduced:
             loss = accumulate(fabric, model, window)
-        seen["reduced"] = reductions.types
+        seen["reduced"] = reduced.dtypes
     clip(fabric, model, optimizer, 1.0)
     optimizer.step()
     seen["loss"] = {str(loss.mean.dtype)}
@@ -64,7 +65,7 @@ def inside(options: list[str]) -> dict[str, list[str]]:
 
 
 def watch(model: Any) -> dict[str, set[str]]:
-    """Collect types while the model runs."""
+    """Return sets that fill with dtypes while the model runs."""
     seen: dict[str, set[str]] = {"rotary": set(), "products": set()}
 
     def rotary(module: Any, *_: Any) -> None:
@@ -82,17 +83,18 @@ def watch(model: Any) -> dict[str, set[str]]:
     return seen
 
 
-class Reductions(TorchDispatchMode):
-    """Notes the type of every gradient that a reducing collective is given."""
+class ReducedDtypes(TorchDispatchMode):
+    """A dispatch mode that records the dtype of every gradient that enters a reducing collective."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.types: set[str] = set()
+        self.dtypes: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "reduce" in func.__name__ and func.namespace in ("c10d", "_c10d_functional"):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.types |= {str(tensor.dtype) for tensor in tensors if tensor.numel() > 64}  # no counts, no norms
+            gradients = [tensor for tensor in tensors if tensor.numel() > 64]  # not counts and norms
+            self.dtypes |= {str(gradient.dtype) for gradient in gradients}
         return func(*args, **(kwargs or {}))
 
 

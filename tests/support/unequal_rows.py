@@ -1,4 +1,4 @@
-"""A model of 2 layers and rows with very unequal numbers of supervised tokens, and runs over them."""
+"""Write a model of 2 layers and rows with very different numbers of supervised tokens; train on them."""
 
 import csv
 from pathlib import Path
@@ -38,9 +38,9 @@ def write_model(folder: Path, spoiled_token: int | None = None) -> Path:
 
 
 def write_rows(folder: Path, spoiled_rows: tuple[int, ...] = (), spoiled_token: int = 0) -> Path:
-    """Write a token dataset: of every four rows one has no supervised token, one has one, one has all, one has half.
+    """Write a token dataset whose rows have, in turn, no supervised token, one, all, and half of them.
 
-    Every third row holds three documents. ``spoiled_rows`` have ``spoiled_token`` in their middle.
+    Every third row has three documents. ``spoiled_rows`` have ``spoiled_token`` in their middle.
     """
     random = np.random.default_rng(0)
     input_ids = random.integers(3, VOCABULARY, (NUM_ROWS, LENGTH))
@@ -64,7 +64,7 @@ def write_rows(folder: Path, spoiled_rows: tuple[int, ...] = (), spoiled_token: 
 
 
 def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
-    """Return the arguments of a run in windows of ``ROWS_PER_WINDOW`` rows, on CPU and in fp32."""
+    """Return the arguments of a run on CPU in fp32, with ``ROWS_PER_WINDOW`` rows a window."""
     settings: dict[str, Any] = {
         "model_name": model,
         "train_data_dir": tokens,

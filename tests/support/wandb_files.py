@@ -1,4 +1,4 @@
-"""Read what Weights & Biases has written offline: a ``.wandb`` file is a LevelDB log of protobuf records."""
+"""Read the files that Weights & Biases writes offline: a ``.wandb`` file is a LevelDB log of protobuf records."""
 
 import json
 import struct
@@ -13,7 +13,7 @@ _FULL, _LAST = 1, 4
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Return what an offline-run folder logged at each step, in its order, the step as ``_step``."""
+    """Return the logged rows of an offline-run folder in order, each with its step as ``_step``."""
     (file,) = folder.glob("*.wandb")
     rows = []
     for content in _records(file.read_bytes()):
@@ -25,15 +25,15 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 
 
 def _records(log: bytes) -> Iterator[bytes]:
-    """Yield the records, each of one or more pieces: uint32 checksum, uint16 length, uint8 kind, content."""
-    at, pieces = _FILE_HEADER, b""
-    while at + _HEADER <= len(log):
-        if _BLOCK - at % _BLOCK < _HEADER:  # the end of a block that is too short for a piece
-            at += _BLOCK - at % _BLOCK
+    """Yield the records; each is one or more pieces of uint32 checksum, uint16 length, uint8 kind and content."""
+    offset, pieces = _FILE_HEADER, b""
+    while offset + _HEADER <= len(log):
+        if _BLOCK - offset % _BLOCK < _HEADER:  # the rest of the block is too short for a piece
+            offset += _BLOCK - offset % _BLOCK
             continue
-        _, length, kind = struct.unpack_from("<IHB", log, at)
-        pieces += log[at + _HEADER : at + _HEADER + length]
-        at += _HEADER + length
+        _, length, kind = struct.unpack_from("<IHB", log, offset)
+        pieces += log[offset + _HEADER : offset + _HEADER + length]
+        offset += _HEADER + length
         if kind in (_FULL, _LAST):
             yield pieces
             pieces = b""

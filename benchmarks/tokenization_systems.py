@@ -1,4 +1,4 @@
-"""What turns text into tokens here: each system's command, the packages that it needs and what it leaves behind."""
+"""The systems that tokenize: each one's command, the packages it needs, and how to read its output."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ OURS, BARE, RECIPE, DATATROVE, TRL, LITDATA = (
 
 @dataclass(frozen=True)
 class Peer:
-    """``script`` lies in peers/; ``read`` reads what it writes, if it does; ``by_file`` means it shares out files."""
+    """A script in peers/, a function that reads its output, if any, and whether its workers take whole files."""
 
     script: str
     read: Callable[[Path, int], TokenRows] | None
@@ -42,7 +42,7 @@ PEERS: Mapping[str, Peer] = {
 
 
 def prepare_peers() -> tuple[dict[str, Path], dict[str, str]]:
-    """Return the folders with the peers' packages, and the peers that cannot be run here with the reason."""
+    """Install the peers' packages; return their folders, and the peers that cannot run here with the reason."""
     packages: dict[str, Path] = {}
     left_out: dict[str, str] = {}
     for name, peer in PEERS.items():
@@ -53,7 +53,7 @@ def prepare_peers() -> tuple[dict[str, Path], dict[str, str]]:
             run(Command(("python", _script(name), "--help"), _environment(name, packages)))
         except ChildProcessError as error:
             left_out[name] = str(error)
-            print(f"{error}: measured without it", flush=True)
+            print(f"left out: {error}", flush=True)
     return packages, left_out
 
 
@@ -65,7 +65,7 @@ def our_command(dataset: Path, tokenizer: Path, target: Path) -> Command:
 
 
 def peer_command(name: str, corpus: Corpus, tokenizer: Path, work: Path, packages: Mapping[str, Path]) -> Command:
-    """Return the command of a peer that writes into ``work``/NAME, with the cache of ``datasets`` in ``work``/cache."""
+    """Return the command of a peer that writes into ``work/NAME``, with the cache of ``datasets`` in ``work/cache``."""
     peer = PEERS[name]
     dataset = corpus.parts if peer.by_file else corpus.file
     options: dict[str, object] = {"dataset": dataset.relative_to(ROOT), "num_proc": NUM_PROC}
@@ -73,7 +73,7 @@ def peer_command(name: str, corpus: Corpus, tokenizer: Path, work: Path, package
         options["tokenizer_model"] = real_data.llama3_tokenizer_model().relative_to(ROOT)
     else:
         options |= {"tokenizer_name": tokenizer, "output_dir": work / name}
-    if name not in (BARE, DATATROVE):  # these make no rows: a stream is cut when it is loaded
+    if name not in (BARE, DATATROVE):  # these write no rows: bare tiktoken nothing, datatrove a stream
         options["max_length"] = MAX_LENGTH
     environment = _environment(name, packages)
     if name in (RECIPE, TRL):
@@ -82,7 +82,7 @@ def peer_command(name: str, corpus: Corpus, tokenizer: Path, work: Path, package
 
 
 def read_rows(name: str, folder: Path) -> TokenRows:
-    """Read what a system has written into ``folder``."""
+    """Read the rows that a system has written into ``folder``."""
     read = read_token_dataset if name == OURS else PEERS[name].read
     assert read is not None, f"{name} writes nothing"
     return read(folder, MAX_LENGTH)

@@ -1,4 +1,4 @@
-"""Read the Bible out of a CrossWire Sword module: its driver zText, its markup OSIS."""
+"""Read a Bible in the format of CrossWire's Sword (driver zText, markup OSIS)."""
 
 import re
 import struct
@@ -11,7 +11,7 @@ _TAG = re.compile(r"<[^>]+>")
 
 
 def read_chapters(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
-    """Yield the chapters of a testament: book and number, then a line for each verse.
+    """Yield the chapters of a testament, each as a line with book and number and then a line for each verse.
 
     Args:
         files: the module's files, name → content.
@@ -27,16 +27,16 @@ def read_chapters(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
             book = named[1]
         elif begun:
             lines = [f"{book} {begun[1]}"]
-        elif lines:  # what stands before a book's first chapter is its title
+        elif lines:  # text before a book's first chapter is its title
             lines.append(" ".join(_TAG.sub("", entry).split()))
     yield "\n".join(lines)
 
 
 def _entries(files: Mapping[str, bytes], testament: str) -> Iterator[str]:
-    """Yield headings and verses in their order, except empty ones: verses that others number so, and this Bible not.
+    """Yield the headings and verses in their order, without empty ones (verse numbers that this Bible does not use).
 
-    ``.bzz`` holds blocks compressed with zlib, ``.bzs`` each block's start and length in it, and ``.bzv`` each entry's
-    block, start in the block and length.
+    ``.bzz`` has blocks compressed with zlib, ``.bzs`` each block's start and length, and ``.bzv`` each entry's block,
+    start in the block and length.
     """
     table, verses, compressed = (_file(files, f"/{testament}.{suffix}") for suffix in ("bzs", "bzv", "bzz"))
     sizes = struct.iter_unpack("<III", table)

@@ -1,4 +1,4 @@
-"""Short runs of the tiny model, and what to do to a rank when it comes to a certain point of one."""
+"""Arguments of short runs of the tiny model, code that acts at a chosen point of a run, and readers of its output."""
 
 import csv
 from pathlib import Path
@@ -29,9 +29,9 @@ Progress.at = at
 
 
 def at_point(action: str, step: int, phase: str, index: int = 0, ranks: tuple[int, ...] = (0, 1)) -> str:
-    """Return source for ``ForkedRuns.start(before=)``: these ranks do ``action`` when they come to a phase of a step.
+    """Return code for ``ForkedRuns.start(before=)``: the given ranks run ``action`` when they reach a phase of a step.
 
-    The action knows ``os``, ``signal`` and ``time``.
+    ``action`` is a statement that may use ``os``, ``signal`` and ``time``.
     """
     return _AT_A_POINT.format(action=action, step=step, phase=phase, index=index, ranks=ranks)
 
@@ -43,7 +43,7 @@ def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
 
 
 def metrics(run: Path) -> list[tuple[str, ...]]:
-    """The rows of metrics.csv without what is measured in seconds and bytes."""
+    """Return the rows of metrics.csv without times, speeds and memory; empty if there is no file."""
     names = ("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm", "num_tokens")
     file = run / "metrics.csv"
     if not file.is_file():
@@ -53,5 +53,5 @@ def metrics(run: Path) -> list[tuple[str, ...]]:
 
 
 def checkpoints(run: Path) -> list[int]:
-    """The steps whose checkpoints have their final name."""
+    """Return the steps with a complete checkpoint."""
     return sorted(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))

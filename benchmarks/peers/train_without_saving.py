@@ -1,0 +1,28 @@
+"""Run ``fabric_train`` without writing checkpoints and without checking memory and disk space.
+
+The checkpoint of the largest models that train on a GPU would not fit on every disk.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fabric_train.__main__ as program
+from fabric_train.checkpoint import Checkpoints
+from fabric_train.cli.errors import run_program
+
+MEMORY_CHECK = "check_memory"
+
+
+def main() -> None:
+    """Train with the arguments on the command line."""
+    with patch.object(program, MEMORY_CHECK, lambda _: None), patch.object(Checkpoints, "save", _save_nothing):
+        program.main()
+
+
+def _save_nothing(checkpoints: Checkpoints, state: Any, *_: Any, **__: Any) -> Path:
+    return checkpoints.path(state)
+
+
+if __name__ == "__main__":
+    run_program(main)
