@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 _MEASURE = """
 import ctypes
 import fabric_train.training.build_run as building
-from fabric_train.model.parallelize import setup_model
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.model.load_weights import Unread
 from fabric_train.model.hf_model import load_model
@@ -22,20 +21,20 @@ def status(name):
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-read, set_up = building._open, setup_model
-def measured_read(prepared):
+read, set_up = building._open, building.setup_model
+def measured_read(run):
     global before
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins here
     # what is freed goes back to the system, as that of a real model's large tensors does
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     before = status("VmRSS")
-    return Unread(load_model(prepared.shape, weights_dtype("32-true")), None) if WHOLE else read(prepared)
+    return Unread(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)
 def measured_set_up(*args):
     model = set_up(*args)
     print("grown by", status("VmHWM") - before)
     return model
-building._open, setup_model = measured_read, measured_set_up
+building._open, building.setup_model = measured_read, measured_set_up
 """
 
 
@@ -60,18 +59,27 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("memory") / "tokens")
 
 
+def growth(runs: ForkedRuns, folder: Path, model: Path, tokens: Path, parallelism: str, *, whole: bool) -> float:
+    """Return by how much a rank's peak memory grows while it loads the model, as a part of the model's fp32 size."""
+    line = argv(model, tokens, folder, parallelism=parallelism, max_step=1, total_batch_size=2)
+    run = runs.start(line, 2, before=_MEASURE.replace("WHOLE", str(whole)))
+    run.finish()
+    printed = [line for rank in (0, 1) for line in run.stdout(rank).splitlines() if line.startswith("grown by")]
+    assert len(printed) == 2
+    size = 2 * sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return max(int(line.split()[-1]) for line in printed) / size
+
+
 @pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2"])
 def test_a_rank_reads_its_part_and_never_holds_the_whole(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
 ) -> None:
-    size = 2 * sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    grown = {}
-    for whole in (True, False):
-        line = argv(model, tokens, tmp_path / str(whole), parallelism=parallelism, max_step=1, total_batch_size=2)
-        run = forked_runs.start(line, 2, before=_MEASURE.replace("WHOLE", str(whole)))
-        run.finish()
-        said = [line for rank in (0, 1) for line in run.stdout(rank).splitlines() if line.startswith("grown by")]
-        assert len(said) == 2
-        grown[whole] = max(int(line.split()[-1]) for line in said) / size
-    assert grown[True] > 1.2, grown  # the whole, and this rank's half
-    assert grown[False] < 0.8, grown  # the half, a layer, and what is mapped of the files
+    # half of the model, a layer, and the mapped pages of the files
+    assert growth(forked_runs, tmp_path / "run", model, tokens, parallelism, whole=False) < 0.8
+
+
+def test_a_rank_that_loads_the_whole_model_is_seen_to(
+    forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
+) -> None:
+    # the whole model, and this rank's half
+    assert growth(forked_runs, tmp_path / "run", model, tokens, "fsdp", whole=True) > 1.2

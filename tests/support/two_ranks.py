@@ -1,4 +1,4 @@
-"""Set up a model as a run does, train a step under torchrun, and print the dtypes inside as one line of JSON on rank 0.
+"""Set up a model as a run does, train a step, and print the dtypes inside as one line of JSON on rank 0.
 
 These are the dtypes of the weights, the rotary frequencies, the output of a matrix product, the loss, the optimizer's
 moments, and every gradient that enters a reducing collective.
@@ -25,12 +25,10 @@ from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.loop import accumulate
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-
 
 def main() -> None:
-    """Print the dtypes for each precision."""
-    report = {precision: dtypes_inside([*sys.argv[1:], "--precision", precision]) for precision in PRECISIONS}
+    """Print the dtypes inside a run with the options of the command line."""
+    report = dtypes_inside(sys.argv[1:])
     if dist.get_rank() == 0:
         print(json.dumps(report))
 
