@@ -565,7 +565,7 @@ class DownloadArguments:
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Show what is in a token dataset; the exit code is 0, or 1 where there is something to complain of"""
+    """Show what is in a token dataset; the exit code is 0, or 1 if there are problems"""
 
     dataset_dir: str = field(metadata=POSITIONAL)
     """Token dataset: the folder that tokenize_dataset.py wrote."""

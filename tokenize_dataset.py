@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> None:
 
     arguments = parse(TokenizeArguments, argv)
 
-    from fabric_train.tokenization.tokenizers.parity_check import IdentityCheck
+    from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
-    with _terminated_as_interrupted(), IdentityCheck() as check:
+    with _terminated_as_interrupted(), ParityCheck() as check:
         check.start_early(arguments.tokenizer_name)
         from fabric_train.tokenization.build import build_token_dataset
 

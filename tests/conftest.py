@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +21,9 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_tiny_model
 
+if TYPE_CHECKING:
+    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
+
 
 def _fetch(fetch: Callable[[], Path]) -> Path:
     try:
@@ -31,6 +36,20 @@ def _fetch(fetch: Callable[[], Path]) -> Path:
 def smollm2_dir() -> Path:
     """Hugging Face folder of SmolLM2-135M-Instruct, bf16."""
     return _fetch(real_data.smollm2)
+
+
+@pytest.fixture(scope="session")
+def chatml_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
+    """A tokenizer that loads quickly: the first 2,000 tokens of SmolLM2's, with its ChatML template."""
+    folder = tmp_path_factory.mktemp("chatml")
+    content = json.loads((smollm2_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    model = content["model"]
+    model["vocab"] = {token: index for token, index in model["vocab"].items() if index < 2000}
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) in model["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(smollm2_dir / name, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -58,12 +77,18 @@ def llama3_tokenizer_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model: Path) -> Path:
-    """Llama-3's tokenizer as a Hugging Face folder, without a chat template."""
+def llama3_tokenizer(llama3_tokenizer_model: Path) -> "CorpusTokenizer":
+    """Llama-3's tokenizer, built from its bare ranks."""
     from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
+    return load_tokenizer(str(llama3_tokenizer_model))
+
+
+@pytest.fixture(scope="session")
+def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer: "CorpusTokenizer") -> Path:
+    """Llama-3's tokenizer as a Hugging Face folder, without a chat template."""
     folder = tmp_path_factory.mktemp("llama-3")
-    load_tokenizer(str(llama3_tokenizer_model)).save(folder)
+    llama3_tokenizer.save(folder)
     return folder
 
 
@@ -71,6 +96,22 @@ def llama3_dir(tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model:
 def spm_tokenizer_model() -> Path:
     """A SentencePiece tokenizer.model of Llama-2's kind."""
     return _fetch(real_data.spm_tokenizer_model)
+
+
+@pytest.fixture(scope="session")
+def spm_tokenizer(spm_tokenizer_model: Path) -> "CorpusTokenizer":
+    """The tokenizer of the SentencePiece model."""
+    from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+
+    return load_tokenizer(str(spm_tokenizer_model))
+
+
+@pytest.fixture(scope="session")
+def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer: "CorpusTokenizer") -> Path:
+    """The SentencePiece model's tokenizer as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    spm_tokenizer.save(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,13 @@ from fabric_train.data.lanes import Cursor, LaneRow, Lanes, LaneStand
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.signals import leave_signals_to_rank
-from fabric_train.tokenization.chats.chat_format import recognise
+from fabric_train.tokenization.chats.chat_format import detect_format
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.files import missing_column, text_of
 from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, open_sources
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder, with_borders
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
 _PART_BYTES = 64 << 20
@@ -81,7 +81,7 @@ class DocumentEncoder:
     def __call__(self, text: str) -> np.ndarray:
         """Return the ids, int32 [at least 1]."""
         (ids,) = self.encoder.encode_batch([text])
-        return with_borders(ids, self.bos_token_id, self.eos_token_id)
+        return add_bos_eos(ids, self.bos_token_id, self.eos_token_id)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Stream:
         first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
         texts = [*reference.hard_strings(), *first]
         ids = encoder.encode_batch(texts)
-        encoder.pieces.quicken()
+        encoder.pieces.use_quick_pattern()
         return find_difference(texts * 2, reference.encode(texts) * 2, [*ids, *encoder.encode_batch(texts)])
 
 
@@ -324,7 +324,7 @@ def _refuse_textless(source: Source, column: str) -> None:
         for number, row in reader:
             if isinstance(row, BadRowError) or column in row:
                 return
-            if recognise(row):
+            if detect_format(row):
                 raise InputError(
                     f"--streaming_dataset {source.name}: chats and instructions are not streamed; make a token dataset "
                     "of them with tokenize_dataset.py and give --train_data_dir"

@@ -29,7 +29,7 @@ from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, w
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.reading.sources import Source, open_sources, sha256
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
-from fabric_train.tokenization.tokenizers.parity_check import IdentityCheck
+from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
@@ -57,7 +57,7 @@ class _Split:
     order: np.ndarray
 
 
-def build_token_dataset(arguments: "TokenizeArguments", check: IdentityCheck) -> Outcome:
+def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> Outcome:
     """Write the token dataset that ``arguments`` describe; the folder is there when it is whole, or not at all.
 
     ``check`` may have begun to load the tokenizer.

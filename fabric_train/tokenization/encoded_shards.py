@@ -22,10 +22,10 @@ from fabric_train.tokenization import manifest
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument
 from fabric_train.tokenization.reading.files import text_of
 from fabric_train.tokenization.reading.sources import PartReader, Source
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, with_borders
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.chats.chat import ChatEncoder
+    from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _BATCH_CHARACTERS = 500_000  # texts handed to the encoder at once
 _LARGEST, _SMALLEST, _WANTED = 32 << 20, 512 << 10, 256  # bytes of a shard; how many shards there should be
@@ -204,7 +204,7 @@ def _encode_texts(
 
 def _encode_batch(work: Work, texts: list[str], ordinals: list[int]) -> Iterator[tuple[int, EncodedDocument]]:
     for ordinal, text, ids in zip(ordinals, texts, work.encoder.encode_batch(texts), strict=True):
-        whole = with_borders(ids, work.bos_token_id, work.eos_token_id)
+        whole = add_bos_eos(ids, work.bos_token_id, work.eos_token_id)
         yield ordinal, EncodedDocument(whole, None, len(text))
 
 

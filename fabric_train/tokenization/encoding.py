@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.chats.chat_format import columns, other_shape, recognise
+from fabric_train.tokenization.chats.chat_format import columns, detect_format, unexpected_format
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
     REASONS,
@@ -28,7 +28,7 @@ from fabric_train.tokenization.progress import Show, progress
 from fabric_train.tokenization.reading.files import missing_column, text_of
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
-from fabric_train.tokenization.tokenizers.parity_check import IdentityCheck
+from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
 from fabric_train.tokenization.workers import Workers
@@ -102,7 +102,9 @@ def find_formats(
     formats = {"text": SourceFormat((arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
-        from fabric_train.tokenization.chats.chat import ChatEncoder  # where there are only texts, time is saved
+        from fabric_train.tokenization.chats.chat_encoder import (
+            ChatEncoder,  # where there are only texts, time is saved
+        )
 
         encoder = ChatEncoder(
             tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest, with_tiktoken=with_tiktoken
@@ -125,10 +127,10 @@ def _data_format(source: Source, arguments: "TokenizeArguments") -> str:
                 continue
             if arguments.text_column in row:
                 return "text"
-            kind = recognise(row)
+            kind = detect_format(row)
             if kind is None:
                 no_text = str(missing_column(reader.place(number), arguments.text_column, row))
-                raise InputError(other_shape(row, "auto", f"{no_text}; and no chat or instruction"))
+                raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
             return kind
     return "text"
 
@@ -143,7 +145,7 @@ def encode_sources(
     arguments: "TokenizeArguments",
     num_proc: int,
     caps: Caps,
-    check: IdentityCheck,
+    check: ParityCheck,
 ) -> Encoded:
     """Encode what is not finished in ``folder`` yet.
 
@@ -187,7 +189,7 @@ def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") 
     return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate])
 
 
-def _encode_all(work: Work, name: str, settings: str, check: IdentityCheck, num_proc: int, caps: Caps) -> Encoded:
+def _encode_all(work: Work, name: str, settings: str, check: ParityCheck, num_proc: int, caps: Caps) -> Encoded:
     shards = cut_into_shards(work.sources, f"{settings} {name}")
     work = replace(work, progress=multiprocessing.RawArray("q", 3 * len(shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(work, shard)) is not None}

@@ -559,7 +559,7 @@ CASES: dict[str, Case] = {
     "a folder without tokenizer": Case(
         "tokenize",
         "--tokenizer_name full",
-        "--tokenizer_name full: there is no tokenizer.json and no tokenizer.model in it",
+        "--tokenizer_name full: no tokenizer.json and no tokenizer.model in it; give another folder",
     ),
     "a tokenizer cut off": Case(
         "tokenize",

@@ -1,6 +1,7 @@
-"""tokenize_dataset.py on chats and instructions: what is supervised, how rows are filled, what is counted."""
+"""tokenize_dataset.py on chats and instructions: labels, rows and counts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,26 @@ from tests.support.token_datasets import manifest_of, write_jsonl
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(30)]
 ANSWERS = [f"It is {2 * number}." + " Really." * (number % 5) for number in range(30)]
-SHAPES: dict[str, Any] = {
+FORMATS: dict[str, Any] = {
     "messages": lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]},
     "conversations": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
     "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
     "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
 }
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, chatml_dir: Path) -> Path:
+    """The small tokenizer with a template that adds no system message."""
+    folder = Path(shutil.copytree(chatml_dir, tmp_path_factory.mktemp("chats") / "tokenizer"))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -39,7 +54,7 @@ def run(folder: Path, tokenizer: Path, *sources: Path, **options: object) -> dat
 
 
 def supervised_texts(split: datasets.Dataset, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The texts between tokens that are not supervised, control tokens shown."""
+    """Return the texts of supervised runs of tokens, with control tokens."""
     texts = []
     for labels in np.array(split["labels"][:]):
         for run_ in np.split(labels, np.flatnonzero(np.diff(labels != -100)) + 1):
@@ -48,65 +63,64 @@ def supervised_texts(split: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
     return texts
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_answers_alone_are_supervised_whatever_the_shape_of_the_rows(
-    tmp_path: Path, llama3_dir: Path, shape: str
-) -> None:
-    source = write(tmp_path / "a.jsonl", [SHAPES[shape](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
-    rows = run(tmp_path / "out", llama3_dir, source, packing="best_fit", validation_split=0)["train"]
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_only_answers_are_supervised_in_every_row_format(tmp_path: Path, tokenizer_dir: Path, data_format: str) -> None:
+    source = write(tmp_path / "a.jsonl", [FORMATS[data_format](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
+    rows = run(tmp_path / "out", tokenizer_dir, source, packing="best_fit", validation_split=0)["train"]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out" / "tokenizer")
-    assert sorted(supervised_texts(rows, tokenizer)) == sorted(f"{answer}<|eot_id|>" for answer in ANSWERS)
+    assert sorted(supervised_texts(rows, tokenizer)) == sorted(f"{answer}<|im_end|>" for answer in ANSWERS)
     manifest = manifest_of(tmp_path / "out")
-    assert manifest.tokenizer.end_of_turn_token_id == tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    assert tokenizer.chat_template  # exports carry it
+    assert manifest.tokenizer.end_of_turn_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     split = manifest.ledger.splits["train"]
     assert split.tokens_supervised == sum(label != -100 for labels in rows["labels"][:] for label in labels)
     assert split.tokens_padding / (split.rows * 128) < 0.1
 
 
-def test_rows_of_chats_train_as_batches_with_labels_and_borders(tmp_path: Path, llama3_dir: Path) -> None:
-    source = write(tmp_path / "a.jsonl", [SHAPES["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
+def test_rows_of_llama3_chats_load_as_batches_with_labels_and_borders(tmp_path: Path, llama3_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
     run(tmp_path / "out", llama3_dir, source, packing="best_fit")
     batch = open_dataset(str(tmp_path / "out")).train.__getitems__([0, 1])
     assert batch.documents is not None
     assert 0 < (batch.labels != -100).sum() < batch.labels.numel() / 2
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert tokenizer.chat_template  # Llama-3's, which exports need
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest.tokenizer.end_of_turn_token_id == tokenizer.convert_tokens_to_ids("<|eot_id|>")
 
 
-def test_text_and_chats_are_read_side_by_side(tmp_path: Path, llama3_dir: Path) -> None:
-    chats = write(tmp_path / "a.jsonl", [SHAPES["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
+def test_text_and_chats_are_tokenized_together(tmp_path: Path, tokenizer_dir: Path) -> None:
+    chats = write(tmp_path / "a.jsonl", [FORMATS["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
     texts = write_jsonl(tmp_path / "b.jsonl", ["Plain text, all of which is supervised."] * 20)
-    rows = run(tmp_path / "out", llama3_dir, chats, texts, packing="none", validation_split=0)["train"]
+    rows = run(tmp_path / "out", tokenizer_dir, chats, texts, packing="none", validation_split=0)["train"]
     manifest = manifest_of(tmp_path / "out")
     assert [source.documents for source in manifest.sources] == [30, 20]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out" / "tokenizer")
-    whole = "<|begin_of_text|>Plain text, all of which is supervised.<|end_of_text|>"
+    whole = "<|im_start|>Plain text, all of which is supervised.<|im_end|>"
     assert supervised_texts(rows, tokenizer).count(whole) == 20
 
 
-def test_chats_that_are_too_long_are_cut_at_turns_or_dropped_and_counted(tmp_path: Path, llama3_dir: Path) -> None:
+def test_long_chats_are_cut_at_turns_or_dropped_and_counted(tmp_path: Path, tokenizer_dir: Path) -> None:
     turns = [{"role": role, "content": f"{role} speaks, turn {n}"} for n in range(20) for role in ("user", "assistant")]
-    source = write(tmp_path / "a.jsonl", [{"messages": turns}, *[SHAPES["messages"]("Hi", "Ho")] * 9])
-    run(tmp_path / "cut", llama3_dir, source, packing="none", validation_split=0)
+    source = write(tmp_path / "a.jsonl", [{"messages": turns}, *[FORMATS["messages"]("Hi", "Ho")] * 9])
+    run(tmp_path / "cut", tokenizer_dir, source, packing="none", validation_split=0)
     ledger = manifest_of(tmp_path / "cut").ledger
     assert (ledger.documents_kept, ledger.documents_skipped) == (10, {})
     assert ledger.tokens_cut["too_long"] > 100
-    run(tmp_path / "dropped", llama3_dir, source, packing="none", too_long="drop", validation_split=0)
+    run(tmp_path / "dropped", tokenizer_dir, source, packing="none", too_long="drop", validation_split=0)
     ledger = manifest_of(tmp_path / "dropped").ledger
     assert (ledger.documents_kept, ledger.documents_skipped, ledger.tokens_cut) == (9, {"too_long": 1}, {})
 
 
-def test_a_row_of_another_shape_is_shown_with_file_line_and_the_shapes_there_are(
-    tmp_path: Path, llama3_dir: Path
-) -> None:
-    source = write(tmp_path / "a.jsonl", [SHAPES["messages"]("Hi", "Ho"), {"messages": "Hello"}])
+def test_row_of_unknown_format_is_shown_with_file_line_and_formats(tmp_path: Path, tokenizer_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho"), {"messages": "Hello"}])
     with pytest.raises(InputError, match=r"line 2: .*accepted: messages \[.*Hello.*--on_bad_rows skip"):
-        run(tmp_path / "out", llama3_dir, source, packing="none")
+        run(tmp_path / "out", tokenizer_dir, source, packing="none")
     with pytest.raises(InputError, match=r"no column 'text'; there are: question; .*conversations .*the row: \{"):
-        run(tmp_path / "out", llama3_dir, write(tmp_path / "b.jsonl", [{"question": "Hi"}]))
+        run(tmp_path / "out", tokenizer_dir, write(tmp_path / "b.jsonl", [{"question": "Hi"}]))
 
 
-def test_a_tokenizer_without_a_template_is_refused_for_chats(tmp_path: Path, tiny_model_dir: Path) -> None:
-    source = write(tmp_path / "a.jsonl", [SHAPES["messages"]("Hi", "Ho")])
+def test_tokenizer_without_chat_template_is_refused_for_chats(tmp_path: Path, tiny_model_dir: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")])
     with pytest.raises(InputError, match="no chat template"):
         run(tmp_path / "out", tiny_model_dir, source)
     assert not (tmp_path / "out").exists()

@@ -117,7 +117,7 @@ def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, f"Now is the {word} of our discontent"])
     expected = tokenize(tmp_path / "expected", tiny_model_dir, source)
-    encode, quicken = PieceEncoder.encode, PieceEncoder.quicken
+    encode, use_quick_pattern = PieceEncoder.encode, PieceEncoder.use_quick_pattern
 
     def encode_but_for_one_word(pieces: PieceEncoder, text: str) -> np.ndarray:
         is_wrong = not is_long or hasattr(pieces, "is_quick")
@@ -125,10 +125,10 @@ def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
 
     def remember(pieces: PieceEncoder) -> None:
         monkeypatch.setattr(pieces, "is_quick", True, raising=False)
-        quicken(pieces)
+        use_quick_pattern(pieces)
 
     monkeypatch.setattr(PieceEncoder, "encode", encode_but_for_one_word)
-    monkeypatch.setattr(PieceEncoder, "quicken", remember)
+    monkeypatch.setattr(PieceEncoder, "use_quick_pattern", remember)
     monkeypatch.setattr("fabric_train.tokenization.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
     assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
     used = manifest_of(tmp_path / "out").tokenizer.encoder

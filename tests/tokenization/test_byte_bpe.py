@@ -1,4 +1,4 @@
-"""tiktoken gives a byte-level tokenizer's own ids, whatever the text, or the tokenizer is refused with a reason."""
+"""tiktoken gives a byte-level tokenizer's ids for every text, or the tokenizer is refused with a reason."""
 
 import json
 import sys
@@ -17,11 +17,10 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from fabric_train.tokenization.tokenizers import long_texts, piece_encoder
-from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
+from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE, UnsupportedTokenizerError, load_byte_bpe
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.split_pattern import _NUMERIC, QWEN2_PATTERN
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -55,20 +54,19 @@ def split(pattern: str, behavior: str = "isolated", **options: Any) -> pre_token
 
 @pytest.fixture(scope="module")
 def tokenizer_files(
-    tmp_path_factory: pytest.TempPathFactory, llama3_tokenizer_model: Path, smollm2_dir: Path, works: list[str]
+    tmp_path_factory: pytest.TempPathFactory, llama3_dir: Path, smollm2_dir: Path, works: list[str]
 ) -> dict[str, Path]:
-    """A ``tokenizer.json`` of every style."""
+    """A ``tokenizer.json`` of each style."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    load_tokenizer(str(llama3_tokenizer_model)).save(folder / "llama-3")
     texts = [
         *(work[:50_000] for work in works[:2]),
         "Ça déjà été où? 日本語のテキスト、中文文本。 한국어 Việt Ångström",
     ]
-    # GPT-2's own tokens are looked for after the normalizer, Qwen's before it
+    # GPT-2's added tokens are matched after normalization, Qwen's before it
     gpt2 = [AddedToken(token, normalized=True, special=True) for token in SPECIAL[:1]]
     qwen = {"normalizer": normalizers.NFC(), "pre_tokenizer": split(QWEN2_PATTERN)}
     return {
-        "llama-3": folder / "llama-3" / "tokenizer.json",
+        "llama-3": llama3_dir / "tokenizer.json",
         "smollm2": smollm2_dir / "tokenizer.json",
         "gpt2": train(folder / "gpt2.json", texts, {"pre_tokenizer": byte_level()}, gpt2),
         "qwen": train(folder / "qwen.json", texts, qwen, SPECIAL),
@@ -91,7 +89,7 @@ def assert_same_ids(pair: tuple[ByteBPE, Tokenizer], texts: list[str]) -> None:
         assert ids.tolist() == ids_of(pair[1], text), text[:200]
 
 
-# letters, blanks, marks, digits and tokens that decide where pieces end, beside any code point at all
+# characters and tokens that determine where pieces end; strategies mix them with any code points
 PARTS = ["'s", "'S", "'ſ", "'LL", "re", "the", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\x85", "1", "22", "½", "٣"]
 PARTS += [
     "\U00011de3",
@@ -123,7 +121,7 @@ def test_any_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], texts
 
 @pytest.fixture(scope="module", params=["llama-3", "qwen"])
 def quick_pair(request: pytest.FixtureRequest, tokenizer_files: dict[str, Path]) -> tuple[ByteBPE, Tokenizer]:
-    """An encoder that uses its pattern without lookahead wherever it may, as it does after millions of characters."""
+    """An encoder that uses the pattern without lookahead where it is safe, as after millions of characters."""
     file = tokenizer_files[request.param]
     encoder = load_byte_bpe(file, False)
     with pytest.MonkeyPatch.context() as patch:
@@ -135,11 +133,11 @@ def quick_pair(request: pytest.FixtureRequest, tokenizer_files: dict[str, Path])
 
 @given(texts=st.lists(TEXTS, min_size=10, max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_any_text_gets_the_same_ids_without_lookahead_and_wherever_it_is_cut(
+def test_ids_do_not_depend_on_lookahead_or_where_a_text_is_split(
     quick_pair: tuple[ByteBPE, Tokenizer], texts: list[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "PART_CHARACTERS", 1)
+        patch.setattr(long_texts, "MIN_PART_CHARACTERS", 1)
         assert_same_ids(quick_pair, texts)
 
 
@@ -162,9 +160,9 @@ def test_real_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], work
         "=" * 300_000,
         " \n" * 200_000,
     ],
-    ids=["letters", "blanks", "wide blanks", "no blanks", "marks", "lines"],
+    ids=["letters", "spaces", "wide spaces", "no spaces", "punctuation", "lines"],
 )
-def test_a_text_that_is_one_long_piece_takes_seconds_at_most_and_has_the_right_ids(
+def test_one_very_long_piece_is_encoded_correctly_within_seconds(
     tokenizer_files: dict[str, Path], text: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     encoder = load_byte_bpe(tokenizer_files["qwen"], False)
@@ -195,7 +193,7 @@ def edited(file: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> 
 
 
 def swap_merges(content: dict[str, Any]) -> None:
-    """Let the merges of "the" and what it is made of change places."""
+    """Swap the merge that makes "the" and one of its parts."""
     merges = content["model"]["merges"]
     merges[3], merges[400] = merges[400], merges[3]
 
@@ -244,37 +242,41 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     ),
     "dropout": ("gpt2", set_model(dropout=0.1), "dropout"),
     "another model": ("gpt2", lambda content: content.update(model={"type": "Unigram", "vocab": []}), "Unigram"),
-    "a blank before the text": ("gpt2", set_pre_tokenizer(pre_tokenizers.ByteLevel()), "blank before"),
+    "a space before the text": ("gpt2", set_pre_tokenizer(pre_tokenizers.ByteLevel()), "space before"),
     "two splits": (
         "gpt2",
         set_pre_tokenizer(pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), byte_level()])),
         r"\(Punctuation, ByteLevel\) is not known",
     ),
     "no bytes": ("gpt2", set_pre_tokenizer(pre_tokenizers.Whitespace()), "not byte-level"),
-    "words as Oniguruma has them": ("gpt2", set_pre_tokenizer(split(r"\w+|\W")), "otherwise"),
-    "an interval that only tiktoken reads as possessive": ("gpt2", set_pre_tokenizer(split(r"a{1,3}+|.")), "otherwise"),
+    "words as Oniguruma defines them": ("gpt2", set_pre_tokenizer(split(r"\w+|\W")), "another meaning"),
+    "an interval that only tiktoken reads as possessive": (
+        "gpt2",
+        set_pre_tokenizer(split(r"a{1,3}+|.")),
+        "another meaning",
+    ),
     "pieces joined with what follows": ("gpt2", set_pre_tokenizer(split(" ", "merged_with_next")), "MergedWithNext"),
     "a lower-casing normalizer": (
         "gpt2",
         lambda content: content.update(normalizer={"type": "Lowercase"}),
         "normalizer is Lowercase",
     ),
-    "a token that takes blanks along": ("gpt2", set_token(lstrip=True), "depends on blanks"),
-    "a token whose id is another's": ("gpt2", set_token(id=7), "will not have the id 7"),
+    "a token that includes whitespace": ("gpt2", set_token(lstrip=True), "depends on the whitespace"),
+    "a token with the id of another": ("gpt2", set_token(id=7), "another id than 7"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_tokenizer_that_cannot_be_expressed_is_refused_with_a_reason(
+def test_unsupported_tokenizer_raises_an_error_with_the_reason(
     tokenizer_files: dict[str, Path], tmp_path: Path, case: str
 ) -> None:
     style, edit, reason = REFUSED[case]
-    with pytest.raises(NotExpressibleError, match=reason):
+    with pytest.raises(UnsupportedTokenizerError, match=reason):
         load_byte_bpe(edited(tokenizer_files[style], tmp_path / "tokenizer.json", edit), False)
 
 
 @pytest.mark.parametrize(("behavior", "invert"), [("isolated", False), ("removed", True)])
-def test_text_between_the_matches_of_a_split_pattern_is_a_piece_or_is_dropped_as_it_says(
+def test_text_between_pattern_matches_is_kept_or_dropped_as_set(
     tokenizer_files: dict[str, Path], tmp_path: Path, behavior: str, invert: bool
 ) -> None:
     step = split(r"\p{L}+| ?\p{N}", behavior, invert=invert)
@@ -283,7 +285,7 @@ def test_text_between_the_matches_of_a_split_pattern_is_a_piece_or_is_dropped_as
 
 
 def members(expression: str) -> Iterator[set[str]]:
-    """Yield the code points that tokenizers and tiktoken take for members of a class."""
+    """Yield the code points that a class contains according to tokenizers, and according to tiktoken."""
     text = "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
     split_off = pre_tokenizers.Split(Regex(expression), "removed")
     parts = (text[start : start + 5000] for start in range(0, len(text), 5000))
@@ -294,12 +296,12 @@ def members(expression: str) -> Iterator[set[str]]:
 
 
 @pytest.mark.parametrize("expression", [r"\p{L}", r"\p{N}", r"\s", "(?i:s|t|re|ve|m|ll|d)"])
-def test_both_libraries_have_the_same_members_of_a_class(expression: str) -> None:
+def test_both_libraries_agree_on_unicode_classes(expression: str) -> None:
     tokenizers_members, tiktoken_members = members(expression)
     assert tokenizers_members == tiktoken_members
 
 
-def test_the_digits_step_splits_off_what_our_pattern_says() -> None:
+def test_digits_pattern_matches_what_the_digits_step_splits() -> None:
     text = "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
     parts = (text[start : start + 5000] for start in range(0, len(text), 5000))
     digits, by_class = pre_tokenizers.Digits(individual_digits=False), Regex(f"[{_NUMERIC}]+")

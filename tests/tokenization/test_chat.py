@@ -1,4 +1,4 @@
-"""Chats become the tokens of the tokenizer's own template, and the assistant's tokens alone are supervised."""
+"""Chats become the tokens of the tokenizer's template, and only the assistant's tokens are supervised."""
 
 import itertools
 import json
@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat import ChatEncoder
-from fabric_train.tokenization.chats.chat_format import columns, read_chat, recognise
+from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
+from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -32,14 +31,14 @@ CHATML_WITH_GENERATION = (
     "{% generation %}{{ message['content'] }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# as Qwen3's: the last turn alone has thoughts, be they empty
+# as Qwen3's: only the last turn has thoughts, which may be empty
 THOUGHTS_IN_LAST_TURN = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if loop.last and message['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# as Llama-2's: the assistant's header is no token, and its contents are trimmed
+# as Llama-2's: no control token before the assistant's contents, which are stripped
 INST = (
     "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user begins') }}{% endif %}{% for message in messages "
     "%}{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'] | trim + ' [/INST]' }}"
@@ -58,31 +57,26 @@ ANSWER: dict[str, Any] = {"role": "assistant", "content": "Seven of them."}
 
 
 @pytest.fixture(scope="module")
-def spm_dir(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer_model: Path) -> Path:
-    folder = saved(spm_tokenizer_model, tmp_path_factory.mktemp("sentencepiece"))
+def inst_dir(tmp_path_factory: pytest.TempPathFactory, spm_dir: Path) -> Path:
+    folder = Path(shutil.copytree(spm_dir, tmp_path_factory.mktemp("inst") / "tokenizer"))
     (folder / "chat_template.jinja").write_text(INST)
     return folder
 
 
 @pytest.fixture(scope="module")
-def with_template(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Callable[[str | None], Path]:
-    """Return ``with_template(template)``: a folder with SmolLM2's tokenizer and this template, or with none."""
+def with_template(tmp_path_factory: pytest.TempPathFactory, chatml_dir: Path) -> Callable[[str | None], Path]:
+    """Return ``with_template(template)``: a folder with the small tokenizer and this template, or without one."""
 
     @cache
     def make(template: str | None) -> Path:
         folder = tmp_path_factory.mktemp("tokenizer")
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(smollm2_dir / name, folder)
+            shutil.copy(chatml_dir / name, folder)
         if template is not None:
             (folder / "chat_template.jinja").write_text(template)
         return folder
 
     return make
-
-
-def saved(name: Path, folder: Path) -> Path:
-    load_tokenizer(str(name)).save(folder)
-    return folder
 
 
 @cache
@@ -125,13 +119,13 @@ def supervised_text(folder: Path, document: EncodedDocument) -> str:
 
 
 def exchanges(*contents: str, system: str | None = None) -> Chat:
-    """Return a conversation of user and assistant in turn."""
+    """Return a conversation in which user and assistant alternate."""
     roles = itertools.cycle(["user", "assistant"])
     chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     return chat if system is None else [{"role": "system", "content": system}, *chat]
 
 
-# contents without blanks around them: Llama-3's template takes those off, ChatML's joins them with the header's
+# stripped contents: Llama-3's template strips them, and in ChatML whitespace would join the header's tokens
 contents = st.text(max_size=12).map(str.strip).filter(bool) | st.sampled_from(
     ["assistant", "user\n\nassistant", "a  b\r\n\tc", "👩‍👩‍👧 ñ", "turn1said", "1234567", "I'LL"]
 )
@@ -145,17 +139,17 @@ conversations = st.builds(
 # ------------------------------------------------------------------------------------------------ tokens and labels
 
 
-@pytest.mark.parametrize("kind", ["llama3", "smollm2"])
+@pytest.mark.parametrize("kind", ["llama3", "chatml"])
 @settings(max_examples=20, deadline=None)
 @given(messages=conversations)
-def test_the_assistants_contents_and_ends_of_turn_are_supervised_and_nothing_else(
-    llama3_dir: Path, smollm2_dir: Path, kind: str, messages: Chat
+def test_only_the_assistants_contents_and_ends_of_turn_are_supervised(
+    llama3_dir: Path, chatml_dir: Path, kind: str, messages: Chat
 ) -> None:
-    folder = llama3_dir if kind == "llama3" else smollm2_dir
+    folder = llama3_dir if kind == "llama3" else chatml_dir
     chats = encoder(folder)
     document = encoded(chats, messages)
     end_of_turn = reference(folder).convert_ids_to_tokens(chats.end_of_turn_token_id)
-    assert end_of_turn == {"llama3": "<|eot_id|>", "smollm2": "<|im_end|>"}[kind]
+    assert end_of_turn == {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}[kind]
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     known = [decoded(folder, np.array(ids_of_text(folder, content), dtype=int)) for content in said]
     assert supervised_text(folder, document) == "".join(content + end_of_turn for content in known)
@@ -164,18 +158,18 @@ def test_the_assistants_contents_and_ends_of_turn_are_supervised_and_nothing_els
     assert document.num_characters == sum(len(message["content"]) for message in messages)
 
 
-# the text of a special token in a turn is text to us, and to transformers the token
+# here the text of a special token in a turn stays text; in transformers it becomes the token
 _without_special_text = st.text(max_size=8).filter(lambda text: not re.search("</?s>|<unk>", text))
 
 
 @settings(max_examples=20, deadline=None)
 @given(turns=st.lists(_without_special_text, min_size=2, max_size=8).filter(lambda turns: len(turns) % 2 == 0))
-def test_a_template_without_control_token_in_the_header_is_marked_too(spm_dir: Path, turns: list[str]) -> None:
+def test_template_without_control_token_in_the_header_is_marked(inst_dir: Path, turns: list[str]) -> None:
     messages = exchanges(*turns, "end", "it")
-    document = encoded(encoder(spm_dir), messages)
-    assert document.input_ids.tolist() == reference_ids(spm_dir, messages)
+    document = encoded(encoder(inst_dir), messages)
+    assert document.input_ids.tolist() == reference_ids(inst_dir, messages)
     said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
-    pieces = supervised_text(spm_dir, document).split("</s>")
+    pieces = supervised_text(inst_dir, document).split("</s>")
     assert ["".join(piece.split()) for piece in pieces] == ["".join(content.split()) for content in said] + [""]
 
 
@@ -184,7 +178,7 @@ def test_a_template_without_control_token_in_the_header_is_marked_too(spm_dir: P
     roles=st.lists(st.sampled_from(["user", "assistant", "system", "tool"]), min_size=1, max_size=8),
     content=st.text(max_size=4),
 )
-def test_generation_marks_and_renderings_turn_by_turn_agree_for_any_order_of_roles(
+def test_generation_marks_agree_with_turn_by_turn_renderings(
     with_template: Callable[[str], Path], roles: list[str], content: str
 ) -> None:
     chat = [{"role": role, "content": f"{content}{number}"} for number, role in enumerate(roles)]
@@ -214,15 +208,15 @@ def test_tiktoken_and_tokenizers_encode_chats_alike(llama3_dir: Path, smollm2_di
             assert with_tiktoken.supervised.tolist() == without.supervised.tolist()
 
 
-def test_train_on_last_and_all(smollm2_dir: Path) -> None:
+def test_train_on_last_supervises_one_turn_and_all_every_token(chatml_dir: Path) -> None:
     messages = exchanges("a", "b", "c", "d", "e")
-    assert supervised_text(smollm2_dir, encoded(encoder(smollm2_dir, "last"), messages)) == "d<|im_end|>"
-    everything = encoded(encoder(smollm2_dir, "all"), messages)
+    assert supervised_text(chatml_dir, encoded(encoder(chatml_dir, "last"), messages)) == "d<|im_end|>"
+    everything = encoded(encoder(chatml_dir, "all"), messages)
     assert everything.supervised is None
-    assert everything.input_ids.tolist() == reference_ids(smollm2_dir, messages)
+    assert everything.input_ids.tolist() == reference_ids(chatml_dir, messages)
 
 
-def test_bos_comes_once_although_template_and_tokenizer_both_write_it(llama3_dir: Path) -> None:
+def test_bos_occurs_once_if_template_and_tokenizer_both_write_it(llama3_dir: Path) -> None:
     document = encoded(encoder(llama3_dir), [QUESTION, ANSWER])
     assert reference(llama3_dir)("x")["input_ids"][0] == 128000
     assert document.input_ids.tolist().count(128000) == 1
@@ -230,25 +224,23 @@ def test_bos_comes_once_although_template_and_tokenizer_both_write_it(llama3_dir
     assert document.input_ids[-1] == 128009
 
 
-def test_a_chat_that_ends_with_no_control_token_gets_eos(with_template: Callable[[str], Path]) -> None:
+def test_chat_without_final_control_token_gets_eos(with_template: Callable[[str], Path]) -> None:
     plain = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     folder = with_template(plain + "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")
     chats = encoder(folder)
     assert chats.end_of_turn_token_id is None
     assert any("<|im_end|>" in note for note in chats.notes)
     document = encoded(chats, [QUESTION, ANSWER])
-    # the blank of the header is in the token of the first word
+    # the space of the header is in the token of the first word
     assert supervised_text(folder, document) == " Seven of them.\n<|im_end|>"
     ends_with_question = encoded(chats, [QUESTION, ANSWER, QUESTION])
     assert decoded(folder, ends_with_question.input_ids).endswith("How many?\n<|im_end|>")
     assert supervised_text(folder, ends_with_question) == " Seven of them.\n"
 
 
-def test_a_chat_that_begins_with_the_assistant_is_supervised_from_its_first_turn(
-    smollm2_dir: Path, llama3_dir: Path
-) -> None:
+def test_assistants_first_turn_is_supervised_if_it_opens_the_chat(chatml_dir: Path, llama3_dir: Path) -> None:
     messages = [{"role": "assistant", "content": "Welcome!"}, QUESTION, ANSWER]
-    for folder, end in ((smollm2_dir, "<|im_end|>"), (llama3_dir, "<|eot_id|>")):
+    for folder, end in ((chatml_dir, "<|im_end|>"), (llama3_dir, "<|eot_id|>")):
         document = encoded(encoder(folder), messages)
         assert supervised_text(folder, document) == f"Welcome!{end}Seven of them.{end}"
         assert document.input_ids.tolist() == reference_ids(folder, messages)
@@ -258,10 +250,10 @@ def test_a_chat_that_begins_with_the_assistant_is_supervised_from_its_first_turn
 
 
 @pytest.mark.parametrize("look_alike", ["<|eot_id|>", "<|im_end|>", "<|begin_of_text|><|start_header_id|>"])
-def test_special_tokens_in_a_content_are_text(llama3_dir: Path, smollm2_dir: Path, look_alike: str) -> None:
+def test_special_tokens_in_a_message_are_text(llama3_dir: Path, chatml_dir: Path, look_alike: str) -> None:
     messages = exchanges(f"What is {look_alike}?", f"{look_alike}\n{look_alike}system", system=f"Say {look_alike}")
     harmless = exchanges("What is it?", "this and that", system="Say it")
-    for folder in (llama3_dir, smollm2_dir):
+    for folder in (llama3_dir, chatml_dir):
         chats = encoder(folder)
         special = set(reference(folder).all_special_ids) | {128006, 128007, 128009}
         document = encoded(chats, messages)
@@ -278,7 +270,7 @@ def test_text_around_a_look_alike_has_the_ids_of_ordinary_text(llama3_dir: Path)
     assert document.input_ids[document.supervised].tolist() == [*ids_of_text(llama3_dir, content), 128009]
 
 
-def test_special_tokens_in_calls_of_tools_are_text(with_template: Callable[[str], Path]) -> None:
+def test_special_tokens_in_tool_calls_are_text(with_template: Callable[[str], Path]) -> None:
     folder = with_template(TOOLS)
     call = {"type": "function", "function": {"name": "find", "arguments": '{"<|im_end|>": "<|im_start|>"}'}}
     messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -287,7 +279,7 @@ def test_special_tokens_in_calls_of_tools_are_text(with_template: Callable[[str]
     assert supervised_text(folder, document) == 'find{"<|im_end|>": "<|im_start|>"}<|im_end|>'
 
 
-def test_tokens_that_take_blanks_with_them_do_so(with_template: Callable[[str], Path], tmp_path: Path) -> None:
+def test_tokens_that_strip_whitespace_do_so_in_chats(with_template: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(with_template(CHATML), tmp_path / "stripping"))
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -297,7 +289,7 @@ def test_tokens_that_take_blanks_with_them_do_so(with_template: Callable[[str], 
     messages = exchanges("a", "b", "c", "d")
     assert reference_ids(folder, messages) != reference_ids(with_template(CHATML), messages)
     assert encoded(encoder(folder), messages).input_ids.tolist() == reference_ids(folder, messages)
-    # <|im_start|> is not special here, but it is what begins a turn
+    # <|im_start|> is not special here, but it begins a turn
     document = encoded(encoder(folder), exchanges("<|im_start|>", "b"))
     assert document.input_ids.tolist().count(1) == 2
 
@@ -305,9 +297,9 @@ def test_tokens_that_take_blanks_with_them_do_so(with_template: Callable[[str], 
 # ---------------------------------------------------------------------------------------------------------- templates
 
 
-def test_llama3s_template_stands_in_for_none_and_for_one_that_cannot_mark(llama3_dir: Path, tmp_path: Path) -> None:
+def test_llama3_template_replaces_a_missing_or_unmarkable_one(llama3_dir: Path, tmp_path: Path) -> None:
     without = encoder(llama3_dir)
-    assert without.notes == ("the tokenizer has no chat template: Llama-3's is used",)
+    assert without.notes == ("the tokenizer has no chat template; Llama-3's is used",)
     text = reference(llama3_dir).apply_chat_template(
         exchanges(" a\n", "b", system="s"), chat_template=without.chat_template, tokenize=False
     )
@@ -322,7 +314,7 @@ def test_llama3s_template_stands_in_for_none_and_for_one_that_cannot_mark(llama3
     assert "cannot mark" in instead.notes[0]
 
 
-def test_a_template_that_cannot_mark_earlier_turns_takes_single_exchanges_and_last(
+def test_template_marking_only_last_turns_takes_single_exchanges(
     with_template: Callable[[str], Path],
 ) -> None:
     folder = with_template(THOUGHTS_IN_LAST_TURN)
@@ -337,26 +329,26 @@ def test_a_template_that_cannot_mark_earlier_turns_takes_single_exchanges_and_la
     assert supervised_text(folder, encoded(last, [QUESTION, ANSWER] * 2)) == answer
 
 
-def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(with_template: Callable[[str], Path]) -> None:
+def test_template_that_leaves_out_assistant_text_is_refused(with_template: Callable[[str], Path]) -> None:
     chats = encoder(with_template(CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")))
     encoded(chats, [QUESTION, ANSWER])
     with pytest.raises(BadRowError, match="leaves out a part of turn 2"):
         chats.encode({"messages": [QUESTION, {"role": "assistant", "content": "<think>Hm.</think>Seven."}]})
 
 
-def test_no_template_and_not_llama3_is_wrong_input(with_template: Callable[[str | None], Path]) -> None:
-    with pytest.raises(InputError, match="has no chat template; give a tokenizer of an instruct model, or put"):
+def test_no_template_and_not_llama3_is_an_input_error(with_template: Callable[[str | None], Path]) -> None:
+    with pytest.raises(InputError, match="has no chat template; give the tokenizer of an instruct model, or put"):
         encoder(with_template(None))
-    with pytest.raises(InputError, match=r"of no use .*refuses it: never"):
+    with pytest.raises(InputError, match=r"unusable .*refuses it: never"):
         encoder(with_template("{{ raise_exception('never') }}"))
 
 
-def test_what_a_template_refuses_is_a_bad_row(spm_dir: Path) -> None:
+def test_chat_that_the_template_refuses_is_a_bad_row(inst_dir: Path) -> None:
     with pytest.raises(BadRowError, match="refuses it: a user begins"):
-        encoder(spm_dir).encode({"messages": [ANSWER, QUESTION]})
+        encoder(inst_dir).encode({"messages": [ANSWER, QUESTION]})
 
 
-def test_calls_of_tools_are_taken_where_the_template_renders_them(
+def test_tool_calls_are_accepted_if_the_template_renders_them(
     llama3_dir: Path, with_template: Callable[[str], Path]
 ) -> None:
     call = {"id": None, "type": "function", "function": {"name": "count", "arguments": '{"of": "them"}'}}
@@ -379,7 +371,7 @@ def test_calls_of_tools_are_taken_where_the_template_renders_them(
         encoder(llama3_dir).encode({"messages": [QUESTION, ANSWER], "tools": tools})
 
 
-# ------------------------------------------------------------------------------------------------------------- shapes
+# ------------------------------------------------------------------------------------------------------------ formats
 
 
 @pytest.mark.parametrize(
@@ -398,32 +390,32 @@ def test_calls_of_tools_are_taken_where_the_template_renders_them(
         ({"prompt": [QUESTION], "completion": [ANSWER]}, "prompt_completion"),
     ],
 )
-def test_every_shape_is_recognised_and_read(smollm2_dir: Path, row: dict[str, Any], data_format: str) -> None:
-    assert recognise(row) == data_format
+def test_every_format_is_detected_and_read(chatml_dir: Path, row: dict[str, Any], data_format: str) -> None:
+    assert detect_format(row) == data_format
     assert set(row) <= set(columns(data_format))
-    expected = encoded(encoder(smollm2_dir), [QUESTION, ANSWER])
-    document = encoder(smollm2_dir).encode(row)
+    expected = encoded(encoder(chatml_dir), [QUESTION, ANSWER])
+    document = encoder(chatml_dir).encode(row)
     assert isinstance(document, EncodedDocument)
     assert document.input_ids.tolist() == expected.input_ids.tolist()
-    assert supervised_text(smollm2_dir, document) == "Seven of them.<|im_end|>"
+    assert supervised_text(chatml_dir, document) == "Seven of them.<|im_end|>"
     assert document.num_characters == len("How many?Seven of them.")
     assert read_chat(row, data_format) == read_chat(row, "auto")
 
 
-def test_an_instruction_has_its_input_after_a_blank_line(smollm2_dir: Path) -> None:
-    document = encoder(smollm2_dir).encode({"instruction": "Add.", "input": "1 2", "output": "3"})
+def test_instruction_and_input_are_separated_by_an_empty_line(chatml_dir: Path) -> None:
+    document = encoder(chatml_dir).encode({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert isinstance(document, EncodedDocument)
-    assert "user\nAdd.\n\n1 2<|im_end|>" in decoded(smollm2_dir, document.input_ids)
+    assert "user\nAdd.\n\n1 2<|im_end|>" in decoded(chatml_dir, document.input_ids)
 
 
-def test_what_the_assistant_says_in_a_prompt_is_not_supervised(smollm2_dir: Path) -> None:
+def test_assistant_turns_in_a_prompt_are_not_supervised(chatml_dir: Path) -> None:
     row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{"role": "assistant", "content": "Eight."}]}
-    document = encoder(smollm2_dir).encode(row)
+    document = encoder(chatml_dir).encode(row)
     assert isinstance(document, EncodedDocument)
-    assert supervised_text(smollm2_dir, document) == "Eight.<|im_end|>"
+    assert supervised_text(chatml_dir, document) == "Eight.<|im_end|>"
 
 
-def test_a_row_of_another_shape_than_the_named_one_is_refused() -> None:
+def test_row_of_another_format_than_the_given_one_is_refused() -> None:
     with pytest.raises(BadRowError, match=r"'messages' is missing; accepted: messages \[.*; the row: "):
         read_chat({"instruction": "x", "output": "y"}, "messages")
 
@@ -432,21 +424,21 @@ def test_a_row_of_another_shape_than_the_named_one_is_refused() -> None:
     ("row", "reason"),
     [
         ({"question": "How many?", "answer": "Seven"}, "no columns of a chat"),
-        ({"messages": [{"role": "narrator", "content": "x"}]}, '"narrator" is none of system, user'),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, '"narrator" is not one of system, user'),
         ({"messages": [{"role": "user", "value": "x"}]}, "'content' is missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "neither text nor"),
-        ({"messages": [{"role": "\ud800", "content": "x"}]}, "is none of system"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text or a list"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "is not one of system"),
         ({"messages": ["How many?"]}, "a list of objects"),
-        ({"conversations": [{"from": "bot", "value": "x"}]}, '"bot" is none of human'),
-        ({"instruction": ["x"], "output": "y"}, "are texts"),
-        ({"prompt": "x", "completion": [ANSWER]}, "is a text"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, '"bot" is not one of human'),
+        ({"instruction": ["x"], "output": "y"}, "must be text"),
+        ({"prompt": "x", "completion": [ANSWER]}, "must be text"),
     ],
 )
-def test_a_row_of_another_shape_is_shown_beside_the_accepted_ones(
-    smollm2_dir: Path, row: dict[str, Any], reason: str
+def test_row_of_unknown_format_is_shown_with_the_accepted_formats(
+    chatml_dir: Path, row: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(BadRowError) as raised:
-        encoder(smollm2_dir).encode(row)
+        encoder(chatml_dir).encode(row)
     message = str(raised.value)
     assert reason in message
     assert json.dumps(row) in message
@@ -454,14 +446,14 @@ def test_a_row_of_another_shape_is_shown_beside_the_accepted_ones(
     assert "\n" not in message
 
 
-def test_half_of_a_surrogate_pair_is_no_text(smollm2_dir: Path) -> None:
+def test_half_of_a_surrogate_pair_is_refused(chatml_dir: Path) -> None:
     with pytest.raises(BadRowError, match="half of a surrogate pair"):
-        encoder(smollm2_dir).encode({"prompt": "\ud83d", "completion": "x"})
+        encoder(chatml_dir).encode({"prompt": "\ud83d", "completion": "x"})
 
 
-def test_a_long_row_is_shown_shortened(smollm2_dir: Path) -> None:
+def test_long_row_is_shortened_in_the_message(chatml_dir: Path) -> None:
     with pytest.raises(BadRowError) as raised:
-        encoder(smollm2_dir).encode({"text": "x" * 10_000})
+        encoder(chatml_dir).encode({"text": "x" * 10_000})
     assert len(str(raised.value)) < 1000
 
 
@@ -471,19 +463,19 @@ def test_a_long_row_is_shown_shortened(smollm2_dir: Path) -> None:
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @settings(max_examples=15, deadline=None)
 @given(messages=conversations, max_length=st.integers(10, 150))
-def test_cutting_the_end_keeps_the_most_whole_turns_that_fit(
-    smollm2_dir: Path, train_on: str, messages: Chat, max_length: int
+def test_cut_end_keeps_the_most_whole_turns_that_fit(
+    chatml_dir: Path, train_on: str, messages: Chat, max_length: int
 ) -> None:
-    document = encoder(smollm2_dir, train_on, "cut_end", None).encode({"messages": messages})
+    document = encoder(chatml_dir, train_on, "cut_end", None).encode({"messages": messages})
     assert isinstance(document, EncodedDocument)
-    cut = with_limit(encoder(smollm2_dir, train_on, "cut_end", 1), max_length).encode({"messages": messages})
+    cut = with_limit(encoder(chatml_dir, train_on, "cut_end", 1), max_length).encode({"messages": messages})
     beginnings = [messages[:end] for end in range(1, len(messages) + 1)]
     allowed = [
         beginning
         for beginning in beginnings
         if train_on == "all" or beginning[-1]["role"] == "assistant" or beginning == messages
     ]
-    fitting = [ids for ids in (reference_ids(smollm2_dir, part) for part in allowed) if len(ids) <= max_length]
+    fitting = [ids for ids in (reference_ids(chatml_dir, part) for part in allowed) if len(ids) <= max_length]
     if not fitting:
         assert cut == manifest.TOO_LONG
         return
@@ -494,41 +486,41 @@ def test_cutting_the_end_keeps_the_most_whole_turns_that_fit(
 
 @settings(max_examples=15, deadline=None)
 @given(messages=conversations, max_length=st.integers(10, 150))
-def test_cutting_the_start_keeps_the_system_and_begins_with_a_user(
-    smollm2_dir: Path, messages: Chat, max_length: int
+def test_cut_start_keeps_the_system_message_and_begins_with_a_user(
+    chatml_dir: Path, messages: Chat, max_length: int
 ) -> None:
-    cut = with_limit(encoder(smollm2_dir, "assistant", "cut_start", 1), max_length).encode({"messages": messages})
+    cut = with_limit(encoder(chatml_dir, "assistant", "cut_start", 1), max_length).encode({"messages": messages})
     system = [message for message in messages if message["role"] == "system"]
     turns = messages[len(system) :]
     parts = [system + turns[begin:] for begin in range(0, len(turns), 2)]
-    fitting = [part for part in parts if len(reference_ids(smollm2_dir, part)) <= max_length]
+    fitting = [part for part in parts if len(reference_ids(chatml_dir, part)) <= max_length]
     if not fitting:
         assert cut == manifest.TOO_LONG
     elif all(message["role"] != "assistant" for message in fitting[0]):
         assert cut == manifest.NOTHING_SUPERVISED
     else:
         assert isinstance(cut, EncodedDocument)
-        assert cut.input_ids.tolist() == reference_ids(smollm2_dir, fitting[0])
+        assert cut.input_ids.tolist() == reference_ids(chatml_dir, fitting[0])
 
 
 def with_limit(chats: ChatEncoder, max_length: int) -> ChatEncoder:
-    """Change the limit of an encoder, which is made once."""
+    """Change the limit of an encoder, which is built only once."""
     chats._max_length = max_length
     return chats
 
 
-def test_a_long_chat_is_dropped_or_loses_its_last_turn_with_its_only_labels(smollm2_dir: Path) -> None:
+def test_long_chat_is_dropped_or_cut_and_may_lose_all_labels(chatml_dir: Path) -> None:
     messages = exchanges("a", "b " * 50, "c", "d")
     row = {"messages": messages}
-    length = len(reference_ids(smollm2_dir, messages))
-    drop = encoder(smollm2_dir, "assistant", "drop", 1)
+    length = len(reference_ids(chatml_dir, messages))
+    drop = encoder(chatml_dir, "assistant", "drop", 1)
     assert with_limit(drop, length - 1).encode(row) == manifest.TOO_LONG
     assert isinstance(with_limit(drop, length).encode(row), EncodedDocument)
-    cut_end = encoder(smollm2_dir, "last", "cut_end", length - 1)
+    cut_end = encoder(chatml_dir, "last", "cut_end", length - 1)
     assert cut_end.encode(row) == manifest.NOTHING_SUPERVISED
-    cut_start = encoder(smollm2_dir, "last", "cut_start", length - 1).encode(row)
+    cut_start = encoder(chatml_dir, "last", "cut_start", length - 1).encode(row)
     assert isinstance(cut_start, EncodedDocument)
-    assert supervised_text(smollm2_dir, cut_start) == "d<|im_end|>"
+    assert supervised_text(chatml_dir, cut_start) == "d<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -539,7 +531,5 @@ def test_a_long_chat_is_dropped_or_loses_its_last_turn_with_its_only_labels(smol
         ([QUESTION], manifest.NOTHING_SUPERVISED),
     ],
 )
-def test_chats_without_anything_to_learn_are_left_out_with_their_reason(
-    smollm2_dir: Path, messages: Chat, reason: str
-) -> None:
-    assert encoder(smollm2_dir).encode({"messages": messages}) == reason
+def test_chats_with_nothing_to_learn_are_left_out_with_a_reason(chatml_dir: Path, messages: Chat, reason: str) -> None:
+    assert encoder(chatml_dir).encode({"messages": messages}) == reason

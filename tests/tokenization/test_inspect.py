@@ -1,4 +1,4 @@
-"""python -m fabric_train.tokenization.inspect: what is counted is what lies there, and what is wrong is named."""
+"""python -m fabric_train.tokenization.inspect counts what is in the rows and reports what is wrong with them."""
 
 import json
 import re
@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from arguments import InspectArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.inspect import __main__ as inspect
-from fabric_train.tokenization.inspect.examination import Examination, Expectation
 from fabric_train.tokenization.inspect.report import make_report
+from fabric_train.tokenization.inspect.split_check import Expectation, SplitCheck
 from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
 from fabric_train.tokenization.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
@@ -29,7 +29,7 @@ HARD = "<script>alert('x')</script> &amp; \"é\" 你好 😀\t\x1b[31m \u202edra
 
 
 def save(folder: Path, tokenizer: Path | None, **splits: dict[str, list[Any]]) -> Path:
-    """Write an older token dataset, one without a manifest."""
+    """Write a token dataset without a manifest, as in older versions."""
     datasets.disable_progress_bars()
     datasets.DatasetDict({name: datasets.Dataset.from_dict(columns) for name, columns in splits.items()}).save_to_disk(
         folder
@@ -40,7 +40,7 @@ def save(folder: Path, tokenizer: Path | None, **splits: dict[str, list[Any]]) -
 
 
 def inspected(folder: Path, capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, str, list[str]]:
-    """Return exit code, output and complaints."""
+    """Return exit code, output and problems."""
     code = 0
     try:
         inspect.main([str(part) for part in (folder, *options)])
@@ -52,13 +52,11 @@ def inspected(folder: Path, capsys: pytest.CaptureFixture[str], *options: object
 
 @pytest.fixture
 def copy(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
-    """A copy of the tiny dataset, to be spoiled."""
+    """A copy of the tiny dataset that a test may damage."""
     return Path(shutil.copytree(tiny_tokens_dir, tmp_path / "copy"))
 
 
-def test_a_dataset_as_tokenize_dataset_writes_it_has_nothing_to_complain_of(
-    tiny_tokens_dir: Path, run_program: Any
-) -> None:
+def test_dataset_from_tokenize_dataset_has_no_problems(tiny_tokens_dir: Path, run_program: Any) -> None:
     finished = run_program("-m", "fabric_train.tokenization.inspect", tiny_tokens_dir)
     assert (finished.returncode, finished.stderr) == (0, "")
     ledger = json.loads((tiny_tokens_dir / "manifest.json").read_text())["ledger"]
@@ -66,15 +64,15 @@ def test_a_dataset_as_tokenize_dataset_writes_it_has_nothing_to_complain_of(
         counts = [ledger[split][key] for split in ("train", "validation")]
         numbers = " +".join(f"{count:,}" for count in (sum(counts), *counts))
         assert re.search(f"^ +{name} +{numbers} *$", finished.stdout, re.MULTILINE), name
-    assert "nothing to complain of" in finished.stdout
-    assert "\x1b" not in finished.stdout  # no colours where nobody sees them
+    assert "no problems found" in finished.stdout
+    assert "\x1b" not in finished.stdout  # no colours if the output is not a terminal
 
 
-def test_help_says_what_the_exit_code_means(run_program: Any) -> None:
+def test_help_explains_the_exit_code(run_program: Any) -> None:
     finished = run_program("-m", "fabric_train.tokenization.inspect", "--help")
     assert finished.returncode == 0
     assert "DATASET_DIR" in finished.stdout
-    assert "exit code is 0, or 1 where there is something to complain of" in " ".join(finished.stdout.split())
+    assert "exit code is 0, or 1 if there are problems" in " ".join(finished.stdout.split())
 
 
 def test_counts_and_lengths_are_those_of_the_rows(tiny_tokens_dir: Path) -> None:
@@ -100,12 +98,12 @@ def test_counts_and_lengths_are_those_of_the_rows(tiny_tokens_dir: Path) -> None
     overlap=st.integers(0, 5),
     batch_rows=st.integers(1, 4),
 )
-def test_lengths_are_those_of_the_documents_however_rows_and_batches_cut_them(
+def test_document_lengths_do_not_depend_on_rows_and_batches(
     lengths: list[int], max_length: int, overlap: int, batch_rows: int
 ) -> None:
     overlap = min(overlap, max_length - 1)
     rows: list[tuple[list[int], list[int], list[int]]] = []
-    for length in lengths:  # each document in rows of its own, with windows that overlap
+    for length in lengths:  # each document in its own rows, with overlapping windows
         document = [*range(10, 10 + length - 1), EOS]
         start = 0
         while start == 0 or start + overlap < length:
@@ -115,10 +113,10 @@ def test_lengths_are_those_of_the_documents_however_rows_and_batches_cut_them(
             rows.append((ids + filler, labels + [IGNORED] * len(filler), [] if start else [0]))
             start += max_length - overlap
     expected = Expectation(max_length, overlap, True, 100, BOS, None, ends=(EOS,), is_ended=True, fillers=(EOS,))
-    examination = Examination("train", expected)
+    check = SplitCheck("train", expected)
     for first in range(0, len(rows), batch_rows):
         part = rows[first : first + batch_rows]
-        examination.add(
+        check.add(
             RowBatch(
                 first_row=first,
                 input_ids=np.concatenate([ids for ids, _, _ in part]).astype(np.int32),
@@ -128,18 +126,18 @@ def test_lengths_are_those_of_the_documents_however_rows_and_batches_cut_them(
                 start_rows=np.repeat(np.arange(len(part)), [len(starts) for _, _, starts in part]),
             )
         )
-    counts, complaints = examination.finish()
+    counts, problems = check.finish()
     assert counts.lengths == Counter(lengths)
     assert counts.documents_over_rows == sum(length > max_length for length in lengths)
     assert counts.supervised == sum(lengths)
     assert not counts.documents_cut
-    assert all("without any supervised" in complaint.text for complaint in complaints)  # documents of one token
+    assert all("without any supervised" in problem.text for problem in problems)  # documents of one token
 
 
-def complaints_of(rows: list[list[int]], starts: list[list[int]], **expected: Any) -> list[str]:
-    """Examine rows one batch each, their last tokens 9 being padding."""
+def problems_of(rows: list[list[int]], starts: list[list[int]], **expected: Any) -> list[str]:
+    """Check rows, each in its own batch, with trailing tokens 9 as padding."""
     defaults: dict[str, Any] = {"overlap": 0, "in_sequence": True, "ends": (EOS,), "fillers": (9,)}
-    examination = Examination(
+    check = SplitCheck(
         "train",
         Expectation(
             max_length=None,
@@ -154,25 +152,25 @@ def complaints_of(rows: list[list[int]], starts: list[list[int]], **expected: An
         row = np.array(ids)
         labels = np.where(row == 9, IGNORED, row)
         batch = RowBatch(number, row, np.array([0, len(row)]), labels, np.array(begins), np.zeros(len(begins), int))
-        examination.add(batch)
-    return [str(complaint) for complaint in examination.finish()[1]]
+        check.add(batch)
+    return [str(problem) for problem in check.finish()[1]]
 
 
-def test_the_line_end_that_a_template_writes_behind_the_last_turn_is_no_missing_eos() -> None:
-    assert complaints_of([[BOS, 5, EOS, 6], [BOS, 5, 5, EOS], [6, BOS, 5, EOS]], [[0], [0], [1]]) == []
-    assert len(complaints_of([[BOS, 5, 5, 5], [6, BOS, 5, EOS]], [[0], [1]])) == 1
+def test_line_break_after_the_last_turn_is_not_a_missing_eos() -> None:
+    assert problems_of([[BOS, 5, EOS, 6], [BOS, 5, 5, EOS], [6, BOS, 5, EOS]], [[0], [0], [1]]) == []
+    assert len(problems_of([[BOS, 5, 5, 5], [6, BOS, 5, EOS]], [[0], [1]])) == 1
 
 
-def test_a_bos_that_is_repeated_in_the_next_row_is_no_double_bos() -> None:
+def test_bos_repeated_in_the_next_row_is_not_a_double_bos() -> None:
     rows, starts = [[5, 5, EOS, BOS], [BOS, 5, 5, EOS]], [[0, 3], []]
-    assert complaints_of(rows, starts, overlap=1) == []
+    assert problems_of(rows, starts, overlap=1) == []
 
 
-def test_windows_of_a_long_document_may_lie_in_any_rows_of_best_fit() -> None:
+def test_best_fit_may_put_parts_of_a_long_document_in_any_rows() -> None:
     rows = [[BOS, 5, 5, 5], [BOS, 6, 6, EOS], [BOS, 7, EOS, 9], [5, 5, EOS, 9]]
     starts = [[0], [0], [0], []]
-    assert complaints_of(rows, starts, in_sequence=False) == []
-    assert complaints_of([*rows, [BOS, 5, 9, 9]], [*starts, [0]], in_sequence=False) == [
+    assert problems_of(rows, starts, in_sequence=False) == []
+    assert problems_of([*rows, [BOS, 5, 9, 9]], [*starts, [0]], in_sequence=False) == [
         "train: documents without EOS at their end: 1, first in row 4"
     ]
 
@@ -218,18 +216,18 @@ FAULTY: dict[str, tuple[dict[str, list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTY)
-def test_each_fault_is_a_line_with_its_count_and_first_row(
+def test_each_problem_is_one_line_with_its_count_and_first_row(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
-    columns, complaint = FAULTY[fault]
+    columns, problem = FAULTY[fault]
     folder = save(tmp_path / "faulty", tiny_model_dir, train=columns)
     with_roles(folder / "tokenizer", pad_token=2, unk_token=7)
-    code, _, complaints = inspected(folder, capsys)
-    assert (code, complaints) == (1, [f"train: {complaint}"])
+    code, _, problems = inspected(folder, capsys)
+    assert (code, problems) == (1, [f"train: {problem}"])
 
 
 def with_roles(tokenizer: Path, **roles: int) -> None:
-    """Let ordinary tokens of the tokenizer stand for roles that it has none for."""
+    """Give ordinary tokens of the tokenizer roles for which it has no token."""
     vocabulary = load_vocabulary(tokenizer)
     assert vocabulary is not None
     file = tokenizer / "tokenizer_config.json"
@@ -237,7 +235,7 @@ def with_roles(tokenizer: Path, **roles: int) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
 
 
-def test_few_unknown_tokens_are_no_fault(
+def test_few_unknown_tokens_are_not_a_problem(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = {"input_ids": [[5] * 998 + [7, EOS]], "document_starts": [[0]]}
@@ -247,31 +245,33 @@ def test_few_unknown_tokens_are_no_fault(
 
 
 @pytest.mark.parametrize("field", ["rows", "tokens_in_rows", "tokens_supervised", "tokens_padding", "documents"])
-def test_a_ledger_that_the_rows_belie_is_named(copy: Path, capsys: pytest.CaptureFixture[str], field: str) -> None:
+def test_ledger_that_differs_from_the_rows_is_reported(
+    copy: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["ledger"]["validation"][field] -= 3
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    code, _, complaints = inspected(copy, capsys)
-    says = f"the ledger says {manifest['ledger']['validation'][field]:,}"
+    code, _, problems = inspected(copy, capsys)
+    beginning = f"the ledger has {manifest['ledger']['validation'][field]:,}"
     assert code == 1
-    assert [line for line in complaints if line.startswith(f"validation: {says}")]
+    assert [line for line in problems if line.startswith(f"validation: {beginning}")]
     balances = field == "tokens_supervised"
-    assert bool([line for line in complaints if "does not balance" in line]) != balances
+    assert bool([line for line in problems if "does not balance" in line]) != balances
 
 
-def test_rows_of_another_length_and_another_tokenizer_are_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_row_length_and_changed_tokenizer_are_reported(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["settings"]["max_length"] = 65
     (copy / "manifest.json").write_text(json.dumps(manifest))
     (copy / "tokenizer" / "tokenizer_config.json").write_text("{}")
-    code, _, complaints = inspected(copy, capsys)
+    code, _, problems = inspected(copy, capsys)
     assert code == 1
-    assert "tokenizer: tokenizer_config.json is not the file that the manifest names" in complaints
+    assert "tokenizer: tokenizer_config.json is not the file in the manifest" in problems
     rows = manifest["ledger"]["train"]["rows"]
-    assert f"train: rows that are not 65 tokens long: {rows}, first in row 0" in complaints
+    assert f"train: rows that are not 65 tokens long: {rows}, first in row 0" in problems
 
 
-def test_padding_is_told_from_the_eos_of_the_document(
+def test_padding_is_distinguished_from_the_documents_eos(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = {"input_ids": [[5, EOS, EOS, EOS], [5, 6, 7, EOS]], "document_starts": [[0], [0]]}
@@ -283,7 +283,7 @@ def test_padding_is_told_from_the_eos_of_the_document(
     assert "░ 2 × <|end_of_text|>" in output
 
 
-def test_an_older_folder_is_told_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_older_folder_is_reported_as_far_as_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {"input_ids": [[5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [IGNORED, 9]], "attention_mask": [[1] * 3, [1] * 2]}
     folder = save(tmp_path / "old", None, train=rows, valid=rows)
     code, output, _ = inspected(folder, capsys, "--split", "validation")
@@ -291,10 +291,10 @@ def test_an_older_folder_is_told_as_far_as_it_goes(tmp_path: Path, capsys: pytes
     assert "2 train, 2 valid" in output
     assert re.search(r"supervised +8 +4 +4", output)
     assert "does not store where documents begin" in output
-    assert "‹⟨8⟩›⟨9⟩" in output  # no tokenizer: the ids
+    assert "‹⟨8⟩›⟨9⟩" in output  # without a tokenizer, ids are shown
 
 
-def test_rows_are_shown_with_label_borders_and_continuation(
+def test_rows_are_shown_with_labels_borders_and_continuation(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
@@ -313,7 +313,7 @@ def test_rows_are_shown_with_label_borders_and_continuation(
 
 
 class _Page(HTMLParser):
-    """The page's elements, attributes and, token by token, the rows' texts."""
+    """A parser that collects the page's elements, attributes and token titles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def hard_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
     return save(tmp_path_factory.mktemp("hard") / "<b>hard</b>", tiny_model_dir, train=rows)
 
 
-def test_the_page_stands_alone_and_runs_no_text_of_the_dataset(
+def test_page_is_self_contained_and_runs_no_text_of_the_dataset(
     tmp_path: Path, hard_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "page.html"
@@ -354,14 +354,14 @@ def test_the_page_stands_alone_and_runs_no_text_of_the_dataset(
     assert ids == list(rows[0])
 
 
-def test_a_terminal_takes_no_command_from_the_dataset(hard_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dataset_cannot_send_commands_to_the_terminal(hard_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, output, _ = inspected(hard_dir, capsys)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", output)
     assert "⟨U+001B⟩[31m" in output.replace("\n", "")
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
-def test_the_texts_of_the_tokens_are_the_text(
+def test_texts_of_the_tokens_join_to_the_text(
     tmp_path: Path, smollm2_dir: Path, spm_tokenizer_model: Path, kind: str
 ) -> None:
     folder = smollm2_dir
@@ -380,7 +380,7 @@ def test_the_texts_of_the_tokens_are_the_text(
 @pytest.mark.parametrize(
     "wrong", ["missing", "not a dataset", "one split", "no file", "cut", "no rows there", "no split"]
 )
-def test_what_cannot_be_read_is_told_in_a_line(copy: Path, tmp_path: Path, wrong: str) -> None:
+def test_unreadable_dataset_is_reported_in_one_line(copy: Path, tmp_path: Path, wrong: str) -> None:
     folder, options = copy, ["--rows", "1"]
     file = next((copy / "validation").glob("*.arrow"))
     expected = str(file)
@@ -405,7 +405,7 @@ def test_what_cannot_be_read_is_told_in_a_line(copy: Path, tmp_path: Path, wrong
     assert expected in error.value.faults[0]
 
 
-def test_batches_are_small_whatever_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_small_for_any_file_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fabric_train.tokenization.packing.token_folder._TOKENS_PER_BATCH", 10)
     rows = [list(range(length)) for length in (3, 4, 5, 1, 9, 2)]
     split = open_splits(save(tmp_path / "many", None, train={"input_ids": rows}))["train"]
@@ -415,7 +415,7 @@ def test_batches_are_small_whatever_the_files_hold(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("line", ["DIR --rows 2", "--rows 2 DIR", "--rows=2 DIR", "--dataset_dir DIR --rows 2"])
-def test_the_folder_may_stand_anywhere_on_the_line(line: str) -> None:
+def test_folder_can_be_anywhere_on_the_command_line(line: str) -> None:
     arguments = parse(InspectArguments, line.split())
     assert (arguments.dataset_dir, arguments.rows) == ("DIR", 2)
 
@@ -430,7 +430,7 @@ def test_the_folder_may_stand_anywhere_on_the_line(line: str) -> None:
         ("DIR --html nowhere/page.html", "--html nowhere/page.html: expected a file in a folder that is there"),
     ],
 )
-def test_a_wrong_line_is_told(line: str, fault: str) -> None:
+def test_wrong_command_line_is_reported(line: str, fault: str) -> None:
     with pytest.raises(InputError) as error:
         parse(InspectArguments, line.split())
     assert len(error.value.faults) == 1

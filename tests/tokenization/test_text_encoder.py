@@ -1,4 +1,4 @@
-"""Every encoder has the tokenizer's own ids, also of texts that it cuts, and a difference is found and shown."""
+"""Every encoder gives the tokenizer's ids, also for texts that it splits; a difference is found and shown."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fabric_train.tokenization.tokenizers import long_texts
-from fabric_train.tokenization.tokenizers.long_texts import AfterLines, BeforeBlanks, Part, WholeTexts, find_cutter
+from fabric_train.tokenization.tokenizers.long_texts import (
+    LineSplitter,
+    NoSplitter,
+    SpaceSplitter,
+    TextPart,
+    find_splitter,
+)
 from fabric_train.tokenization.tokenizers.reference import Reference
 from fabric_train.tokenization.tokenizers.reference import find_difference as find_difference_from
-from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, TextEncoder, open_encoder, with_borders
-from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, TextEncoder, add_bos_eos, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer_json import read_tokenizer_json
 
 
@@ -26,10 +31,8 @@ def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, tex
 
 
 @pytest.fixture(scope="module")
-def spm_file(tmp_path_factory: pytest.TempPathFactory, spm_tokenizer_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("sentencepiece")
-    load_tokenizer(str(spm_tokenizer_model)).save(folder)
-    return folder / "tokenizer.json"
+def spm_file(spm_dir: Path) -> Path:
+    return spm_dir / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def test_hard_strings_get_the_tokenizers_ids_from_tiktoken(smollm2_dir: Path, wo
     assert find_difference(encoder, smollm2_dir / "tokenizer.json", False, [works[0][:20_000]]) is None
 
 
-def test_a_tokenizer_that_tiktoken_cannot_follow_is_encoded_by_tokenizers_and_the_reason_is_said(
+def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(
     smollm2_dir: Path, spm_file: Path, tmp_path: Path
 ) -> None:
     lowercase = edited(smollm2_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
@@ -63,7 +66,7 @@ def test_a_tokenizer_that_tiktoken_cannot_follow_is_encoded_by_tokenizers_and_th
         assert find_difference(encoder, file, plain, []) is None
 
 
-def test_the_first_difference_is_shown_with_the_text_around_it(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_first_difference_is_shown_with_the_text_around_it(smollm2_dir: Path, tmp_path: Path) -> None:
     encoder, _ = open_encoder(smollm2_dir / "tokenizer.json", False)
     lowercase = edited(smollm2_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
     found = find_difference(encoder, lowercase, False, [])
@@ -74,7 +77,7 @@ def test_the_first_difference_is_shown_with_the_text_around_it(smollm2_dir: Path
 
 
 class Shifting:
-    """An encoder with another id in one place."""
+    """An encoder with one wrong id."""
 
     def __init__(self, file: Path) -> None:
         self._encoder, _ = open_encoder(file, False)
@@ -96,22 +99,20 @@ def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(smollm2_dir: Path) -> N
     assert "Yorick" in found
 
 
-def test_a_cutter_is_found_only_for_tokenizers_whose_ids_it_keeps(
-    smollm2_dir: Path, spm_file: Path, tmp_path: Path
-) -> None:
+def test_splitter_is_found_only_if_it_keeps_the_ids(smollm2_dir: Path, spm_file: Path, tmp_path: Path) -> None:
     byte_level = smollm2_dir / "tokenizer.json"
     strips = {"type": "Sequence", "normalizers": [{"type": "Strip", "strip_left": True, "strip_right": True}]}
     cases: list[tuple[Path, dict[str, object], bool, type]] = [
-        (byte_level, {}, False, AfterLines),
-        (byte_level, {"normalizer": LOWERCASE}, False, WholeTexts),
-        (byte_level, {"pre_tokenizer": {"type": "Whitespace"}}, False, WholeTexts),
-        (spm_file, {}, True, BeforeBlanks),
-        (spm_file, {}, False, WholeTexts),
-        (spm_file, {"normalizer": strips}, True, WholeTexts),
+        (byte_level, {}, False, LineSplitter),
+        (byte_level, {"normalizer": LOWERCASE}, False, NoSplitter),
+        (byte_level, {"pre_tokenizer": {"type": "Whitespace"}}, False, NoSplitter),
+        (spm_file, {}, True, SpaceSplitter),
+        (spm_file, {}, False, NoSplitter),
+        (spm_file, {"normalizer": strips}, True, NoSplitter),
     ]
     for file, parts, plain, expected in cases:
         content = read_tokenizer_json(edited(file, tmp_path / "tokenizer.json", **parts))
-        assert isinstance(find_cutter(content, plain), expected), (file, parts, plain)
+        assert isinstance(find_splitter(content, plain), expected), (file, parts, plain)
 
 
 PIECES = [
@@ -140,48 +141,46 @@ LINES = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=60).map
 
 @given(text=LINES)
 @settings(max_examples=200, deadline=None)
-def test_wherever_a_text_is_cut_its_parts_have_its_ids(smollm2_dir: Path, spm_file: Path, text: str) -> None:
+def test_parts_of_a_text_have_its_ids_wherever_it_is_split(smollm2_dir: Path, spm_file: Path, text: str) -> None:
     for file, plain in ((smollm2_dir / "tokenizer.json", False), (spm_file, True)):
-        cutter, whole = loaded(file, plain)
+        splitter, whole = loaded(file, plain)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(long_texts, "PART_CHARACTERS", 1)  # at every place where it may be
-            parts = cutter.cut(text)
+            patch.setattr(long_texts, "MIN_PART_CHARACTERS", 1)  # split wherever it is allowed
+            parts = splitter.split(text)
         ids = [index for part in parts for index in ids_of(whole, part)]
-        assert ids == ids_of(whole, Part(text))
+        assert ids == ids_of(whole, TextPart(text))
 
 
-_LOADED: dict[Path, tuple[long_texts.Cutter, Tokenizer]] = {}
+_LOADED: dict[Path, tuple[long_texts.TextSplitter, Tokenizer]] = {}
 
 
-def loaded(file: Path, plain: bool) -> tuple[long_texts.Cutter, Tokenizer]:
+def loaded(file: Path, plain: bool) -> tuple[long_texts.TextSplitter, Tokenizer]:
     if file not in _LOADED:
         whole = Tokenizer.from_file(str(file))
         whole.encode_special_tokens = plain
-        _LOADED[file] = (find_cutter(read_tokenizer_json(file), plain), whole)
+        _LOADED[file] = (find_splitter(read_tokenizer_json(file), plain), whole)
     return _LOADED[file]
 
 
-def ids_of(whole: Tokenizer, part: Part) -> list[int]:
+def ids_of(whole: Tokenizer, part: TextPart) -> list[int]:
     return list(whole.encode(part.text, add_special_tokens=False).ids[part.num_dropped :])
 
 
-def test_a_long_sentencepiece_text_is_cut_and_has_the_librarys_ids(
+def test_long_sentencepiece_text_is_split_and_keeps_its_ids(
     spm_file: Path, spm_tokenizer_model: Path, works: list[str]
 ) -> None:
     text = "\n".join(works)[:300_000]
     encoder, _ = open_encoder(spm_file, True)
-    assert len(find_cutter(read_tokenizer_json(spm_file), True).cut(text)) > 25
+    assert len(find_splitter(read_tokenizer_json(spm_file), True).split(text)) > 25
     (ids,) = encoder.encode_batch([text])
     library = sentencepiece.SentencePieceProcessor(model_file=str(spm_tokenizer_model))
     assert ids.tolist() == library.encode(text)
 
 
-def test_a_long_byte_level_text_is_cut_and_has_the_same_ids_as_from_tiktoken(
-    smollm2_dir: Path, works: list[str]
-) -> None:
+def test_long_byte_level_text_is_split_and_keeps_its_ids(smollm2_dir: Path, works: list[str]) -> None:
     file = smollm2_dir / "tokenizer.json"
     texts = ["\n".join(works)[:300_000], "", works[0][:100]]
-    by_tokenizers = FastEncoder(file, False, AfterLines()).encode_batch(texts)
+    by_tokenizers = FastEncoder(file, False, LineSplitter()).encode_batch(texts)
     by_tiktoken = open_encoder(file, False)[0].encode_batch(texts)
     assert [ids.tolist() for ids in by_tokenizers] == [ids.tolist() for ids in by_tiktoken]
 
@@ -201,6 +200,6 @@ def test_a_long_byte_level_text_is_cut_and_has_the_same_ids_as_from_tiktoken(
 def test_a_document_begins_with_one_bos_and_ends_with_one_eos(
     ids: list[int], bos: int | None, expected: list[int]
 ) -> None:
-    bordered = with_borders(np.array(ids, np.int32), bos, 2)
+    bordered = add_bos_eos(np.array(ids, np.int32), bos, 2)
     assert bordered.tolist() == expected
     assert bordered.dtype == np.int32

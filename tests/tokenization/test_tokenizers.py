@@ -1,4 +1,4 @@
-"""Tokenizers of every kind give the ids of the library they come from, also after they were saved and loaded."""
+"""Tokenizers of each kind give the ids of the library they come from, also after saving and loading."""
 
 import base64
 import json
@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def real_texts(shakespeare_jsonl: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made_up_texts() -> list[str]:
-    """Random joinings of what overlaps, repeats, or is no letter at all."""
+    """Random sequences of strings that overlap, repeat or are not letters."""
     parts = [
         "er",
         "e",
@@ -61,26 +60,25 @@ def made_up_texts() -> list[str]:
     return ["".join(draw.choices(parts, k=draw.randint(1, 14))) for _ in range(5000)]
 
 
-@pytest.fixture(scope="module")
-def spm_tokenizer(spm_tokenizer_model: Path) -> CorpusTokenizer:
-    return load_tokenizer(str(spm_tokenizer_model))
-
-
-@pytest.fixture(scope="module")
-def llama3_tokenizer(llama3_tokenizer_model: Path) -> CorpusTokenizer:
-    return load_tokenizer(str(llama3_tokenizer_model))
-
-
-def ids_in_documents(tokenizer: CorpusTokenizer, texts: list[str]) -> list[list[int]]:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        fast = load_fast(Path(folder, "tokenizer.json"), tokenizer.special_text_is_plain)
+def ids_in_documents(tokenizer: CorpusTokenizer, folder: Path, texts: list[str]) -> list[list[int]]:
+    """Return the ids that ``tokenizer``, which was saved in ``folder``, gives texts in documents."""
+    fast = load_fast(folder / "tokenizer.json", tokenizer.special_text_is_plain)
     return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def saved_and_loaded(tokenizer: CorpusTokenizer, folder: Path) -> Any:
     tokenizer.save(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def llama3_loaded(llama3_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(llama3_dir)
+
+
+@pytest.fixture(scope="module")
+def spm_loaded(spm_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(spm_dir)
 
 
 def train_sentencepiece(folder: Path, texts: list[str], **options: Any) -> Path:
@@ -96,12 +94,16 @@ def train_sentencepiece(folder: Path, texts: list[str], **options: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_sentencepiece_ids_are_the_librarys_on_real_and_hard_text(
-    spm_tokenizer: CorpusTokenizer, spm_tokenizer_model: Path, real_texts: list[str], made_up_texts: list[str]
+def test_sentencepiece_ids_equal_the_librarys_on_real_and_hard_text(
+    spm_tokenizer: CorpusTokenizer,
+    spm_dir: Path,
+    spm_tokenizer_model: Path,
+    real_texts: list[str],
+    made_up_texts: list[str],
 ) -> None:
     library = sentencepiece.SentencePieceProcessor(model_file=str(spm_tokenizer_model))
     texts = [*real_texts, *made_up_texts, *HARD_STRINGS]
-    for text, ids in zip(texts, ids_in_documents(spm_tokenizer, texts), strict=True):
+    for text, ids in zip(texts, ids_in_documents(spm_tokenizer, spm_dir, texts), strict=True):
         assert ids == library.encode(text), text
 
 
@@ -110,7 +112,7 @@ def test_sentencepiece_tokenizer_has_the_models_own_bos_and_eos(spm_tokenizer: C
     assert (spm_tokenizer.bos_token, spm_tokenizer.eos_token) == ("<s>", "</s>")
 
 
-OWN_WAYS = {
+SETTINGS = {
     "llama": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True},
     "no dummy prefix": {
         "normalization_rule_name": "identity",
@@ -122,16 +124,17 @@ OWN_WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", OWN_WAYS)
-def test_a_sentencepiece_model_with_ways_of_its_own_has_the_librarys_ids(
-    tmp_path: Path, real_texts: list[str], made_up_texts: list[str], way: str
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_sentencepiece_model_with_other_settings_has_the_librarys_ids(
+    tmp_path: Path, real_texts: list[str], made_up_texts: list[str], kind: str
 ) -> None:
-    model = train_sentencepiece(tmp_path, real_texts, model_type="bpe", **OWN_WAYS[way])
+    model = train_sentencepiece(tmp_path, real_texts, model_type="bpe", **SETTINGS[kind])
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     tokenizer = load_tokenizer(str(model))
+    tokenizer.save(tmp_path / "saved")
     texts = [*real_texts[60:70], *made_up_texts, *HARD_STRINGS]
-    assert ids_in_documents(tokenizer, texts) == [library.encode(text) for text in texts]
-    assert tokenizer.bos_token_id == (None if way == "no BOS" else library.bos_id())
+    assert ids_in_documents(tokenizer, tmp_path / "saved", texts) == [library.encode(text) for text in texts]
+    assert tokenizer.bos_token_id == (None if kind == "no BOS" else library.bos_id())
 
 
 @pytest.mark.parametrize(
@@ -139,10 +142,10 @@ def test_a_sentencepiece_model_with_ways_of_its_own_has_the_librarys_ids(
     [
         ({"model_type": "unigram"}, "not a BPE model"),
         ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "suffixes"),
-        ({"model_type": "bpe", "user_defined_symbols": ["<sep>"]}, "differ on"),
+        ({"model_type": "bpe", "user_defined_symbols": ["<sep>"]}, "gets others"),
     ],
 )
-def test_a_sentencepiece_model_whose_ids_cannot_be_had_is_refused(
+def test_sentencepiece_model_whose_ids_would_differ_is_refused(
     tmp_path: Path, real_texts: list[str], options: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(InputError, match=reason):
@@ -150,48 +153,51 @@ def test_a_sentencepiece_model_whose_ids_cannot_be_had_is_refused(
 
 
 @pytest.mark.slow
-def test_bare_llama3_ranks_have_tiktokens_ids(
-    llama3_tokenizer: CorpusTokenizer, llama3_tokenizer_model: Path, real_texts: list[str], made_up_texts: list[str]
+def test_llama3_ranks_have_tiktokens_ids(
+    llama3_tokenizer: CorpusTokenizer,
+    llama3_dir: Path,
+    llama3_tokenizer_model: Path,
+    real_texts: list[str],
+    made_up_texts: list[str],
 ) -> None:
     special = {token: 128_000 + index for index, token in enumerate(SPECIAL_TOKENS)}
     ranks = read_ranks(llama3_tokenizer_model)
     library = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
     texts = [*real_texts, *made_up_texts, *HARD_STRINGS, *special]
-    assert ids_in_documents(llama3_tokenizer, texts) == [library.encode(text, allowed_special="all") for text in texts]
+    expected = [library.encode(text, allowed_special="all") for text in texts]
+    assert ids_in_documents(llama3_tokenizer, llama3_dir, texts) == expected
 
 
-def test_bare_llama3_ranks_get_llama3s_special_tokens(llama3_tokenizer: CorpusTokenizer, tmp_path: Path) -> None:
+def test_llama3_ranks_get_llama3s_special_tokens(llama3_tokenizer: CorpusTokenizer, llama3_loaded: Any) -> None:
     assert (llama3_tokenizer.bos_token_id, llama3_tokenizer.eos_token_id) == (128_000, 128_001)
     assert llama3_tokenizer.vocab_size == 128_256
     known = {"<|finetune_right_pad_id|>": 128_004, "<|start_header_id|>": 128_006, "<|end_header_id|>": 128_007}
     known |= {"<|eom_id|>": 128_008, "<|eot_id|>": 128_009, "<|python_tag|>": 128_010}
     known |= {"<|reserved_special_token_247|>": 128_255}
-    assert saved_and_loaded(llama3_tokenizer, tmp_path).convert_tokens_to_ids(list(known)) == list(known.values())
+    assert llama3_loaded.convert_tokens_to_ids(list(known)) == list(known.values())
 
 
-@pytest.mark.parametrize("kind", ["llama3_tokenizer", "spm_tokenizer"])
-def test_a_saved_tokenizer_has_the_same_ids_and_adds_bos_once(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, real_texts: list[str]
+@pytest.mark.parametrize("kind", ["llama3", "spm"])
+def test_saved_tokenizer_has_the_same_ids_and_adds_bos_once(
+    kind: str, request: pytest.FixtureRequest, real_texts: list[str]
 ) -> None:
-    tokenizer: CorpusTokenizer = request.getfixturevalue(kind)
-    loaded = saved_and_loaded(tokenizer, tmp_path)
+    tokenizer, folder, loaded = (request.getfixturevalue(f"{kind}_{name}") for name in ("tokenizer", "dir", "loaded"))
     texts = [*real_texts[:20], *(text for text in HARD_STRINGS if "s>" not in text and "<unk>" not in text)]
-    without = ids_in_documents(tokenizer, texts)
+    without = ids_in_documents(tokenizer, folder, texts)
     assert loaded(texts, add_special_tokens=False)["input_ids"] == without
     assert loaded(texts)["input_ids"] == [[tokenizer.bos_token_id, *ids] for ids in without]
     assert loaded.decode(without[0]) == texts[0]
     assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
-def test_a_tokenizer_json_is_taken_as_it_stands_and_keeps_its_chat_template(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_tokenizer_json_is_used_unchanged_with_its_chat_template(smollm2_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(smollm2_dir))
     assert tokenizer.vocab_size == 49_152
     loaded = saved_and_loaded(tokenizer, tmp_path)
-    assert loaded.chat_template == AutoTokenizer.from_pretrained(smollm2_dir).chat_template
-    assert loaded.chat_template
+    assert loaded.chat_template == (smollm2_dir / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def test_a_plain_folder_is_loaded_and_saved_without_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_plain_folder_is_loaded_and_saved_without_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
         "from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer\n"
@@ -209,8 +215,9 @@ def token(content: str, **properties: object) -> dict[str, object]:
     return {"content": content, **plain, **properties}
 
 
-# beside tokenizer.json: files, and whether they leave its tokens as they are
+# the other files of a folder with tokenizer.json, and whether they leave its tokens unchanged
 END, BEGIN = "<|im_end|>", "<|im_start|>"
+SMALL_VOCAB_SIZE = 2000  # of chatml_dir
 CONFIGURATIONS: dict[str, tuple[dict[str, dict[str, object]], bool]] = {
     "names": (
         {"tokenizer_config.json": {"bos_token": BEGIN, "eos_token": END, "pad_token": token(END, __type="AddedToken")}},
@@ -228,26 +235,26 @@ CONFIGURATIONS: dict[str, tuple[dict[str, dict[str, object]], bool]] = {
         },
         True,
     ),
-    "a map that a list of tokens overrules": (
+    "a map that a list of tokens overrides": (
         {
             "tokenizer_config.json": {"eos_token": BEGIN, "added_tokens_decoder": {"1": token(BEGIN)}},
             "special_tokens_map.json": {"eos_token": END},
         },
         True,
     ),
-    "a token more": (
-        {"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {"49152": token("the")}}},
+    "one more token": (
+        {"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {str(SMALL_VOCAB_SIZE): token("the")}}},
         False,
     ),
-    "a token more, as older files have it": (
-        {"tokenizer_config.json": {"eos_token": END}, "added_tokens.json": {"<new>": 49152}},
+    "one more token, in an older file": (
+        {"tokenizer_config.json": {"eos_token": END}, "added_tokens.json": {"<new>": SMALL_VOCAB_SIZE}},
         False,
     ),
-    "a token that takes blanks along": (
+    "a token that includes whitespace": (
         {"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": {"2": token(END, lstrip=True)}}},
         False,
     ),
-    "a name for what is no special token": ({"tokenizer_config.json": {"eos_token": "the"}}, False),
+    "a name for a token that is not special": ({"tokenizer_config.json": {"eos_token": "the"}}, False),
     "an extra token": ({"tokenizer_config.json": {"eos_token": END, "extra_special_tokens": ["king"]}}, False),
     "an option of its own": ({"tokenizer_config.json": {"eos_token": END, "image_token": "the"}}, False),
     "special tokens as text": ({"tokenizer_config.json": {"eos_token": END, "split_special_tokens": True}}, False),
@@ -259,11 +266,11 @@ CONFIGURATIONS: dict[str, tuple[dict[str, dict[str, object]], bool]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGURATIONS)
-def test_a_folder_says_the_same_to_us_as_to_transformers(case: str, smollm2_dir: Path, tmp_path: Path) -> None:
+def test_folder_is_read_as_transformers_reads_it(case: str, chatml_dir: Path, tmp_path: Path) -> None:
     files, is_plain = CONFIGURATIONS[case]
     folder, saved = tmp_path / "given", tmp_path / "saved"
     folder.mkdir()
-    shutil.copy(smollm2_dir / "tokenizer.json", folder)
+    shutil.copy(chatml_dir / "tokenizer.json", folder)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     assert (read_plain_folder(folder) is not None) == is_plain
@@ -287,8 +294,14 @@ def test_a_folder_says_the_same_to_us_as_to_transformers(case: str, smollm2_dir:
         )
 
 
-def test_a_chat_template_beside_tokenizer_model_is_kept(spm_tokenizer_model: Path, tmp_path: Path) -> None:
-    shutil.copy(spm_tokenizer_model, tmp_path / "tokenizer.model")
+@pytest.fixture(scope="module")
+def small_spm_model(tmp_path_factory: pytest.TempPathFactory, real_texts: list[str]) -> Path:
+    """A SentencePiece model of 1,000 pieces with the settings of Llama-2's."""
+    return train_sentencepiece(tmp_path_factory.mktemp("small"), real_texts, model_type="bpe", **SETTINGS["llama"])
+
+
+def test_chat_template_next_to_tokenizer_model_is_kept(small_spm_model: Path, tmp_path: Path) -> None:
+    shutil.copy(small_spm_model, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     loaded = saved_and_loaded(load_tokenizer(str(tmp_path)), tmp_path / "saved")
     assert loaded.chat_template == "{{ messages }}"
@@ -299,9 +312,7 @@ def without_special_tokens(source: Path, folder: Path, **kept: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}))
 
 
-def test_a_tokenizer_without_bos_is_used_without_and_one_without_eos_is_refused(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_tokenizer_without_bos_is_accepted_and_without_eos_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     without_special_tokens(tiny_model_dir, tmp_path, eos_token="<|end_of_text|>")
     assert load_tokenizer(str(tmp_path)).bos_token_id is None
     without_special_tokens(tiny_model_dir, tmp_path, bos_token="<|begin_of_text|>")
@@ -336,7 +347,7 @@ DAMAGED = {
 @pytest.mark.parametrize(
     ("file", "content", "message"), [(file, *case) for file, cases in DAMAGED.items() for case in cases]
 )
-def test_a_damaged_tokenizer_is_one_clear_line(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+def test_damaged_tokenizer_is_reported_in_one_line(tmp_path: Path, file: str, content: bytes, message: str) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(InputError, match=message) as caught:
         load_tokenizer(str(tmp_path))
@@ -349,15 +360,13 @@ def test_a_damaged_tokenizer_is_one_clear_line(tmp_path: Path, file: str, conten
     ("name", "message"),
     [("no/such/folder", "no such file or folder"), ("owner/name", "hub cannot be reached"), ("./here", "no such file")],
 )
-def test_a_tokenizer_that_is_nowhere_is_one_clear_line(name: str, message: str) -> None:
+def test_missing_tokenizer_is_reported_in_one_line(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_tokenizer(name)
 
 
-def test_tokens_that_a_folder_adds_to_its_tokenizer_model_are_not_dropped_silently(
-    spm_tokenizer_model: Path, tmp_path: Path
-) -> None:
-    shutil.copy(spm_tokenizer_model, tmp_path / "tokenizer.model")
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": 32000, "<s>": 1}))
+def test_tokens_added_to_a_tokenizer_model_are_not_dropped_silently(small_spm_model: Path, tmp_path: Path) -> None:
+    shutil.copy(small_spm_model, tmp_path)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": 1000, "<s>": 1}))
     with pytest.raises(InputError, match="adds <pad> to"):
         load_tokenizer(str(tmp_path))

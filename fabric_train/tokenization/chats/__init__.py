@@ -1,1 +1,4 @@
-"""Chats and instructions to tokens with labels."""
+"""Encode chats and instructions as token ids with labels.
+
+Read ``chat_encoder.py`` first: it uses ``chat_format`` (rows), ``chat_template`` (text) and ``control_tokens`` (ids).
+"""

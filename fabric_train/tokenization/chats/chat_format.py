@@ -1,4 +1,4 @@
-"""The shapes in which chats and instructions come, and the one in which they go on: a list of messages."""
+"""Read the formats of chats and instructions into one: a list of messages."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
-_SHAPES = {
+_FORMATS = {
     "messages": 'messages [{"role": "user", "content": "..."}, ...]',
     "conversations": 'conversations [{"from": "human", "value": "..."}, ...]',
     "alpaca": "instruction, input (may be absent), output",
@@ -28,12 +28,12 @@ _LONGEST_EXCERPT = 200
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as chat templates take it.
+    """A conversation in the form that chat templates take.
 
-    Args:
-        messages: ``role`` is one of ROLES, ``content`` text or absent (of tool calls); further keys as they were given.
-        num_given: messages at the beginning that are a prompt: what the assistant says there is never supervised.
-        tools: JSON schemas of the tools that may be called, None where there are none.
+    Attributes:
+        messages: ``role`` is one of ROLES, ``content`` is text; other keys are kept as given.
+        num_given: number of messages at the start that are a prompt, in which no turn of the assistant is supervised.
+        tools: JSON schemas of the tools that may be called; None if there are none.
     """
 
     messages: list[Message]
@@ -41,8 +41,8 @@ class Chat:
     tools: list[Any] | None = None
 
 
-def recognise(record: Mapping[str, Any]) -> str | None:
-    """Return the data format of a row by its columns; None where it is neither a chat nor an instruction."""
+def detect_format(record: Mapping[str, Any]) -> str | None:
+    """Return the data format of a row by its columns, or None if it is neither a chat nor an instruction."""
     for data_format in ("messages", "conversations"):
         if isinstance(record.get(data_format), list):
             return data_format
@@ -54,7 +54,7 @@ def recognise(record: Mapping[str, Any]) -> str | None:
 
 
 def columns(data_format: str) -> tuple[str, ...]:
-    """Return the columns that rows of ``data_format`` (auto: any) are read from; some may be absent."""
+    """Return the columns that ``data_format`` (auto: any format) is read from; a row may lack some."""
     if data_format == "auto":
         return tuple(dict.fromkeys(name for names in _COLUMNS.values() for name in names))
     return _COLUMNS[data_format]
@@ -63,13 +63,13 @@ def columns(data_format: str) -> tuple[str, ...]:
 def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
     """Read a row.
 
-    An instruction becomes a user's turn, its input after a blank line, and the output the assistant's; so do the two
-    texts of a prompt and its completion.
+    An instruction and its input, with an empty line between them, become the user's turn, and the output becomes the
+    assistant's. A prompt and a completion that are texts become two turns as well.
 
     Raises:
-        BadRowError: the row is of another shape; the message shows it.
+        BadRowError: the row has another format; the message shows the row.
     """
-    found = recognise(record) if data_format == "auto" else data_format
+    found = detect_format(record) if data_format == "auto" else data_format
     try:
         if found == "messages":
             return Chat(_messages(record["messages"]), tools=_tools(record))
@@ -80,10 +80,10 @@ def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
         if found == "prompt_completion":
             return _prompt_and_completion(record)
     except KeyError as error:
-        raise BadRowError(other_shape(record, data_format, f"{error} is missing")) from None
+        raise BadRowError(unexpected_format(record, data_format, f"{error} is missing")) from None
     except (TypeError, ValueError) as error:
-        raise BadRowError(other_shape(record, data_format, str(error))) from None
-    raise BadRowError(other_shape(record, data_format, "no columns of a chat or an instruction"))
+        raise BadRowError(unexpected_format(record, data_format, str(error))) from None
+    raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
 
 
 def excerpt(value: Any) -> str:
@@ -92,9 +92,9 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}…"
 
 
-def other_shape(record: Mapping[str, Any], data_format: str, reason: str) -> str:
-    """Return the fault of a row with the shapes that ``data_format`` accepts and the row."""
-    accepted = "; ".join(_SHAPES.values()) if data_format == "auto" else _SHAPES[data_format]
+def unexpected_format(record: Mapping[str, Any], data_format: str, reason: str) -> str:
+    """Return the error message of a row: the reason, the formats that ``data_format`` accepts, and the row."""
+    accepted = "; ".join(_FORMATS.values()) if data_format == "auto" else _FORMATS[data_format]
     return f"{reason}; accepted: {accepted}; the row: {excerpt(dict(record))}"
 
 
@@ -108,14 +108,14 @@ def _prompt_and_completion(record: Mapping[str, Any]) -> Chat:
 
 def _exchange(question: str, answer: Any) -> Chat:
     if not isinstance(answer, str):
-        raise TypeError("the answer to a text is a text")
+        raise TypeError("the completion of a text must be text")
     return Chat(_messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}]))
 
 
 def _instruction(record: Mapping[str, Any]) -> str:
     instruction, more = record["instruction"], record.get("input")
     if not isinstance(instruction, str) or not isinstance(more, str | None):
-        raise TypeError("instruction and input are texts")
+        raise TypeError("instruction and input must be text")
     return f"{instruction}\n\n{more}" if more else instruction
 
 
@@ -125,21 +125,21 @@ def _messages(turns: Any) -> list[Message]:
 
 def _list(turns: Any) -> list[Mapping[str, Any]]:
     if not (isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns)):
-        raise TypeError("a conversation is a list of objects")
+        raise TypeError("a conversation must be a list of objects")
     return turns
 
 
 def _openai_turn(turn: Mapping[str, Any]) -> Message:
     if turn["from"] not in _SHAREGPT_ROLES:
-        raise ValueError(f"from {excerpt(turn['from'])} is none of {', '.join(_SHAREGPT_ROLES)}")
+        raise ValueError(f"from {excerpt(turn['from'])} is not one of {', '.join(_SHAREGPT_ROLES)}")
     return {"role": _SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
 
 
 def _message(turn: Mapping[str, Any]) -> Message:
-    """Return a message without its null entries, which tables fill in, and with its content as one text."""
+    """Return a message with its content as one text and without null entries, which tables add."""
     message = {key: value for key, value in turn.items() if value is not None}
     if message["role"] not in ROLES:
-        raise ValueError(f"role {excerpt(message['role'])} is none of {', '.join(ROLES)}")
+        raise ValueError(f"role {excerpt(message['role'])} is not one of {', '.join(ROLES)}")
     if message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
         message.setdefault("content", "")
@@ -153,15 +153,15 @@ def _content(content: Any) -> str:
     if isinstance(content, list) and all(isinstance(part, Mapping) and part["type"] == "text" for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise TypeError("content is neither text nor a list of parts of type text")
+        raise TypeError("content must be text or a list of parts of type text")
     return content
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a call of a tool with its arguments as templates take them: an object, and not its JSON."""
+    """Return a tool call with its arguments as an object, not as JSON text: templates expect an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-        raise TypeError('a call of a tool has no {"function": {"name": ...}}')
+        raise TypeError('a tool call must have {"function": {"name": ...}}')
     function = {key: value for key, value in function.items() if value is not None}
     if isinstance(function.get("arguments"), str):
         function["arguments"] = json.loads(function["arguments"])
@@ -172,5 +172,5 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     tools = record.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise TypeError("tools is no list of JSON schemas")
+        raise TypeError("tools must be a list of JSON schemas")
     return tools or None

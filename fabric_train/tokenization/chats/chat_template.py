@@ -1,18 +1,18 @@
-"""A chat template: messages to text, and where in that text the assistant speaks.
+"""Render messages with a chat template, and find the assistant's part of the text.
 
-The assistant's part of a turn begins where the prompt ends that a model would get there (the turns before it, rendered
-with ``add_generation_prompt``) and ends with its end-of-turn token:
+The assistant's part of a turn starts at the end of the prompt that a model would get (the turns before it, rendered
+with ``add_generation_prompt``) and ends with the end-of-turn token:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello!<|im_end|>\\n
                                                            ^^^^^^^^^^^^^^^^
 
-A template that has ``{% generation %}`` says so itself. Of any other the parts are found by rendering turn by turn: the
-prompt before the turn and the conversation up to its end must both be beginnings of the whole conversation's rendering.
-A template for which they are not (one that strips thoughts from earlier turns) cannot mark that turn.
+A template with ``{% generation %}`` marks these parts itself. For any other, the conversation is rendered turn by turn:
+the whole text must start with the prompt before the turn, and with the conversation up to the end of the turn. If it
+does not (as with a template that removes thoughts from earlier turns), the template cannot mark that turn.
 
-Rendering turn by turn takes time that grows with the square of the turns. So what the template writes between two
-contents, its *joints*, is taken once from a conversation rendered turn by turn. A conversation whose rendering is
-character by character its contents with these joints between them needs no other rendering.
+Rendering turn by turn takes time quadratic in the number of turns. So the *separators*, which the template writes
+between two contents, are learned once from a conversation rendered turn by turn. If the rendering of a conversation
+equals its contents with these separators between them, no other rendering is needed.
 """
 
 import re
@@ -25,7 +25,7 @@ from fabric_train.tokenization.chats.chat_format import Message
 from fabric_train.tokenization.chats.control_tokens import Span
 from fabric_train.tokenization.documents import BadRowError
 
-# Meta's format, as in llama-models' llama3/chat_format.py: contents without blanks around them, tools under ipython
+# as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
 LLAMA3_TEMPLATE = (
     "{{- '<|begin_of_text|>' }}\n"
     "{%- for message in messages %}\n"
@@ -42,10 +42,10 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
-class _Joint:
-    """What stands between two contents, or at the rendering's beginning or end.
+class _Separator:
+    """The text between two contents, or before the first, or after the last.
 
-    The first ``before`` characters belong to the assistant's turn before it, the last ``after`` to the one after it.
+    Its first ``before`` characters belong to the assistant's turn before it, its last ``after`` to the one after it.
     """
 
     text: str
@@ -54,20 +54,20 @@ class _Joint:
 
 
 class ChatTemplate:
-    """A template that renders.
+    """A chat template.
 
     Args:
-        source: Jinja, run in transformers' sandbox.
-        variables: the names of special tokens that templates use (``bos_token``) and their text.
-        added_tokens: the text of all tokens that the tokenizer knows beside its vocabulary.
-        special_tokens: those of them that are special.
+        source: the Jinja source, which runs in transformers' sandbox.
+        variables: special tokens by the names that templates use (``bos_token``).
+        added_tokens: the texts of all added tokens of the tokenizer.
+        special_tokens: the texts of those added tokens that are special.
 
     Attributes:
-        control_tokens: special tokens, and added tokens that the template writes between turns.
-        end_of_turn: the control token that follows the assistant's content; None where none does.
+        control_tokens: the special tokens, and the added tokens that the template writes between turns.
+        end_of_turn: the control token that follows the assistant's content; None if none does.
 
     Raises:
-        BadRowError: the template is not valid, or refuses a question and its answer.
+        BadRowError: the template is invalid, or refuses a question with an answer.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._variables = dict(variables)
-        self._marks_itself = _GENERATION.search(source) is not None
-        self._joints: dict[tuple[str | None, str | None], _Joint | None] = {}
+        self._has_generation = _GENERATION.search(source) is not None
+        self._separators: dict[tuple[str | None, str | None], _Separator | None] = {}
         self.control_tokens: tuple[str, ...] = tuple(special_tokens)
         self.end_of_turn: str | None = None
         self._find_control_tokens(added_tokens)
@@ -89,7 +89,7 @@ class ChatTemplate:
         self._generation_prompt = prompt.removeprefix(begin) if prompt.startswith(begin) else ""
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, generation_prompt: bool = False) -> str:
-        """Return the text of a conversation, up to where the assistant speaks next with ``generation_prompt``.
+        """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's next turn.
 
         Raises:
             BadRowError: the template refuses the conversation.
@@ -97,17 +97,22 @@ class ChatTemplate:
         return self._render(messages, tools, generation_prompt, False)[0]
 
     def mark(self, messages: list[Message], tools: list[Any] | None, turns: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the assistant's part in each of ``turns``, indices of its messages.
+        """Return the text of a conversation, and the assistant's part of each of ``turns`` as (start, end) in the text.
+
+        Args:
+            messages: the conversation.
+            tools: JSON schemas of tools.
+            turns: indices of messages.
 
         Raises:
             BadRowError: the template refuses the conversation, or cannot mark these turns.
         """
-        if self._marks_itself:
-            return self._marked_by_itself(messages, tools, turns)
+        if self._has_generation:
+            return self._mark_by_generation(messages, tools, turns)
         text = self.render(messages, tools)
         if tools is None and all(message.keys() == {"role", "content"} for message in messages):
             roles = [message["role"] for message in messages]
-            self._learn(roles)
+            self._learn_separators(roles)
             contents = [message["content"] for message in messages]
             for composed in (contents, [content.strip() for content in contents]):
                 whole, spans = self._compose(roles, composed)
@@ -116,7 +121,7 @@ class ChatTemplate:
         return text, [self._mark_turn(messages, tools, turn, text) for turn in turns]
 
     def can_mark(self, roles: list[str], turns: Sequence[int]) -> bool:
-        """Return whether the template renders a conversation of these roles and marks the assistant's ``turns``."""
+        """Return whether the template can render a conversation of these roles and mark ``turns`` of the assistant."""
         try:
             self.mark(_speak(roles), None, turns)
         except BadRowError:
@@ -124,7 +129,7 @@ class ChatTemplate:
         return True
 
     def ends_with_control_token(self, text: str) -> bool:
-        """Return whether nothing but blanks follows the last control token in a rendering."""
+        """Return whether a rendering ends with a control token; whitespace may follow."""
         return text.rstrip().endswith(self.control_tokens)
 
     def _render(
@@ -149,7 +154,7 @@ class ChatTemplate:
         return text, spans[0] if marks else []
 
     def _find_control_tokens(self, added_tokens: Iterable[str]) -> None:
-        """Find what frames turns. Other added tokens (<think>) may be in a content, and are tokens there too."""
+        """Find the tokens around turns. Other added tokens (<think>) can be in a content, and are tokens there."""
         contents = [message["content"] for message in _speak(["user", "assistant"])]
         try:
             frame = self.render(_speak(["user", "assistant", "user"]))
@@ -165,53 +170,54 @@ class ChatTemplate:
         )
 
     def _mark_turn(self, messages: list[Message], tools: list[Any] | None, turn: int, text: str) -> Span:
-        """Mark a turn by rendering the conversation up to its beginning and to its end."""
+        """Mark a turn by rendering the conversation up to its start and up to its end."""
         until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
         if turn:
             prompt = self.render(messages[:turn], tools, generation_prompt=True)
-        else:  # templates refuse a conversation without messages
+        else:  # templates refuse an empty conversation
             begin, found, _ = until.partition(self._generation_prompt or until)
             prompt = begin + found
         if not (until.startswith(prompt) and text.startswith(until)):
             raise BadRowError(
-                f"the chat template renders turn {turn + 1}, the assistant's, otherwise when it is generated or others "
-                "follow, so it cannot be marked; use --train_on last, or put a chat_template.jinja with "
+                f"the chat template renders turn {turn + 1}, the assistant's, differently when it is generated or "
+                "others follow, so it cannot be marked; use --train_on last, or put a chat_template.jinja with "
                 "{% generation %} into the tokenizer's folder"
             )
         span = self._with_end_of_turn(text, len(prompt), len(until))
-        _refuse_left_out(messages, turn, text, span)
+        _check_content_rendered(messages, turn, text, span)
         return span
 
-    def _marked_by_itself(
+    def _mark_by_generation(
         self, messages: list[Message], tools: list[Any] | None, turns: Iterable[int]
     ) -> tuple[str, list[Span]]:
         text, marked = self._render(messages, tools, False, True)
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marked) != len(spoken):
             raise BadRowError(
-                f"the chat template has {{% generation %}} around {len(marked)} of {len(spoken)} turns of the assistant"
+                f"the chat template has {{% generation %}} around {len(marked)} of {len(spoken)} turns of the "
+                "assistant; correct it in the tokenizer's folder"
             )
         spans = {
             turn: self._with_end_of_turn(text, begin, end) for turn, (begin, end) in zip(spoken, marked, strict=True)
         }
         for turn in turns:
-            _refuse_left_out(messages, turn, text, spans[turn])
+            _check_content_rendered(messages, turn, text, spans[turn])
         return text, [spans[turn] for turn in turns]
 
     def _with_end_of_turn(self, text: str, begin: int, end: int) -> Span:
-        """Let the span end with the turn's control token: without the blanks after it, with it if it comes next."""
+        """Return the span with the end-of-turn token if it follows, and without whitespace after a control token."""
         if self.end_of_turn and text.startswith(self.end_of_turn, end):
             return begin, end + len(self.end_of_turn)
         turn = text[begin:end].rstrip()
         return begin, begin + len(turn) if turn.endswith(self.control_tokens) else end
 
-    def _learn(self, roles: list[str]) -> None:
-        """Learn the joints of a conversation of these roles where some are unknown."""
+    def _learn_separators(self, roles: list[str]) -> None:
+        """Learn the separators of a conversation of these roles, unless all are known."""
         ends = [None, *roles, None]
-        unknown = [pair for pair in pairwise(ends) if pair not in self._joints]
+        unknown = [pair for pair in pairwise(ends) if pair not in self._separators]
         if not unknown:
             return
-        self._joints.update(dict.fromkeys(unknown))  # what cannot be learnt is not tried again
+        self._separators.update(dict.fromkeys(unknown))  # those that cannot be learned are not tried again
         messages = _speak(roles)
         try:
             text = self.render(messages)
@@ -226,21 +232,21 @@ class ChatTemplate:
             before = spans[index - 1][1] - begin if index - 1 in spans else 0
             after = end - spans[index][0] if index in spans else 0
             pair = ends[index], ends[index + 1]
-            self._joints[pair] = self._joints[pair] or _Joint(text[begin:end], before, after)
+            self._separators[pair] = self._separators[pair] or _Separator(text[begin:end], before, after)
 
     def _compose(self, roles: Iterable[str], contents: Sequence[str]) -> tuple[str, dict[int, Span]]:
-        """Return contents with the joints between them, and the spans of the assistant's turns; "" without joints."""
+        """Return the text of contents and separators, and the assistant's spans; "" if a separator is unknown."""
         text, spans = [], {}
         begin = position = 0
         for index, pair in enumerate(pairwise([None, *roles, None])):
-            joint = self._joints[pair]
-            if joint is None:
+            separator = self._separators[pair]
+            if separator is None:
                 return "", {}
             if pair[0] == "assistant":
-                spans[index - 1] = begin, position + joint.before
-            position += len(joint.text)
-            begin = position - joint.after
-            text.append(joint.text)
+                spans[index - 1] = begin, position + separator.before
+            position += len(separator.text)
+            begin = position - separator.after
+            text.append(separator.text)
             if index < len(contents):
                 text.append(contents[index])
                 position += len(contents[index])
@@ -251,15 +257,15 @@ _SPOKEN = re.compile(r"turn\d+said")
 
 
 def _speak(roles: Iterable[str]) -> list[Message]:
-    """Return a conversation whose contents can be found again."""
+    """Return a conversation whose contents are easy to find in a rendering."""
     return [{"role": role, "content": f"turn{index}said"} for index, role in enumerate(roles)]
 
 
-def _refuse_left_out(messages: list[Message], turn: int, text: str, span: Span) -> None:
-    """Refuse a turn of which the template leaves something out, as some do with thoughts; blanks may change."""
+def _check_content_rendered(messages: list[Message], turn: int, text: str, span: Span) -> None:
+    """Raise BadRowError if the template leaves out a part of a turn, such as thoughts. Whitespace may change."""
     content, rendered = messages[turn].get("content", ""), text[span[0] : span[1]]
     if content.strip() not in rendered and "".join(content.split()) not in "".join(rendered.split()):
         raise BadRowError(
-            f"the chat template leaves out a part of turn {turn + 1}, which would not be trained on; put a "
+            f"the chat template leaves out a part of turn {turn + 1}, so it would not be trained on; put a "
             "chat_template.jinja that keeps it into the tokenizer's folder"
         )

@@ -1,14 +1,13 @@
-"""Text with control tokens to ids: those that a chat template writes become tokens, those in a turn's content do not.
+"""Encode a rendered chat: control tokens of the template become tokens, those in a message stay text.
 
-A content is *shielded* before it is rendered: in it, the text of every control token is replaced by a placeholder. So
-whatever looks like a control token in the rendering was written by the template:
+Messages are *shielded* before they are rendered: a placeholder replaces the text of every control token in them. So
+everything that looks like a control token in the rendering was written by the template:
 
     content      write <|eot_id|>!
     rendering    <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
 
-Between two control tokens is text, which tiktoken encodes if it can have the tokenizer's ids. Otherwise the
-``tokenizers`` library gets the rendering as a whole (see ``aliased_tokenizer``), for then ids may depend on the control
-tokens around a text.
+tiktoken encodes the text between two control tokens if it gives the tokenizer's ids. Otherwise ids may depend on the
+control tokens around a text, and the ``tokenizers`` library encodes the whole rendering (see ``aliased_tokenizer``).
 """
 
 import re
@@ -24,40 +23,40 @@ import numpy as np
 
 from fabric_train.tokenization.chats.aliased_tokenizer import AliasedTokenizer
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE, NotExpressibleError, load_byte_bpe
+from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE, UnsupportedTokenizerError, load_byte_bpe
 
 Span = tuple[int, int]
 
-_SHORT = 20  # headers, and what stands between turns, come again and again
+_SHORT = 20  # characters; short texts such as headers and separators are cached
 
 
-class _NotByPartsError(Exception):
-    """A rendering that has to be encoded as a whole."""
+class _NeedsWholeTextError(Exception):
+    """An error for a rendering that must be encoded as a whole."""
 
 
 class ControlTokens:
-    """A tokenizer's control tokens and the way around them.
+    """An encoder of renderings in which only the template's control tokens become tokens.
 
     Args:
-        tokenizer_file: ``tokenizer.json``.
-        control: the control tokens, text → id.
-        with_tiktoken: use tiktoken if it can have the tokenizer's ids.
+        tokenizer_file: the ``tokenizer.json``.
+        control: the control tokens' ids by text.
+        with_tiktoken: use tiktoken if it gives the tokenizer's ids.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], with_tiktoken: bool = True) -> None:
         self._tokenizer_file, self._control = tokenizer_file, control
-        self._number = secrets.token_hex(8)  # no text can hold it
+        self._number = secrets.token_hex(8)  # random, so no text contains it
         self._placeholders = {text: f"{self._number}t{token_id}t" for text, token_id in control.items()}
         self._shielded_texts = {placeholder: text for text, placeholder in self._placeholders.items()}
         self._control_token, self._placeholder = _any_of(control), _any_of(self._shielded_texts)
         self._ids = {text: np.array([token_id], np.int32) for text, token_id in control.items()}
         self._tiktoken = _load_tiktoken(tokenizer_file) if with_tiktoken else None
         self._encode_short = lru_cache(maxsize=4096)(self._encode_text)
-        # control tokens that are not special, which tiktoken takes for tokens in any text
+        # whether a control token is not special, so that tiktoken encodes it as a token in any text
         self._tiktoken_takes = self._tiktoken and any(control[text] in self._encode_text(text) for text in control)
 
     def shield(self, value: Any) -> Any:
-        """Return ``value`` with the text of control tokens replaced by placeholders in every text within it."""
+        """Return ``value`` (JSON-like) with placeholders for the text of control tokens in all of its strings."""
         if isinstance(value, str):
             return self._control_token.sub(lambda match: self._placeholders[match[0]], value)
         if isinstance(value, dict):
@@ -67,29 +66,34 @@ class ControlTokens:
         return value
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a rendering, int32 [T], and which of them lie in ``spans`` of its characters, bool [T].
+        """Encode a rendering.
 
-        A token that reaches across the border of a span lies in it. Spans are in order and do not overlap.
+        Args:
+            text: the rendering of shielded messages.
+            spans: (start, end) of the characters to mark, in order and without overlap.
+
+        Returns:
+            The ids, int32 [T], and which of them lie at least partly in a span, bool [T].
 
         Raises:
-            BadRowError: the text is no Unicode, or the tokenizer makes a control token of it.
+            BadRowError: the text has half of a surrogate pair, or the tokenizer makes a control token from text.
         """
         if not text.isascii():
-            _refuse_half_characters(text)
+            _check_surrogates(text)
         borders = list(chain.from_iterable(spans))
         if self._tiktoken:
             try:
                 return self._encode_by_parts(text, borders)
-            except _NotByPartsError:
+            except _NeedsWholeTextError:
                 pass
         pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
         ids, inside, has_made_control = self._as_whole.encode([self._with_aliases(piece) for piece in pieces])
         if has_made_control:
-            raise BadRowError("the tokenizer makes a control token of its text; leave it out")
+            raise BadRowError("the tokenizer makes a control token from text; leave the row out")
         return ids, inside
 
     def _encode_by_parts(self, text: str, borders: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode each text between two control tokens, or borders, on its own; every other border begins a span."""
+        """Encode each text between two control tokens separately; ``borders`` are the spans' starts and ends."""
         ids: list[np.ndarray] = []
         inside: list[int] = []
         position = 0
@@ -105,7 +109,7 @@ class ControlTokens:
     def _encode_part(
         self, text: str, begin: int, end: int, borders: Sequence[int], ids: list[np.ndarray], inside: list[int]
     ) -> None:
-        """Append the ids of text without control tokens, cut at the borders within, to ``ids``."""
+        """Append the ids of a text without control tokens to ``ids``, split at the borders in it."""
         if begin == end:
             return
         part = self._encode_shielded(text[begin:end])
@@ -113,7 +117,7 @@ class ControlTokens:
         for index in range(bisect_right(borders, begin), bisect_left(borders, end)):
             head = self._encode_shielded(text[begin : borders[index]])
             if part[: len(head)].tobytes() != head.tobytes():
-                raise _NotByPartsError  # the border is within a token
+                raise _NeedsWholeTextError  # the border is within a token
             ids.append(part[done : len(head)])
             inside.append(index % 2)
             done = len(head)
@@ -123,7 +127,7 @@ class ControlTokens:
     def _encode_shielded(self, text: str) -> np.ndarray:
         if self._number in text:
             if self._tiktoken_takes:
-                raise _NotByPartsError
+                raise _NeedsWholeTextError
             text = self._placeholder.sub(lambda match: self._shielded_texts[match[0]], text)
         return self._encode_short(text) if len(text) <= _SHORT else self._encode_text(text)
 
@@ -146,15 +150,15 @@ def _any_of(texts: Mapping[str, Any]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)))
 
 
-def _refuse_half_characters(text: str) -> None:
+def _check_surrogates(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRowError("it holds half of a surrogate pair, which is no character; write it anew as UTF-8") from None
+        raise BadRowError("it has half of a surrogate pair, which is no character; write the file as UTF-8") from None
 
 
 def _load_tiktoken(tokenizer_file: Path) -> ByteBPE | None:
     try:
         return load_byte_bpe(tokenizer_file, special_text_is_plain=True)
-    except NotExpressibleError:
+    except UnsupportedTokenizerError:
         return None

@@ -1,4 +1,4 @@
-"""Show what is in a token dataset and what is wrong with it: python -m fabric_train.tokenization.inspect DIR."""
+"""Show what is in a token dataset and what is wrong with it: ``python -m fabric_train.tokenization.inspect DIR``."""
 
 import sys
 from pathlib import Path
@@ -9,16 +9,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from arguments import InspectArguments, parse
 from fabric_train.cli.errors import FAILURE, run_program
 from fabric_train.tokenization.inspect.page import to_html
-from fabric_train.tokenization.inspect.report import Report, make_report
+from fabric_train.tokenization.inspect.report import DatasetReport, make_report
 from fabric_train.tokenization.inspect.terminal import print_report
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Show the report, and write it as a page where one is asked for.
+    """Print the report, and write it as an HTML page if ``--html`` is given.
 
     Raises:
-        InputError: it is no token dataset, a damaged one, or lacks the split or the rows asked for.
-        SystemExit: there is something to complain of.
+        InputError: the folder is not a token dataset, is damaged, or lacks the requested split or rows.
+        SystemExit: the report has problems.
     """
     arguments = parse(InspectArguments, argv)
     report = _examine(arguments)
@@ -26,11 +26,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.html is not None:
         Path(arguments.html).write_text(to_html(report), encoding="utf-8")
         print(f"written {arguments.html}", file=sys.stderr)
-    if report.complaints:
+    if report.problems:
         sys.exit(FAILURE)
 
 
-def _examine(arguments: InspectArguments) -> Report:
+def _examine(arguments: InspectArguments) -> DatasetReport:
     folder = Path(arguments.dataset_dir).expanduser()
     rows = range(arguments.start, arguments.start + arguments.rows)
     console = Console(stderr=True)

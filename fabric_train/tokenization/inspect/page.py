@@ -1,25 +1,25 @@
-"""The report as one page of HTML that needs nothing beside it."""
+"""Write the report as one HTML page without other files."""
 
 import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
 from fabric_train.tokenization.inspect.report import (
-    Report,
-    Table,
+    DatasetReport,
+    TextTable,
     facts,
     histogram,
     ledger_table,
     length_facts,
     length_notes,
     source_table,
-    verdict,
+    success_line,
 )
-from fabric_train.tokenization.inspect.row_view import Piece, RowView, Token, visible
+from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
 
 
-def to_html(report: Report) -> str:
-    """Return the page; every text of the dataset is escaped."""
+def to_html(report: DatasetReport) -> str:
+    """Return the page, with every text of the dataset escaped."""
     title = f"token dataset {escape(report.folder.name or str(report.folder))}"
     return "\n".join(
         [
@@ -28,7 +28,7 @@ def to_html(report: Report) -> str:
             '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title><style>{_STYLE}</style></head>",
             f"<body><main><h1>{title}</h1>",
-            *_complaints(report),
+            *_problems(report),
             *_facts(facts(report)),
             "<h2>Ledger</h2>",
             *_table(ledger_table(report)),
@@ -42,13 +42,13 @@ def to_html(report: Report) -> str:
     )
 
 
-def _complaints(report: Report) -> Iterator[str]:
-    if report.complaints:
+def _problems(report: DatasetReport) -> Iterator[str]:
+    if report.problems:
         yield '<ul class="verdict bad">'
-        yield from (f"<li>{escape(visible(str(complaint)))}</li>" for complaint in report.complaints)
+        yield from (f"<li>{escape(visible(str(problem)))}</li>" for problem in report.problems)
         yield "</ul>"
     else:
-        yield f'<p class="verdict good">{escape(verdict(report))}</p>'
+        yield f'<p class="verdict good">{escape(success_line(report))}</p>'
 
 
 def _facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -57,13 +57,13 @@ def _facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield "</dl>"
 
 
-def _sources(report: Report) -> Iterator[str]:
+def _sources(report: DatasetReport) -> Iterator[str]:
     if report.manifest and report.manifest.sources:
         yield "<h2>Sources</h2>"
         yield from _table(source_table(report.manifest))
 
 
-def _table(table: Table) -> Iterator[str]:
+def _table(table: TextTable) -> Iterator[str]:
     def cells(tag: str, texts: tuple[str, ...], depth: int) -> str:
         indent = f' style="padding-left:{0.6 + 1.2 * depth:.1f}em"' if depth else ""
         first = f"<{tag}{indent}>{escape(visible(texts[0]))}</{tag}>"
@@ -78,7 +78,7 @@ def _table(table: Table) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _lengths(report: Report) -> Iterator[str]:
+def _lengths(report: DatasetReport) -> Iterator[str]:
     counts = report.counts[report.split]
     if counts.lengths is None:
         yield "<p>Unknown: this dataset does not store where documents begin.</p>"
@@ -96,7 +96,7 @@ def _lengths(report: Report) -> Iterator[str]:
     yield f"<p class=note>{escape(' '.join(('Lengths are in tokens.', *length_notes(report))))}</p>"
 
 
-def _rows(report: Report) -> Iterator[str]:
+def _rows(report: DatasetReport) -> Iterator[str]:
     if not report.rows:
         return
     yield f"<h2>Rows of {escape(report.split)} as the model sees them</h2>"
@@ -111,7 +111,7 @@ def _row(row: RowView) -> Iterator[str]:
     yield f'<section class="row"><h3>row {row.index:,} <small>{" · ".join(parts)}</small></h3>'
     for number, piece in enumerate(row.pieces):
         is_last = number == len(row.pieces) - 1
-        yield from _piece(piece, goes_on=row.goes_on and is_last)
+        yield from _piece(piece, continues=row.continues and is_last)
     if row.num_padding:
         title = f"positions {row.num_tokens - row.num_padding:,} to {row.num_tokens - 1:,}, not supervised"
         text = f"{row.num_padding:,} × {escape(visible(row.padding))}"
@@ -119,15 +119,15 @@ def _row(row: RowView) -> Iterator[str]:
     yield "</section>"
 
 
-def _piece(piece: Piece, *, goes_on: bool) -> Iterator[str]:
+def _piece(piece: RowPiece, *, continues: bool) -> Iterator[str]:
     kind = {True: "begins", False: "continued", None: "unknown"}[piece.begins]
-    notes = {True: f"document border at position {piece.position:,}", False: "goes on from another row", None: ""}
+    notes = {True: f"document border at position {piece.position:,}", False: "continued from another row", None: ""}
     yield f'<div class="piece {kind}">'
     if notes[piece.begins]:
         yield f'<div class="border">{notes[piece.begins]}</div>'
     yield f'<p class="tokens" dir="auto">{"".join(map(_token, piece.tokens))}</p>'
-    if goes_on:
-        yield '<div class="border">goes on in the next row</div>'
+    if continues:
+        yield '<div class="border">continued in the next row</div>'
     yield "</div>"
 
 
@@ -143,7 +143,7 @@ def _token(token: Token) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escape a token's text; line ends are shown and break the line, blanks at its edges get a faint sign."""
+    """Escape a token's text; show line breaks and keep them, and mark spaces at its edges."""
     parts = []
     for part in re.split(r"(\r?\n|\r|\t|^ +| +$)", text):
         if part in ("\n", "\r\n", "\r"):
@@ -160,10 +160,10 @@ def _marked(text: str) -> str:
 _LEGEND = """<p class="legend tokens">
 <span class="s">supervised</span> <span class="u">not supervised</span> <span class="s edge">BOS or EOS</span>
 <span class="s special">other special token</span> <span class="padding">padding</span>
-<span class="plain"><i>↵</i> line end, <i class=b>  </i> blank at a token's edge</span>
-</p><p class="note">A bar on the left is a document: dashed where it goes on from another row. Shades alternate from
-token to token. Hover over a token for its position, id and label. With isolated documents, nothing predicts a
-document's first token, whatever its label is.</p>"""
+<span class="plain"><i>↵</i> line break, <i class=b>  </i> space at a token's edge</span>
+</p><p class="note">A bar on the left is a document; it is dashed if the document continues from another row. Shades
+alternate from token to token. Hover over a token for its position, id and label. With isolated documents, nothing
+predicts a document's first token, whatever its label is.</p>"""
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fcfcfa; --card: #fff; --ink: #1c1e21; --soft: #5f6670; --line: #dfe2e6;

@@ -1,4 +1,4 @@
-"""Token dataset → report: one pass over the rows, and the tables that terminal and page both show."""
+"""Report on a token dataset: one pass over its rows, and the tables that terminal and page show."""
 
 import hashlib
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.inspect.examination import Complaint, Counts, Examination, Expectation
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations
+from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck
 from fabric_train.tokenization.manifest import Manifest, Settings, load_manifest
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
@@ -20,21 +20,21 @@ _BARS = 10
 
 
 @dataclass(frozen=True)
-class Report:
-    """What there is to say of a token dataset; ``split`` is the one whose ``rows`` and lengths are shown."""
+class DatasetReport:
+    """The counts and problems of a token dataset; ``split`` is the one whose ``rows`` and lengths are shown."""
 
     folder: Path
     manifest: Manifest | None
     has_tokenizer: bool
     counts: dict[str, Counts]
-    complaints: list[Complaint]
+    problems: list[Problem]
     split: str
     rows: list[RowView]
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of texts: ``num_words`` columns of words, then numbers. ``depth`` indents each line's first text."""
+class TextTable:
+    """A table of texts: ``num_words`` columns of words, then numbers. ``depth`` is the indentation of each line."""
 
     columns: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
@@ -44,18 +44,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """How many documents have from ``low`` to ``high`` tokens."""
+    """A bar of the histogram: the number of documents of ``low`` to ``high`` tokens."""
 
     low: int
     high: int
     count: int
 
 
-def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> Report:
-    """Read every split of ``folder``, and show ``rows`` of one; ``advance`` hears of rows read and rows in all.
+def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
+    """Read all splits of a token dataset.
+
+    Args:
+        folder: the token dataset.
+        split: "train" or "validation", the split to show.
+        rows: the rows of it to show.
+        advance: called with the number of rows read so far and the number of all rows.
 
     Raises:
-        InputError: ``folder`` is no token dataset or a damaged one, or has no such split or row.
+        InputError: ``folder`` is not a token dataset, is damaged, or lacks the split or the rows.
     """
     splits = open_splits(folder)
     shown = next((name for name in SPLIT_NAMES[split] if name in splits), None)
@@ -67,15 +73,15 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
-    complaints = _complaints_of_files(folder, manifest)
+    problems = _file_problems(folder, manifest)
     views: list[RowView] = []
     and_next = range(rows.start, rows.stop + 1) if rows else rows
     done = 0
     for name, entry in splits.items():
         parts = _expectations(name, manifest, vocabulary)
-        examination = Examination(name, parts[0])
+        examination = SplitCheck(name, parts[0])
         for batch in entry.batches():
-            if batch.first_row in parts:  # files are of one part each, and so are batches
+            if batch.first_row in parts:  # a file, and so a batch, belongs to one part
                 examination.begin_part(parts[batch.first_row])
             examination.add(batch)
             if name == shown:
@@ -83,32 +89,34 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
             done += len(batch.offsets) - 1
             advance(done, total)
         counts[name], found = examination.finish()
-        complaints += found
+        problems += found
     if manifest:
-        complaints += _complaints_of_ledger(manifest, counts)
-    return Report(folder, manifest, vocabulary is not None, counts, complaints, shown, with_continuations(views, rows))
+        problems += _ledger_problems(manifest, counts)
+    return DatasetReport(
+        folder, manifest, vocabulary is not None, counts, problems, shown, with_continuations(views, rows)
+    )
 
 
-def _complaints_of_files(folder: Path, manifest: Manifest | None) -> list[Complaint]:
-    """Compare the tokenizer's files with those that the manifest names."""
+def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
+    """Compare the tokenizer's files with their hashes in the manifest."""
     named = manifest.tokenizer.sha256 if manifest else {}
-    complaints = []
+    problems = []
     for name, digest in named.items():
         file = folder / "tokenizer" / name
         if not file.is_file():
-            complaints.append(Complaint("tokenizer", f"{name} is missing"))
+            problems.append(Problem("tokenizer", f"{name} is missing"))
         elif hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            complaints.append(Complaint("tokenizer", f"{name} is not the file that the manifest names"))
-    return complaints
+            problems.append(Problem("tokenizer", f"{name} is not the file in the manifest"))
+    return problems
 
 
-def _complaints_of_ledger(manifest: Manifest, counts: dict[str, Counts]) -> list[Complaint]:
-    """Check the ledger's own sums, and compare it with what was counted."""
+def _ledger_problems(manifest: Manifest, counts: dict[str, Counts]) -> list[Problem]:
+    """Check the ledger's sums, and compare it with the counts."""
     imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
-    complaints = [Complaint("manifest", f"the ledger does not balance: {imbalance}") for imbalance in imbalances]
+    problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in imbalances]
     for name in sorted({*manifest.ledger.splits} ^ {*counts}):
-        where = "not in the manifest" if name in counts else "in the manifest alone"
-        complaints.append(Complaint(name, f"the split is {where}"))
+        where = "not in the manifest" if name in counts else "only in the manifest"
+        problems.append(Problem(name, f"the split is {where}"))
     for name, count in counts.items():
         if name not in manifest.ledger.splits:
             continue
@@ -119,20 +127,20 @@ def _complaints_of_ledger(manifest: Manifest, counts: dict[str, Counts]) -> list
             ("tokens of padding", ledger.tokens_padding, count.padding),
             ("supervised tokens", ledger.tokens_supervised, count.supervised),
         ]
-        complaints += [
-            Complaint(name, f"the ledger says {said:,} {what}, the rows hold {found:,}")
-            for what, said, found in compared
-            if said != found
+        problems += [
+            Problem(name, f"the ledger has {in_ledger:,} {what}, the rows have {counted:,}")
+            for what, in_ledger, counted in compared
+            if in_ledger != counted
         ]
         whole = (count.documents or 0) - count.pieces
         if whole > ledger.documents:
-            text = f"the ledger says {ledger.documents:,} documents, in the rows begin {whole:,}"
-            complaints.append(Complaint(name, text))
-    return complaints
+            text = f"the ledger has {ledger.documents:,} documents, {whole:,} begin in the rows"
+            problems.append(Problem(name, text))
+    return problems
 
 
 def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary | None) -> dict[int, Expectation]:
-    """Return what the rows should be like, by the number of the first row for which it holds."""
+    """Return the expectation of each part of the split, by the part's first row."""
     if manifest is None or not manifest.parts:
         return {0: _expectation(manifest.settings if manifest else None, manifest, vocabulary)}
     expectations, row = {}, 0
@@ -164,20 +172,20 @@ def _expectation(settings: Settings | None, manifest: Manifest | None, vocabular
     )
 
 
-def verdict(report: Report) -> str:
-    """Say what has been found in order, for a report without complaints."""
+def success_line(report: DatasetReport) -> str:
+    """Return the line for a report without problems."""
     counted = f"{sum(count.rows for count in report.counts.values()):,} rows counted"
     if report.manifest is None:
-        return f"nothing to complain of, {counted}; there is no ledger to compare them with"
-    return f"nothing to complain of, {counted}; the ledger balances, and the rows hold what it says"
+        return f"no problems found, {counted}; there is no ledger to compare them with"
+    return f"no problems found, {counted}; the ledger balances and agrees with the rows"
 
 
-def facts(report: Report) -> list[tuple[str, str]]:
-    """Return what the dataset is, as names and values."""
+def facts(report: DatasetReport) -> list[tuple[str, str]]:
+    """Return the properties of the dataset as names and values."""
     manifest = report.manifest
     lines = [("rows", ", ".join(f"{count.rows:,} {name}" for name, count in report.counts.items()))]
     if manifest is None:
-        return [*lines, ("manifest", "none: an older folder; what follows is counted in its rows")]
+        return [*lines, ("manifest", "none: an older folder; the figures below are counted in its rows")]
     tokenizer = manifest.tokenizer
     all_settings = [part.settings for part in manifest.parts] or [manifest.settings]
 
@@ -198,8 +206,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
     return [*lines, ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))]
 
 
-def ledger_table(report: Report) -> Table:
-    """Return the ledger, a column for each split and one for all; for an older folder, what was counted."""
+def ledger_table(report: DatasetReport) -> TextTable:
+    """Return the ledger, with a column for each split and one for all; for an older folder, the counts."""
     names = tuple(report.counts)
     lines: list[tuple[int, tuple[str, ...]]] = []
 
@@ -242,11 +250,11 @@ def ledger_table(report: Report) -> Table:
         summed(1, "supervised", [split.tokens_supervised for split in splits])
         summed(0, "padding", [split.tokens_padding for split in splits])
         summed(0, "rows", [split.rows for split in splits])
-    return Table(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
+    return TextTable(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
 
 
-def source_table(manifest: Manifest) -> Table:
-    """Return the sources with what was kept of each."""
+def source_table(manifest: Manifest) -> TextTable:
+    """Return the sources, with the numbers of documents and tokens that were kept."""
     columns = ("source", "kind", "files", "documents", "tokens", "weight", "epochs")
     lines = tuple(
         (
@@ -260,11 +268,11 @@ def source_table(manifest: Manifest) -> Table:
         )
         for source in manifest.sources
     )
-    return Table(columns, lines, (0,) * len(lines), num_words=2)
+    return TextTable(columns, lines, (0,) * len(lines), num_words=2)
 
 
 def histogram(counts: Counts) -> list[Bar]:
-    """Return the documents by length: octaves where lengths spread widely, else ten equal steps."""
+    """Return the documents by length: in powers of two if lengths differ widely, else in ten equal steps."""
     lengths = counts.lengths
     if not lengths:
         return []
@@ -282,7 +290,7 @@ def histogram(counts: Counts) -> list[Bar]:
 
 
 def length_facts(counts: Counts) -> list[tuple[str, int]]:
-    """Return minimum, percentiles, maximum and mean of the documents' lengths in tokens."""
+    """Return shortest, percentiles, longest and mean of the documents' lengths in tokens."""
     if not counts.lengths or not counts.documents:
         return []
     numbers = np.array(sorted(counts.lengths))
@@ -299,16 +307,16 @@ def length_facts(counts: Counts) -> list[tuple[str, int]]:
     ]
 
 
-def length_notes(report: Report) -> list[str]:
-    """Return how the documents of the split that is shown lie over the rows' ends, in sentences."""
+def length_notes(report: DatasetReport) -> list[str]:
+    """Return sentences about the documents that lie in several rows, for the split that is shown."""
     counts = report.counts[report.split]
     ledger = report.manifest.ledger.splits.get(report.split) if report.manifest else None
     documents = counts.documents or 0
     if counts.pieces and ledger and documents != ledger.documents:
-        return [f"best_fit cuts documents that are longer than a row: these are {documents:,} pieces of documents."]
-    notes = [f"{counts.documents_over_rows:,} of {documents:,} documents go on in a next row."]
+        return [f"best_fit splits documents longer than a row; these are {documents:,} pieces of documents."]
+    notes = [f"{counts.documents_over_rows:,} of {documents:,} documents continue in the next row."]
     if counts.documents_cut:
-        notes.append(f"Cut where the rows end: {counts.documents_cut:,}.")
+        notes.append(f"Cut off after the last row: {counts.documents_cut:,}.")
     return notes
 
 

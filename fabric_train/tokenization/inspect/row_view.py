@@ -1,11 +1,11 @@
-"""A row as the model sees it: its documents' pieces, and their tokens as text with label and role."""
+"""Show a row as the model sees it: pieces of documents, with their tokens as text."""
 
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fabric_train.tokenization.inspect.examination import IGNORED_LABEL, Expectation, content_ends
+from fabric_train.tokenization.inspect.split_check import IGNORED_LABEL, Expectation, content_ends
 from fabric_train.tokenization.packing.token_folder import RowBatch
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary
 
@@ -14,7 +14,7 @@ Role = Literal["text", "bos", "eos", "special"]
 
 @dataclass(frozen=True)
 class Token:
-    """A token, or several that only together are a text: position of the first in the row, ids, text, role, label."""
+    """A token, or several that share a character. ``position`` is that of the first one in the row."""
 
     position: int
     ids: tuple[int, ...]
@@ -24,8 +24,8 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What lies in the row of one document; whether it ``begins`` there is None where borders are not stored."""
+class RowPiece:
+    """The part of a document in one row. ``begins``: whether the document begins there; None if unknown."""
 
     position: int
     begins: bool | None
@@ -34,42 +34,45 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowView:
-    """A row; ``goes_on`` says whether the next row goes on with its last document.
+    """A row of a split.
 
-    ``padding`` is the text of the padding's token, of which there are ``num_padding``.
+    Attributes:
+        index: its number in the split, from 0.
+        padding: the text of the padding token.
+        continues: whether the next row continues its last document.
     """
 
     index: int
     num_tokens: int
     num_supervised: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
     num_padding: int
     padding: str
-    goes_on: bool
+    continues: bool
 
 
 def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
-    """Return the rows of the batch whose number in the split is ``wanted``; not yet whether documents go on."""
+    """Return the rows of the batch whose numbers in the split are ``wanted``, all with ``continues`` False."""
     inside = range(max(wanted.start - batch.first_row, 0), min(wanted.stop - batch.first_row, len(batch.offsets) - 1))
     ends = content_ends(batch, expected) if inside else batch.offsets[1:]
     return [_view(batch, row, int(ends[row]), vocabulary) for row in inside]
 
 
 def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
-    """Say of each row whether the one that follows it goes on with its document; leave those not wanted away."""
+    """Return the wanted rows with ``continues`` set, for which ``rows`` must have the row after the last one."""
     followed = {row.index - 1 for row in rows if row.pieces and row.pieces[0].begins is False}
-    return [replace(row, goes_on=row.index in followed) for row in rows if row.index in wanted]
+    return [replace(row, continues=row.index in followed) for row in rows if row.index in wanted]
 
 
 def visible(text: str) -> str:
-    """Make line ends, tabs and what has no look of its own visible; a terminal takes no command from the result."""
-    return "".join(_SIGNS.get(character) or _by_number(character) for character in text)
+    """Replace line breaks, tabs and invisible characters by visible ones; the result cannot control a terminal."""
+    return "".join(_SIGNS.get(character) or _escaped(character) for character in text)
 
 
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": " "}
 
 
-def _by_number(character: str) -> str:
+def _escaped(character: str) -> str:
     is_invisible = unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp", "Zs")
     return f"⟨U+{ord(character):04X}⟩" if is_invisible else character
 
@@ -85,7 +88,7 @@ def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) ->
         return None if batch.document_starts is None else start in borders
 
     pieces = [
-        Piece(start, begins(start), tuple(_tokens(ids, supervised, start, until, vocabulary)))
+        RowPiece(start, begins(start), tuple(_tokens(ids, supervised, start, until, vocabulary)))
         for start, until in _pairs(sorted({0, *borders}), len(ids))
     ]
     filler = int(batch.input_ids[stop - 1]) if stop > end else None
@@ -95,8 +98,8 @@ def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) ->
         num_supervised=sum(supervised),
         pieces=tuple(pieces),
         num_padding=stop - end,
-        padding="" if filler is None else _text_alone(filler, vocabulary),
-        goes_on=False,
+        padding="" if filler is None else _text_of(filler, vocabulary),
+        continues=False,
     )
 
 
@@ -114,7 +117,7 @@ def _pairs(starts: list[int], end: int) -> list[tuple[int, int]]:
 def _tokens(
     ids: list[int], supervised: list[bool], start: int, stop: int, vocabulary: Vocabulary | None
 ) -> Iterator[Token]:
-    """Yield the tokens of a piece; those that share a character but not the label stay apart."""
+    """Yield the tokens of a piece; those that share a character but differ in supervision stay separate."""
     position = start
     while position < stop:
         until = position + 1
@@ -138,5 +141,5 @@ def _role(token: int, vocabulary: Vocabulary | None) -> Role:
     return "special" if token in vocabulary.special else "text"
 
 
-def _text_alone(token: int, vocabulary: Vocabulary | None) -> str:
+def _text_of(token: int, vocabulary: Vocabulary | None) -> str:
     return next(vocabulary.spans([token]))[1] if vocabulary else f"⟨{token}⟩"

@@ -1,35 +1,35 @@
-"""The report on a terminal; every colour has a sign beside it, for those who see none."""
+"""Print the report on a terminal. Every colour has a sign next to it, for readers without colours."""
 
 from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 from rich.text import Text
 
 from fabric_train.tokenization.inspect.report import (
-    Report,
-    Table,
+    DatasetReport,
+    TextTable,
     facts,
     histogram,
     ledger_table,
     length_facts,
     length_notes,
     source_table,
-    verdict,
+    success_line,
 )
-from fabric_train.tokenization.inspect.row_view import Piece, RowView, Token, visible
+from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
 
 _BAR_WIDTH = 40
-_LONGEST_STRETCH = 400  # tokens of one kind that are shown; of more, the middle is left out
+_LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
 _SHOWN_BEFORE, _SHOWN_AFTER = 250, 50
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow"}
 _BORDER = "bold cyan"
 _SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print everything; the complaints come last, where a terminal stands still."""
+def print_report(report: DatasetReport, console: Console) -> None:
+    """Print the report. Problems come last, so that they are in view at the end."""
     console.rule(Text(f"token dataset {report.folder}"), align="left", style="dim")
     _print_facts(facts(report), console)
     console.print(_rich_table(ledger_table(report)))
@@ -40,15 +40,15 @@ def print_report(report: Report, console: Console) -> None:
         _print_legend(console)
     for row in report.rows:
         _print_row(row, report.split, console)
-    console.rule(Text("complaints"), align="left", style="dim")
-    for complaint in report.complaints:
-        console.print(Text(f"✗ {complaint}", style="bold red"), soft_wrap=True)
-    if not report.complaints:
-        console.print(Text(f"✓ {verdict(report)}", style="bold green"), soft_wrap=True)
+    console.rule(Text("problems"), align="left", style="dim")
+    for problem in report.problems:
+        console.print(Text(f"✗ {problem}", style="bold red"), soft_wrap=True)
+    if not report.problems:
+        console.print(Text(f"✓ {success_line(report)}", style="bold green"), soft_wrap=True)
 
 
 def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
-    grid = RichTable.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
     for name, value in lines:
@@ -56,8 +56,8 @@ def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
     console.print(grid)
 
 
-def _rich_table(table: Table) -> RichTable:
-    shown = RichTable(box=box.SIMPLE)
+def _rich_table(table: TextTable) -> Table:
+    shown = Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         is_words = index < table.num_words
         shown.add_column(
@@ -73,7 +73,7 @@ def _rich_table(table: Table) -> RichTable:
     return shown
 
 
-def _print_lengths(report: Report, console: Console) -> None:
+def _print_lengths(report: DatasetReport, console: Console) -> None:
     counts = report.counts[report.split]
     console.rule(Text(f"document lengths in {report.split}, in tokens"), align="left", style="dim")
     if counts.lengths is None:
@@ -102,13 +102,13 @@ def _print_legend(console: Console) -> None:
             ("┃", _BORDER),
             " document border  ",
             ("┆", _BORDER),
-            " goes on from or in another row  ",
+            " continued from or in another row  ",
             ("<bos or eos>", _STYLES["bos"]),
             "  ",
             ("<other special>", _STYLES["special"]),
             "  ",
             ("░ padding", _PADDING),
-            "  ↵ line end  ⇥ tab  ⋯ left out here",
+            "  ↵ line break  ⇥ tab  ⋯ left out here",
         )
     )
 
@@ -122,14 +122,14 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
         if piece.begins is not None:
             shown.append("┃" if piece.begins else "┆", _BORDER)
         _append_piece(shown, piece)
-    if row.goes_on:
+    if row.continues:
         shown.append("┆", _BORDER)
     if row.num_padding:
         shown.append(f"░ {row.num_padding:,} × {visible(row.padding)}", _PADDING)
     console.print(shown)
 
 
-def _append_piece(shown: Text, piece: Piece) -> None:
+def _append_piece(shown: Text, piece: RowPiece) -> None:
     for stretch in _stretches(piece.tokens):
         is_supervised = stretch[0].is_supervised
         shown.append("" if is_supervised else "‹", _UNSUPERVISED)
@@ -149,7 +149,7 @@ def _append_token(shown: Text, token: Token) -> None:
 
 
 def _stretches(tokens: Iterable[Token]) -> list[list[Token]]:
-    """Cut where supervision begins or ends."""
+    """Split the tokens where supervision begins or ends."""
     stretches: list[list[Token]] = []
     for token in tokens:
         if not stretches or stretches[-1][-1].is_supervised != token.is_supervised:

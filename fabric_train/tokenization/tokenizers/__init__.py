@@ -1,1 +1,4 @@
-"""Tokenizers: loaded, compared, and expressed so that tiktoken encodes by them."""
+"""Load and compare tokenizers, and encode texts with them, by tiktoken where it gives the same ids.
+
+Read ``tokenizer.py`` (loading) and ``text_encoder.py`` (encoding) first.
+"""

@@ -1,32 +1,34 @@
-"""The added tokens of a tokenizer, found in a text as the ``tokenizers`` library finds them."""
+"""Find a tokenizer's added tokens in a text, as the ``tokenizers`` library does."""
 
 import re
 from collections.abc import Iterator
 from itertools import takewhile
 
 from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken
-from fabric_train.tokenization.tokenizers.unsupported import NotExpressibleError
+from fabric_train.tokenization.tokenizers.unsupported import UnsupportedTokenizerError
 
 
 class AddedTokenSplitter:
-    """Cuts texts at added tokens: the leftmost match and, of those that begin together, the longest.
+    """A splitter of texts at added tokens: at the leftmost match, and the longest if several begin there.
 
-    The contents in ``left_as_text`` are matched but stay text, like special tokens when their text is plain: what
-    begins inside them is not matched either.
+    Args:
+        ids: id by the token's content.
+        left_as_text: contents that are matched but stay text, such as special tokens that count as plain text. No
+            other token is matched inside them.
     """
 
     def __init__(self, ids: dict[str, int], left_as_text: frozenset[str]) -> None:
         self._ids = {content: index for content, index in ids.items() if content not in left_as_text}
-        # a plain search for what all begin with is far quicker than the expression
+        # searching for the common prefix is far faster than the regular expression
         ends = zip(min(ids, default=""), max(ids, default=""), strict=False)
-        self._beginning = "".join(first for first, last in takewhile(lambda pair: pair[0] == pair[1], ends))
+        self._prefix = "".join(first for first, last in takewhile(lambda pair: pair[0] == pair[1], ends))
         longest_first = sorted(ids, key=len, reverse=True)
         self._expression = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
     def split(self, text: str) -> Iterator[str | int]:
-        """Yield the parts of ``text`` in order: text that is not empty, and the ids of added tokens."""
+        """Yield the parts of ``text`` in order: non-empty strings, and the ids of added tokens."""
         start = 0
-        if self._expression is not None and self._beginning in text:
+        if self._expression is not None and self._prefix in text:
             for match in self._expression.finditer(text):
                 index = self._ids.get(match[0])
                 if index is not None:
@@ -38,19 +40,19 @@ class AddedTokenSplitter:
             yield text[start:]
 
 
-def refuse_unlike(tokens: tuple[AddedToken, ...], vocabulary: dict[str, int]) -> None:
-    """Raise unless ``tokens`` are found by their content alone and get the ids that they have in the file.
+def check_added_tokens(tokens: tuple[AddedToken, ...], vocabulary: dict[str, int]) -> None:
+    """Check that ``tokens`` are matched by content alone and have the ids that the ``tokenizers`` library assigns.
 
-    The ``tokenizers`` library gives a token that the vocabulary lacks the next id, whatever the file says.
+    The library gives a token that is not in the vocabulary the next free id, whatever the file says.
 
     Raises:
-        NotExpressibleError: there is such a token.
+        UnsupportedTokenizerError: a token fails the check.
     """
     next_id = len(vocabulary)
     for token in tokens:
         if token.has_conditions:
-            raise NotExpressibleError(f"its token {token.content!r} depends on blanks or words around it")
+            raise UnsupportedTokenizerError(f"its token {token.content!r} depends on the whitespace or words around it")
         expected = vocabulary.get(token.content, next_id)
         if token.id != expected:
-            raise NotExpressibleError(f"its token {token.content!r} will not have the id {token.id}")
+            raise UnsupportedTokenizerError(f"its token {token.content!r} gets another id than {token.id}")
         next_id = max(next_id, token.id + 1)

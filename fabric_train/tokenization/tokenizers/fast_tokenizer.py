@@ -1,4 +1,4 @@
-"""The ``tokenizers`` library's own tokenizer of a ``tokenizer.json``, for whole documents."""
+"""Load a ``tokenizer.json`` with the ``tokenizers`` library."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 
 def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
-    """Load the tokenizer, which is set to cut nothing off and to fill nothing up.
+    """Load the tokenizer without truncation and padding.
+
+    Args:
+        tokenizer_file: the ``tokenizer.json``.
+        special_text_is_plain: whether the text of a special token is encoded as text, not as the token.
 
     Raises:
         InputError: the file is damaged.
@@ -19,7 +23,7 @@ def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
 
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - tokenizers raises no narrower type
         reason = str(error).splitlines()[0]
         raise InputError(f"{tokenizer_file} is not a tokenizer: {reason}; fetch the file again") from None
     tokenizer.no_truncation()

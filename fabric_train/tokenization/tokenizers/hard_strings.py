@@ -1,9 +1,9 @@
-"""Texts on which two encoders that are not the same give other ids, sooner than on most."""
+"""Texts on which two different encoders are likely to give different ids."""
 
 import random
 from collections.abc import Iterable, Iterator
 
-_BLANKS = (
+_WHITESPACE = (
     " ",
     "\t",
     "\n",
@@ -24,20 +24,20 @@ _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
 
 
 def special_token_strings(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield texts with the special or added ``tokens`` of a tokenizer, and with what only looks like them."""
+    """Yield texts with the special or added ``tokens`` of a tokenizer, and with text that only looks like them."""
     tokens = list(tokens)
     for join in ("", " ", "a", "\n "):
         yield join.join(tokens)
     for token in tokens[:20]:
-        like_it = f"{token[:-1]} {token[1:]} {token.upper()}"
-        yield f"a{token}b {token} c\n{token}\n{token}{token}, {like_it} {token}'s  {token}"
+        similar = f"{token[:-1]} {token[1:]} {token.upper()}"
+        yield f"a{token}b {token} c\n{token}\n{token}{token}, {similar} {token}'s  {token}"
 
 
 def _every_plane() -> Iterator[str]:
-    """Yield samples of the code points of all planes: side by side, between blanks, and between letters and digits."""
+    """Yield samples of code points from all Unicode planes: joined, with spaces, and between letters and digits."""
     strides = ((0, 0xD800, 61), (0xE000, 0x10000, 61), (0x10000, 0x40000, 257), (0x40000, 0x110000, 0x7FF))
     letters = [chr(code) for start, end, stride in strides for code in range(start, end, stride)]
-    # letters, digits and marks of the latest Unicode versions, which libraries learn at different times
+    # letters, digits and marks of recent Unicode versions, which libraries adopt at different times
     letters += [chr(code) for code in (0x1C89, 0x0897, 0x105C0, 0x10D40, 0x11DE0, 0x11DE9, 0x16D63, 0x16D68, 0x16FF4)]
     letters += ["\ud7ff", "\ue000", "\ufffd", "\uffff", "\U00010000", "\U0010ffff"]
     yield "".join(letters)
@@ -45,19 +45,19 @@ def _every_plane() -> Iterator[str]:
     yield "".join(f"a{letter}1{letter}" for letter in letters)
 
 
-def _blank_runs() -> Iterator[str]:
-    for blank in _BLANKS:
-        yield blank
+def _whitespace_runs() -> Iterator[str]:
+    for space in _WHITESPACE:
+        yield space
         yield (
-            "".join(f"{blank * length}x{blank * length}7{blank * length}." for length in (1, 2, 3, 4, 7, 8, 40)) + blank
+            "".join(f"{space * length}x{space * length}7{space * length}." for length in (1, 2, 3, 4, 7, 8, 40)) + space
         )
-        yield "".join(f"a{blank}{other}{blank}b " for other in _BLANKS)
+        yield "".join(f"a{space}{other}{space}b " for other in _WHITESPACE)
     yield " " * 5000
     yield "\n" * 3000 + "x" + " \n" * 2000 + "\t" * 3000
 
 
 def _joined_at_random() -> Iterator[str]:
-    """Yield joinings of parts that overlap, repeat, or end pieces; the same every time."""
+    """Yield random sequences of parts that overlap, repeat or end pieces, from a fixed seed."""
     parts = [
         "er",
         "e",
@@ -79,7 +79,7 @@ def _joined_at_random() -> Iterator[str]:
         "22",
         "333",
     ]
-    parts += [*_BLANKS, *_CONTRACTIONS, "'S", "'LL", "_", ".", "<|", "|>", "日本", "한국", "e\u0301", "\u0338"]
+    parts += [*_WHITESPACE, *_CONTRACTIONS, "'S", "'LL", "_", ".", "<|", "|>", "日本", "한국", "e\u0301", "\u0338"]
     draw = random.Random(0)
     for _ in range(300):
         yield "".join(draw.choices(parts, k=draw.randint(1, 30)))
@@ -89,7 +89,7 @@ HARD_STRINGS: tuple[str, ...] = (
     "",
     "a",
     *_every_plane(),
-    *_blank_runs(),
+    *_whitespace_runs(),
     *_joined_at_random(),
     "".join(f" it{c} I{c.upper()} {c}{c.title()}x ’{c[1:]} 1{c}" for c in _CONTRACTIONS) + "'ſ 'K ' ''s 's't",
     "0 1 12 123 1234 12345 1234567 0.5 1,000.00 ½ ² Ⅷ ٣٤٥ ४५६ 一二三 ①② 1a2b3c -1 1e-5 0x1F 2026-11-21 12:30",

@@ -1,4 +1,4 @@
-"""Meta's bare Llama-3 ``tokenizer.model`` (lines of base64 token and rank, tiktoken's format) as a fast tokenizer."""
+"""Load Meta's Llama-3 ``tokenizer.model``, a tiktoken file with a base64 token and its rank in each line."""
 
 import base64
 import binascii
@@ -15,7 +15,7 @@ NUM_SPECIAL_TOKENS = 256
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 
-# Names as in Meta's llama-models, llama3/tokenizer.py; the file itself carries neither them nor the split pattern.
+# as in Meta's llama-models, llama3/tokenizer.py; the file itself has neither the names nor the split pattern
 _NAMED_SPECIAL_TOKENS = (
     BOS,
     EOS,
@@ -35,16 +35,16 @@ SPECIAL_TOKENS = _NAMED_SPECIAL_TOKENS + tuple(
 
 
 def is_rank_file(path: Path) -> bool:
-    """Return whether the first line of ``path`` is base64, a blank and a number."""
+    """Return whether the first line of ``path`` is base64 text, a space and a number."""
     with path.open("rb") as file:
         return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(4096)) is not None
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return token → rank, from 0 to 127,999.
+    """Return each token's rank, from 0 to 127,999.
 
     Raises:
-        InputError: a line that is not base64 and rank, or ranks that are not Llama-3's.
+        InputError: a line is not base64 text and a rank, or the ranks are not Llama-3's.
     """
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -55,18 +55,22 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             raise InputError(f"{path}, line {number}: not a base64 token and its rank; fetch the file again") from None
     if sorted(ranks.values()) != list(range(NUM_RANKS)) or not all(bytes([byte]) in ranks for byte in range(256)):
         raise InputError(
-            f"{path} holds {len(ranks):,} ranks, but in this format only Llama-3's {NUM_RANKS:,} are known "
-            "(the split pattern and special tokens are not in the file); give a folder with tokenizer.json"
+            f"{path} has {len(ranks):,} ranks, but in this format only Llama-3's {NUM_RANKS:,} are supported "
+            "(the file has no split pattern and no special tokens); give a folder with tokenizer.json"
         )
     return ranks
 
 
 def load_llama3_ranks(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Build the tokenizer with Llama-3's 256 special tokens after the ranks; like Meta's, it adds BOS by itself."""
+    """Build the tokenizer: the ranks, then Llama-3's 256 special tokens. Like Meta's, it adds BOS to each text.
+
+    Raises:
+        InputError: as in ``read_ranks``.
+    """
     from tokenizers import processors
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    class Converter(TikTokenConverter):  # its own reader needs tiktoken, which copies the file into a cache
+    class Converter(TikTokenConverter):  # the parent class reads with tiktoken, which copies the file into a cache
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
             return read_ranks(Path(tiktoken_url))

@@ -1,6 +1,6 @@
-"""Where a text of many megabytes can be cut so that the ids of its parts, one after the other, are the text's.
+"""Split long texts into parts whose ids, concatenated, are the ids of the whole text.
 
-The ``tokenizers`` library is several times slower on such a text than on its parts.
+The ``tokenizers`` library is several times slower on a text of many megabytes than on its parts.
 """
 
 import re
@@ -11,86 +11,82 @@ from typing import Any, Protocol
 from fabric_train.tokenization.tokenizers.split_pattern import ends_pieces_with_lines
 from fabric_train.tokenization.tokenizers.tokenizer_json import TokenizerJson
 
-PART_CHARACTERS = 10_000
+MIN_PART_CHARACTERS = 10_000
 _SPACE = "▁"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a text; the first ``num_dropped`` ids of its own are not the text's."""
+class TextPart:
+    """A part of a text. The first ``num_dropped`` of its ids do not belong to the text."""
 
     text: str
     num_dropped: int = 0
 
 
-class Cutter(Protocol):
-    """Cuts a text into parts."""
+class TextSplitter(Protocol):
+    """A splitter of texts into parts."""
 
-    def cut(self, text: str) -> list[Part]:
+    def split(self, text: str) -> list[TextPart]:
         """Return the parts of ``text``."""
 
 
-class WholeTexts:
-    """Cuts nothing."""
+class NoSplitter:
+    """A splitter that leaves texts whole."""
 
-    def cut(self, text: str) -> list[Part]:
-        """Return ``text`` as its only part."""
-        return [Part(text)]
+    def split(self, text: str) -> list[TextPart]:
+        """Return ``text`` as the only part."""
+        return [TextPart(text)]
 
 
-class AfterLines:
-    """Cuts after a line break between two letters that are no blanks.
+class LineSplitter:
+    """A splitter after line breaks between two non-whitespace characters.
 
-    Known split patterns end a piece there: the break is a piece of its own or the end of one, and the same at the end
-    of a text, where a run of several blanks would not be.
+    Known split patterns end a piece there: the line break is a piece or the end of one. The same holds for a line
+    break at the end of a text, but not for a longer run of whitespace.
     """
 
     _BORDER = re.compile(r"\S\n(?=\S)")
 
-    def cut(self, text: str) -> list[Part]:
-        """Return parts of some 10,000 characters."""
-        return [Part(text[start:end]) for start, end in _between(_borders(text, self._BORDER))]
+    def split(self, text: str) -> list[TextPart]:
+        """Return parts of about 10,000 characters."""
+        return [TextPart(part) for part in _split_at(self._BORDER, text)]
 
 
-class BeforeBlanks:
-    """Cuts a text for a SentencePiece BPE before a blank or a line break between two letters that are none.
+class SpaceSplitter:
+    """A splitter for SentencePiece BPE: before a space or a line break between two other characters.
 
-    No token reaches across, since tokens have blanks only at their beginning, and line breaks nowhere. Every part is
-    given a blank by the tokenizer: it stands for the one that was cut off, or is dropped before a line break.
+    No token crosses such a place, because tokens have spaces only at their start and never have line breaks. The
+    tokenizer puts a space before every part: it replaces the space that was removed, or is dropped before a line break.
     """
 
     _BORDER = re.compile(r"[^\s▁](?=[ \n][^\s▁])")
 
-    def cut(self, text: str) -> list[Part]:
-        """Return parts of some 10,000 characters."""
-        pieces = [text[start:end] for start, end in _between(_borders(text, self._BORDER))]
-        parts = [Part(piece[1:]) if piece[0] == " " else Part(piece, num_dropped=1) for piece in pieces[1:]]
-        return [Part(pieces[0]), *parts]
+    def split(self, text: str) -> list[TextPart]:
+        """Return parts of about 10,000 characters."""
+        first, *others = _split_at(self._BORDER, text)
+        parts = [TextPart(part[1:]) if part[0] == " " else TextPart(part, num_dropped=1) for part in others]
+        return [TextPart(first), *parts]
 
 
-def find_cutter(content: TokenizerJson, special_text_is_plain: bool) -> Cutter:
-    """Return the cutter that is known not to change this tokenizer's ids."""
+def find_splitter(content: TokenizerJson, special_text_is_plain: bool) -> TextSplitter:
+    """Return the splitter that does not change this tokenizer's ids."""
     if _ends_pieces_with_lines(content):
-        return AfterLines()
-    if special_text_is_plain and _begins_tokens_with_blanks(content):
-        return BeforeBlanks()
-    return WholeTexts()
+        return LineSplitter()
+    if special_text_is_plain and _has_spaces_only_at_token_starts(content):
+        return SpaceSplitter()
+    return NoSplitter()
 
 
-def line_cutter(pre_tokenizer: dict[str, Any] | None) -> Cutter:
-    """Return the cutter for what is left of a text once its added tokens are taken out and it is normalized."""
-    return AfterLines() if ends_pieces_with_lines(pre_tokenizer) else WholeTexts()
+def line_splitter(pre_tokenizer: dict[str, Any] | None) -> TextSplitter:
+    """Return the splitter for normalized text without added tokens."""
+    return LineSplitter() if ends_pieces_with_lines(pre_tokenizer) else NoSplitter()
 
 
-def _borders(text: str, border: "re.Pattern[str]") -> list[int]:
-    borders = [0]
-    while match := border.search(text, borders[-1] + PART_CHARACTERS):
-        borders.append(match.end())
-    return [*borders, len(text)]
-
-
-def _between(borders: list[int]) -> list[tuple[int, int]]:
-    return list(pairwise(borders))
+def _split_at(border: "re.Pattern[str]", text: str) -> list[str]:
+    ends = [0]
+    while match := border.search(text, ends[-1] + MIN_PART_CHARACTERS):
+        ends.append(match.end())
+    return [text[start:end] for start, end in pairwise([*ends, len(text)])]
 
 
 def _ends_pieces_with_lines(content: TokenizerJson) -> bool:
@@ -104,7 +100,7 @@ def _ends_pieces_with_lines(content: TokenizerJson) -> bool:
     )
 
 
-def _begins_tokens_with_blanks(content: TokenizerJson) -> bool:
+def _has_spaces_only_at_token_starts(content: TokenizerJson) -> bool:
     steps = [
         {"type": "Prepend", "prepend": _SPACE},
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},

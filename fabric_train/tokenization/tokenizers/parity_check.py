@@ -1,4 +1,4 @@
-"""A process that compares an encoder's ids with the tokenizer's, which it loads while others do other things."""
+"""Compare an encoder's ids with the tokenizer's in a process of its own, in parallel with other work."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 
 
-class IdentityCheck:
-    """Begins with ``start`` or ``start_early``; leaving the block ends it, whatever it has found.
+class ParityCheck:
+    """A process that compares an encoder's ids with the tokenizer's; a context manager that ends the process.
 
-    Loading the tokenizer and encoding with it take longer than all that comes before the first document is encoded by
-    tiktoken. So the process starts as soon as the tokenizer's name is known, and has its ids when they are asked for.
+    Loading the tokenizer and encoding with it takes longer than everything else before tiktoken encodes the first
+    document. So the process starts as soon as the tokenizer's name is known. Call, in this order: ``start_early`` (if
+    the name is known early), ``start``, ``prepare``, ``begin``, ``result``.
 
     Raises:
-        InputError: where an answer is waited for, the tokenizer cannot be loaded.
+        InputError: from ``begin`` and ``result``, if the tokenizer cannot be loaded.
     """
 
     def __init__(self) -> None:
         self._worker: Worker[list[Any] | None, list[str] | str | None] | None = None
         self._sample: list[str] = []
 
-    def __enter__(self) -> "IdentityCheck":
+    def __enter__(self) -> "ParityCheck":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,51 +36,54 @@ class IdentityCheck:
             self._worker.kill()
 
     def start_early(self, name: str) -> None:
-        """Load the tokenizer called ``name`` if it is taken as it stands.
+        """Start to load the tokenizer called ``name``, if its ``tokenizer.json`` is used unchanged.
 
         Raises:
-            InputError: nothing of that name.
+            InputError: there is no such tokenizer.
         """
         file = find_tokenizer_json(name)
         if file:
             self.start(file, special_text_is_plain=False)
 
     def start(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
-        """Load the tokenizer, unless that has begun already."""
+        """Start to load the tokenizer, unless it has started already."""
         if self._worker is None:
             self._worker = Worker(_Comparison(tokenizer_file, special_text_is_plain))
             self._worker.send(None)
 
     def prepare(self, sample: list[str]) -> None:
-        """Encode hard strings and ``sample`` with the tokenizer."""
+        """Start to encode the hard strings and ``sample`` with the tokenizer."""
         assert self._worker is not None, "start comes first"
         self._sample = sample
         self._worker.send(sample)
 
     def begin(self, encoder: "ByteBPE", is_long: bool) -> None:
-        """Compare the ids that the encoder gives the same texts, in a long run also as it goes on in one."""
+        """Start to compare the encoder's ids of the same texts, in a long run also those of its quick pattern."""
         assert self._worker is not None, "start comes first"
         hard_strings = self._worker.receive()
         assert isinstance(hard_strings, list)
         texts = [*hard_strings, *self._sample]
         ids = encoder.encode_batch(texts)
         if is_long:
-            encoder.pieces.quicken()
+            encoder.pieces.use_quick_pattern()
             ids += encoder.encode_batch(texts)
         self._worker.send(ids)
 
     def result(self) -> str | None:
-        """Wait for the end and return where the first difference is, None if there is none."""
+        """Wait for the comparison; return where the first difference is, or None."""
         assert self._worker is not None, "start comes first"
-        self._worker.receive()  # of ``prepare``, which says nothing
+        self._worker.receive()  # the empty answer to ``prepare``
         found = self._worker.receive()
         assert not isinstance(found, list)
         return found
 
 
 class _Comparison:
-    """What the process does: asked for None it answers with hard strings; given a sample, it encodes both, and answers
-    nothing; given an encoder's ids of both, once or several times, it answers with what is wrong with them.
+    """The process's work, in three calls.
+
+    1. Given None, load the tokenizer and return its hard strings.
+    2. Given a sample, encode the hard strings and the sample; return None.
+    3. Given an encoder's ids of all these texts, once or several times in a row, return the first difference or None.
     """
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer itself, that an encoder's ids are compared with. Imports little: a process is started to load it."""
+"""Compare an encoder's ids with the tokenizer's. Imports little, because a process is started to load it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,9 +15,9 @@ _EXCERPT = 30  # characters before and after the place where ids differ
 
 
 class Reference:
-    """The tokenizer itself, by the ``tokenizers`` library, that an encoder's ids are compared with.
+    """The tokenizer in the ``tokenizers`` library, whose ids are the correct ones.
 
-    Texts are encoded one at a time: the library starts no threads for that, so that the process may still be forked.
+    Texts are encoded one at a time: the library starts no threads for that, so the process can still be forked.
 
     Raises:
         InputError: the file is damaged.
@@ -27,17 +27,23 @@ class Reference:
         self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
 
     def hard_strings(self) -> list[str]:
-        """Return texts on which encoders fail, with this tokenizer's special tokens among them."""
+        """Return texts on which encoders are likely to fail, some with this tokenizer's added tokens."""
         own = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
         return [*HARD_STRINGS, *special_token_strings(own)]
 
     def encode(self, texts: Iterable[str]) -> "list[Encoding]":
-        """Return the texts' encodings, without the tokens that the tokenizer would add around them."""
+        """Return the texts' encodings, without added BOS or EOS."""
         return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "Iterable[np.ndarray]") -> str | None:
-    """Return where the first of an encoder's ids is another than the tokenizer's, None if none is."""
+    """Return where an encoder's ids first differ from the tokenizer's, or None.
+
+    Args:
+        texts: the texts.
+        expected: the tokenizer's encoding of each text.
+        ids: the encoder's ids of each text, int32 [number of tokens].
+    """
     for text, encoding, found in zip(texts, expected, ids, strict=True):
         if found.tolist() != encoding.ids:
             return f"ids differ from the tokenizer's at {_excerpt(text, found.tolist(), encoding)!r}"

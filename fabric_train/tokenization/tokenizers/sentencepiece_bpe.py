@@ -1,7 +1,7 @@
-"""A SentencePiece BPE ``tokenizer.model`` (Llama-2 style) as a fast tokenizer with the sentencepiece library's ids.
+"""Load a SentencePiece BPE ``tokenizer.model`` (as Llama-2's) as a fast tokenizer with the sentencepiece library's ids.
 
-transformers' own conversion orders merges by id and so differs on some words; here merges are ordered as sentencepiece
-applies them, and the result is compared with the library before it is used.
+transformers' own conversion orders merges by id and so gives other ids for some words. Here merges have the order in
+which sentencepiece applies them, and the result is compared with the library before it is used.
 """
 
 from pathlib import Path
@@ -19,8 +19,8 @@ BPE_MODEL = 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
 
-# Where conversions go wrong: blanks in every place, controls, bytes, marks, control pieces written out. Milder than
-# ``hard_strings``: on some of those the normalizers of both libraries differ, which is no reason to refuse a model.
+# Where conversions go wrong: spaces, control characters, bytes, combining marks, the text of control pieces. Easier
+# than ``hard_strings``: on some of those the libraries' normalizers differ, which is no reason to reject a model.
 HARD_STRINGS = (
     "",
     " ",
@@ -50,10 +50,10 @@ HARD_STRINGS = (
 
 
 def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of the SentencePiece model at ``path``; adding BOS to what it encodes, if there is one.
+    """Build the tokenizer of the SentencePiece model at ``path``. It adds BOS to each text, if the model has one.
 
     Raises:
-        InputError: not a SentencePiece model, or one whose ids a fast tokenizer cannot reproduce exactly.
+        InputError: the file is not a SentencePiece model, or no fast tokenizer can reproduce its ids.
     """
     content = path.read_bytes()
     try:
@@ -63,37 +63,37 @@ def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreT
         raise InputError(
             f"{path} is neither a SentencePiece model nor Llama-3's list of ranks; fetch the file again"
         ) from None
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made by protobuf when it is imported
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it at import
     model.ParseFromString(content)
-    _refuse_other_kinds(path, model)
+    _check_supported(path, model)
     tokenizer = _build(model)
-    _compare(path, model, tokenizer, library)
+    _check_ids(path, model, tokenizer, library)
     names = {name: piece for name, piece in _special_pieces(model).items() if piece is not None}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=chat_template, **names
     )
 
 
-def _refuse_other_kinds(path: Path, model: Any) -> None:
+def _check_supported(path: Path, model: Any) -> None:
     letters = {piece.piece for piece in model.pieces if len(piece.piece) == 1}
     faults = {
         "is not a BPE model": model.trainer_spec.model_type != BPE_MODEL,
-        "keeps blanks as suffixes": model.trainer_spec.treat_whitespace_as_suffix,
-        "does not escape blanks": not model.normalizer_spec.escape_whitespaces,
+        "keeps spaces as suffixes": model.trainer_spec.treat_whitespace_as_suffix,
+        "does not escape spaces": not model.normalizer_spec.escape_whitespaces,
         "has unused pieces": any(piece.type == UNUSED for piece in model.pieces),
-        "has pieces of letters it does not know": any(
+        "has pieces with characters that are no pieces": any(
             not letters.issuperset(piece.piece) for piece in model.pieces if piece.type == NORMAL
         ),
     }
     found = [fault for fault, present in faults.items() if present]
     if found:
         raise InputError(
-            f"{path} {' and '.join(found)}, so no fast tokenizer has its ids; give a folder with tokenizer.json"
+            f"{path} {' and '.join(found)}, so no fast tokenizer can give its ids; give a folder with tokenizer.json"
         )
 
 
 def _build(model: Any) -> Tokenizer:
-    """Return the tokenizer: normalizer as the model's own, BPE by score, bytes for unknown letters."""
+    """Return the tokenizer: the model's normalizer, BPE by score, bytes for unknown characters."""
     spec = model.normalizer_spec
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
@@ -132,12 +132,12 @@ def _build(model: Any) -> Tokenizer:
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
-    """Return the pairs to join, in order: the best piece first; of one piece's pairs, the longer left half first.
+    """Return the merges in order: the piece with the best score first, and for one piece the longer left half first.
 
-    sentencepiece joins the pair with the best score and, of equal ones, the leftmost; a list of merges knows no
-    "leftmost". Two pairs of one piece compete only where they overlap: in ``er|e|re`` the piece ``ere`` is ``er + e``
-    on the left and ``e + re`` on the right. There the left pair has the longer left half, unless the piece repeats
-    itself.
+    sentencepiece merges the pair with the best score and, among equal ones, the leftmost. A list of merges cannot say
+    "leftmost". But two pairs of one piece compete only where they overlap: in ``er|e|re``, the piece ``ere`` is
+    ``er + e`` on the left and ``e + re`` on the right. There the left pair has the longer left half, unless the piece
+    repeats itself.
     """
     pieces = {piece.piece: piece.score for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)}
     return [
@@ -154,14 +154,14 @@ def _special_pieces(model: Any) -> dict[str, str | None]:
     return {name: model.pieces[id].piece if 0 <= id < len(model.pieces) else None for name, id in ids.items()}
 
 
-def _compare(path: Path, model: Any, tokenizer: Tokenizer, library: sentencepiece.SentencePieceProcessor) -> None:
-    """Raise InputError unless both give the same ids for hard strings, every piece's own text, and pairs of pieces."""
+def _check_ids(path: Path, model: Any, tokenizer: Tokenizer, library: sentencepiece.SentencePieceProcessor) -> None:
+    """Raise InputError unless both give the same ids for hard strings, each piece's text, and pairs of pieces."""
     own = [piece.piece.replace(SPACE, " ") for piece in model.pieces]
     texts = [*HARD_STRINGS, *own, *(first + second for first, second in zip(own, reversed(own), strict=True))]
-    tokenizer.encode_special_tokens = True  # like the library, which never reads "<s>" in a text as the control piece
+    tokenizer.encode_special_tokens = True  # as in the library, where "<s>" in a text is never the control piece
     for text, encoding in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
         if encoding.ids != library.encode(text):
             raise InputError(
-                f"{path}: no fast tokenizer has its ids (they differ on {text!r}); give a folder with tokenizer.json"
+                f"{path}: no fast tokenizer can give its ids ({text!r} gets others); give a folder with tokenizer.json"
             )
     tokenizer.encode_special_tokens = False

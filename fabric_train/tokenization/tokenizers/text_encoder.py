@@ -1,4 +1,4 @@
-"""Texts to token ids: by tiktoken where it gives the tokenizer's own ids, otherwise by the ``tokenizers`` library."""
+"""Encode texts: by tiktoken if it gives the tokenizer's ids, otherwise by the ``tokenizers`` library."""
 
 import os
 from collections.abc import Iterator
@@ -8,37 +8,38 @@ from typing import Protocol
 
 import numpy as np
 
-from fabric_train.tokenization.tokenizers.byte_bpe import NotExpressibleError, express
+from fabric_train.tokenization.tokenizers.byte_bpe import build_byte_bpe
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
-from fabric_train.tokenization.tokenizers.long_texts import Cutter, Part, WholeTexts, find_cutter
+from fabric_train.tokenization.tokenizers.long_texts import NoSplitter, TextPart, TextSplitter, find_splitter
 from fabric_train.tokenization.tokenizers.tokenizer_json import read_tokenizer_json
+from fabric_train.tokenization.tokenizers.unsupported import UnsupportedTokenizerError
 
 _PARTS_AT_ONCE = 256
 
 
 class TextEncoder(Protocol):
-    """Encodes whole documents."""
+    """An encoder of whole documents."""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [number of tokens], without BOS and EOS. Texts hold no lone surrogates."""
+        """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates."""
 
 
 class FastEncoder:
-    """The ``tokenizers`` library's own encoder, on one core; long texts are cut where that changes no id."""
+    """The ``tokenizers`` library on one core. Long texts are split where that does not change ids."""
 
-    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool, cutter: Cutter) -> None:
-        # a process for each core encodes; and threads of the library do not survive a fork, which then waits for them
+    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool, splitter: TextSplitter) -> None:
+        # each core has its own encoding process, and a fork would hang: the library's threads do not survive it
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
-        self._cutter = cutter
+        self._splitter = splitter
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [number of tokens], without BOS and EOS."""
-        cut = [self._cutter.cut(text) for text in texts]
-        ids = self._encode_parts(part for parts in cut for part in parts)
-        return [_joined(list(islice(ids, len(parts)))) for parts in cut]
+        """Return each text's ids, int32 [T], without BOS and EOS."""
+        parts_of_texts = [self._splitter.split(text) for text in texts]
+        ids = self._encode_parts(part for parts in parts_of_texts for part in parts)
+        return [_concatenated(list(islice(ids, len(parts)))) for parts in parts_of_texts]
 
-    def _encode_parts(self, parts: Iterator[Part]) -> Iterator[np.ndarray]:
+    def _encode_parts(self, parts: Iterator[TextPart]) -> Iterator[np.ndarray]:
         while some := list(islice(parts, _PARTS_AT_ONCE)):
             encoded = self._tokenizer.encode_batch_fast([part.text for part in some], add_special_tokens=False)
             for part, encoding in zip(some, encoded, strict=True):
@@ -48,27 +49,41 @@ class FastEncoder:
 def open_encoder(
     tokenizer_file: Path, special_text_is_plain: bool, why_not_tiktoken: str = ""
 ) -> tuple[TextEncoder, str]:
-    """Return the fastest encoder that has the ids of the ``tokenizer.json`` at ``tokenizer_file``, and what it is.
+    """Return the fastest encoder that gives the tokenizer's ids, and a description of it.
 
-    That is "tiktoken", or "encode_batch_fast: WHY" where it cannot be or ``why_not_tiktoken`` is known.
-    ``special_text_is_plain``: the text of a special token inside a document is text, and not that token.
+    Args:
+        tokenizer_file: the ``tokenizer.json``.
+        special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
+        why_not_tiktoken: a reason not to use tiktoken; "" if there is none.
+
+    Returns:
+        The encoder, and "tiktoken" or "encode_batch_fast: REASON".
+
+    Raises:
+        InputError: the file is damaged.
     """
     try:
         content = read_tokenizer_json(tokenizer_file)
-    except ValueError as reason:  # perhaps tokenizers knows better
-        encoder = FastEncoder(tokenizer_file, special_text_is_plain, WholeTexts())
+    except ValueError as reason:  # the tokenizers library may still read it
+        encoder = FastEncoder(tokenizer_file, special_text_is_plain, NoSplitter())
         return encoder, f"encode_batch_fast: {reason}"
     try:
         if why_not_tiktoken:
-            raise NotExpressibleError(why_not_tiktoken)
-        return express(content, tokenizer_file, special_text_is_plain), "tiktoken"
-    except NotExpressibleError as reason:
-        cutter = find_cutter(content, special_text_is_plain)
-        return FastEncoder(tokenizer_file, special_text_is_plain, cutter), f"encode_batch_fast: {reason}"
+            raise UnsupportedTokenizerError(why_not_tiktoken)
+        return build_byte_bpe(content, tokenizer_file, special_text_is_plain), "tiktoken"
+    except UnsupportedTokenizerError as reason:
+        splitter = find_splitter(content, special_text_is_plain)
+        return FastEncoder(tokenizer_file, special_text_is_plain, splitter), f"encode_batch_fast: {reason}"
 
 
-def with_borders(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -> np.ndarray:
-    """Return ``ids`` between BOS (where there is one) and EOS, each exactly once, even where the text has its own."""
+def add_bos_eos(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -> np.ndarray:
+    """Return ``ids`` with exactly one BOS at the start and one EOS at the end, also if they are there already.
+
+    Args:
+        ids: int32 [T].
+        bos_token_id: None for a tokenizer without BOS; none is added.
+        eos_token_id: the id of EOS.
+    """
     begin, end = 0, len(ids)
     while begin < end and ids[begin] == bos_token_id:
         begin += 1
@@ -83,5 +98,5 @@ def with_borders(ids: np.ndarray, bos_token_id: int | None, eos_token_id: int) -
     return bordered
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
+def _concatenated(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

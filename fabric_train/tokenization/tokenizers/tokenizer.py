@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: a Hugging Face folder or hub name, a SentencePiece model, or Llama-3's bare ranks."""
+"""Load a tokenizer: from a Hugging Face folder or hub name, a SentencePiece model, or Llama-3's tiktoken file."""
 
 import json
 from dataclasses import dataclass
@@ -27,12 +27,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class CorpusTokenizer:
-    """What is needed of a tokenizer to end documents with it, and what it is saved from.
+    """A tokenizer's special tokens, and the files or the object that it is saved from.
 
-    ``bos_token`` is None for tokenizers that have no BOS (Qwen's): documents then begin without one.
-    ``vocab_size`` is one more than the largest id. ``special_text_is_plain`` says whether the text of a special token
-    inside a document is encoded as text, as the sentencepiece library does, and not as that token. ``source`` is a
-    plain tokenizer folder, or transformers' tokenizer.
+    Attributes:
+        bos_token: None for a tokenizer without BOS (Qwen's); documents then begin without one.
+        vocab_size: the largest id plus one.
+        special_text_is_plain: whether the text of a special token in a document is encoded as text, as in the
+            sentencepiece library, not as the token.
+        source: a folder that ``read_plain_folder`` accepts, or transformers' tokenizer.
     """
 
     name: str
@@ -55,10 +57,10 @@ class CorpusTokenizer:
 
 
 def find_tokenizer_json(name: str) -> Path | None:
-    """Return the ``tokenizer.json`` that ``load_tokenizer`` takes as it stands, None where it makes one.
+    """Return the ``tokenizer.json`` that ``load_tokenizer`` uses unchanged, or None if it builds one.
 
     Raises:
-        InputError: nothing of that name.
+        InputError: there is no such tokenizer.
     """
     folder, model_file = _find(name)
     file = folder / "tokenizer.json"
@@ -68,11 +70,12 @@ def find_tokenizer_json(name: str) -> Path | None:
 def load_tokenizer(name: str) -> CorpusTokenizer:
     """Load the tokenizer called ``name``: a folder, a ``tokenizer.json`` or ``tokenizer.model`` file, or a hub name.
 
-    A ``tokenizer.json`` is taken as it stands: the classes that transformers chooses for some model families rebuild it
-    and give other ids (``LlamaTokenizer`` does). transformers is imported only where the folder is not plain.
+    A ``tokenizer.json`` is used unchanged: the classes that transformers chooses for some model families (such as
+    ``LlamaTokenizer``) rebuild it and give other ids. transformers is imported only if ``read_plain_folder`` returns
+    None.
 
     Raises:
-        InputError: nothing of that name, a damaged file, a tokenizer that has no fast form, or one without EOS.
+        InputError: there is no such tokenizer, a file is damaged, or the tokenizer has no fast version or no EOS.
     """
     folder, model_file = _find(name)
     plain = read_plain_folder(folder) if model_file is None else None
@@ -125,13 +128,13 @@ def _from_transformers(name: str, folder: Path, model_file: Path | None) -> Corp
 def _no_eos(name: str, *, has_bos: bool) -> InputError:
     lacking = "EOS token" if has_bos else "EOS token and no BOS token"
     return InputError(
-        f"--tokenizer_name {name}: it has no {lacking}, so documents could not be told apart; "
+        f"--tokenizer_name {name}: it has no {lacking}, so nothing would separate documents; "
         "set eos_token (and bos_token) in its tokenizer_config.json"
     )
 
 
 def _find(name: str) -> tuple[Path, Path | None]:
-    """Return the tokenizer's folder and, unless the folder is to be loaded as it is, its ``tokenizer.model``."""
+    """Return the tokenizer's folder and its ``tokenizer.model``, or None to load the folder itself."""
     path = Path(name).expanduser()
     if is_hub_name(name):
         path = _from_hub(name)
@@ -143,17 +146,17 @@ def _find(name: str) -> tuple[Path, Path | None]:
             raise InputError(f"--tokenizer_name {path}: give the folder with tokenizer.json, or a tokenizer.model file")
         return path.parent, path
     if not path.is_dir():
-        raise InputError(f"--tokenizer_name {name}: no such file or folder; give a path that is there, or a hub name")
+        raise InputError(f"--tokenizer_name {name}: no such file or folder; give an existing path or a hub name")
     if (path / "tokenizer.json").is_file() or (path / "merges.txt").is_file():
         return path, None
     if (path / "tokenizer.model").is_file():
         refuse_pointer(path / "tokenizer.model")
         return path, path / "tokenizer.model"
-    raise InputError(f"--tokenizer_name {name}: there is no tokenizer.json and no tokenizer.model in it")
+    raise InputError(f"--tokenizer_name {name}: no tokenizer.json and no tokenizer.model in it; give another folder")
 
 
 def _from_hub(name: str) -> Path:
-    """Download the tokenizer's files alone, never weights, and return their folder."""
+    """Download only the tokenizer's files, never weights; return their folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -169,7 +172,7 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
 
     file = folder / "tokenizer.json"
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        _read_json(folder / name)  # transformers would say something else
+        _read_json(folder / name)  # for a clearer error than transformers gives
     try:
         if file.is_file():
             refuse_pointer(file)
@@ -178,20 +181,20 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
             fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - tokenizers raises no narrower type
         if file.is_file():
-            load_fast(file, special_text_is_plain=False)  # says so if the file itself is damaged
+            load_fast(file, special_text_is_plain=False)  # raises if the file itself is damaged
         reason = first_line(error).rstrip(".")
         raise InputError(
-            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; fetch it again, or give another"
+            f"--tokenizer_name {folder}: transformers cannot load it: {reason}; fetch it again or give another"
         ) from None
     if not getattr(fast, "is_fast", False):
-        raise InputError(f"--tokenizer_name {folder}: it has no fast form; give a folder with tokenizer.json")
+        raise InputError(f"--tokenizer_name {folder}: it has no fast version; give a folder with tokenizer.json")
     return fast
 
 
 def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
-    """Return the tokenizer of a ``tokenizer.model`` and whether it reads the text of special tokens as plain text."""
+    """Return the tokenizer of a ``tokenizer.model``, and whether the text of special tokens is plain text to it."""
     from fabric_train.tokenization.tokenizers.llama3_ranks import is_rank_file, load_llama3_ranks
 
     chat_template = _chat_template(file.parent)
@@ -204,7 +207,7 @@ def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
     if extra:
         raise InputError(
             f"--tokenizer_name {file.parent}: its configuration adds {', '.join(extra)} to tokenizer.model; "
-            "give a folder with tokenizer.json, which holds both"
+            "give a folder with tokenizer.json, which has both"
         )
     return fast, True
 

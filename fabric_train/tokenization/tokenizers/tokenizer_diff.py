@@ -1,8 +1,8 @@
-"""Whether two ``tokenizer.json`` give the same ids, however they are written.
+"""Compare two ``tokenizer.json`` files by the ids they give, not by their bytes.
 
-Of the same content there are many files: every version of the libraries writes it anew, merges were strings once and
-are pairs now, and parts that differ on paper can do the same. So tokens are compared one by one, and where merges,
-normalizer or pre-tokenizer differ, both encode the same texts.
+Library versions write the same tokenizer differently: merges were strings once and are pairs now, and different
+settings can have the same effect. So tokens are compared one by one. If merges, normalizer or pre-tokenizer differ,
+both tokenizers encode the same texts.
 """
 
 import json
@@ -15,7 +15,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 
 _PARTS = ("merges", "normalizer", "pre_tokenizer")
-# beside the vocabulary itself: what split patterns and normalizers treat differently
+# texts that split patterns and normalizers treat differently; the vocabulary is compared too
 _TEXTS = (
     "We'll see: DON'T you think it's 3.14, or 1234567 of 1,000.00?\n\n\n  indented\r\n\ttabs\t\tand   blanks   ",
     "é e\u0301 ﬁ ﬀ Å Ω ½ Straße İstanbul 한글 ｆｕｌｌ \u00a0\u3000x",
@@ -29,7 +29,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class _Content:
-    """Token → id, added ones among them; the added ones alone; and the parts that cut a text into tokens."""
+    """A file's ids by token, with added tokens; only those of added tokens; the parts that determine a text's ids."""
 
     ids: dict[str, int]
     added: dict[str, int]
@@ -38,9 +38,11 @@ class _Content:
 
 @dataclass(frozen=True)
 class TokenizerDifference:
-    """``fault``: what makes ids mean other tokens or texts become other ids, None where nothing does.
+    """The difference between two tokenizers.
 
-    ``note``: an added token that one has and the other has not, or under another id; ids of text do not change by it.
+    Attributes:
+        fault: why an id means another token or a text gets other ids; None if neither happens.
+        note: an added token that only one of them has, or that has different ids; ids of texts are not affected.
     """
 
     fault: str | None
@@ -48,13 +50,13 @@ class TokenizerDifference:
 
 
 def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> TokenizerDifference:
-    """Compare two ``tokenizer.json``.
+    """Compare two ``tokenizer.json`` files.
 
     Args:
-        ours: whose ids are in the rows; "here" in what is returned.
-        theirs: the model's; "there".
-        in_rows: text with the added tokens that are in the rows, such as EOS and a chat template's; they must be the
-            same.
+        ours: the file whose ids are in the rows; "here" in the result.
+        theirs: the model's file; "there" in the result.
+        in_rows: text with the added tokens that are in the rows, such as EOS and those of a chat template; they must
+            have the same ids.
 
     Raises:
         InputError: one of the files is damaged.
@@ -75,7 +77,7 @@ def _read(file: Path) -> _Content:
         content = json.loads(file.read_text(encoding="utf-8"))
         model = content["model"]
         vocabulary = model["vocab"]
-        if isinstance(vocabulary, list):  # of a Unigram model: pieces and scores, by id
+        if isinstance(vocabulary, list):  # of a Unigram model: pieces and scores in the order of ids
             vocabulary = {piece: index for index, (piece, _) in enumerate(vocabulary)}
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
         merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges", ())]
@@ -89,8 +91,9 @@ def _read(file: Path) -> _Content:
 
 
 def _differing_tokens(here: _Content, there: _Content) -> Iterator[tuple[str, int, bool]]:
-    """Yield the tokens of either side that the other has not under the same id, with their id, and whether each side
-    that has the token or its id has it as an added one.
+    """Yield each token that does not have the same id on both sides, its id, and whether it is only an added token.
+
+    The third value is true if every side that has the token, or another token with its id, has it as an added token.
     """
     for one, other in ((here, there), (there, here)):
         tokens = {index: token for token, index in other.ids.items()}
@@ -111,7 +114,7 @@ def _describe(token: str, index: int, here: _Content, there: _Content) -> str:
 
 
 def _other_ids(ours: Path, theirs: Path, here: _Content, there: _Content) -> str | None:
-    """Let both encode the same texts, where they could differ, and name a text that gets other ids."""
+    """Return a description of a text that gets other ids, or None; encode texts only if parts of the files differ."""
     different = [part for part in _PARTS if here.parts[part] != there.parts[part]]
     if not different:
         return None

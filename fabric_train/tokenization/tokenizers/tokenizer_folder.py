@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer folder, read and copied without transformers, whose import alone takes a second.
+"""Read and copy a Hugging Face tokenizer folder without transformers, whose import takes a second.
 
-Only a folder in which transformers would take ``tokenizer.json`` as it stands is read so. Where the other files add
-tokens to it, give tokens other properties, or name options that are not known here, it is transformers' to read.
+This works only for *plain* folders, those for which transformers would use ``tokenizer.json`` unchanged. transformers
+must load a folder whose other files add tokens, change tokens, or have options that are not known here.
 """
 
 import json
@@ -17,7 +17,7 @@ _CHAT_TEMPLATE = "chat_template.jinja"
 _OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-# options that leave the ids of a text alone, when tokenizer.json is there
+# options that do not change the ids of a text if there is a tokenizer.json
 _HARMLESS_OPTIONS = frozenset(
     {
         *("add_bos_token", "add_eos_token", "backend", "chat_template", "clean_up_tokenization_spaces", "errors"),
@@ -27,13 +27,13 @@ _HARMLESS_OPTIONS = frozenset(
         *("use_default_system_prompt", "added_tokens_decoder", *_NAMED_TOKENS, *_EXTRA_TOKENS),
     }
 )
-# these classes take tokenizer.json as it stands; those of some models build a tokenizer of their own from it
+# these classes use tokenizer.json unchanged; the classes of some models build another tokenizer from it
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """What a plain folder says; ``vocab_size`` is one more than the largest id."""
+    """The content of a plain folder; ``vocab_size`` is the largest id plus one."""
 
     folder: Path
     bos: AddedToken | None
@@ -44,9 +44,9 @@ class TokenizerFolder:
 
 
 def read_plain_folder(folder: Path) -> TokenizerFolder | None:
-    """Read the folder; None where it is not of the plain kind, or damaged.
+    """Read the folder; return None if it is not plain, or damaged.
 
-    Its ``tokenizer.json`` is kept in memory until it, or a copy of it, is read again.
+    Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
     """
     try:
         config = _read_object(folder / CONFIG)
@@ -59,7 +59,7 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
             return None
         named = {name: added[_text(given[name])] for name in _NAMED_TOKENS if given.get(name) is not None}
         if any(added[_text(token)].normalized for name in _EXTRA_TOKENS for token in given.get(name) or ()):
-            return None  # transformers looks for these before the normalizer
+            return None  # transformers matches these before normalization
         ids = (*content.model["vocab"].values(), *(token.id for token in content.added_tokens))
         vocab_size = max(ids) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -75,7 +75,7 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
 
 
 def copy_plain_folder(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files of a plain folder, for classes of transformers that leave its ids as they are."""
+    """Copy the tokenizer's files of a plain folder, with a transformers class that does not change its ids."""
     target.mkdir(parents=True, exist_ok=True)
     for name in _OTHER_FILES:
         if (source / name).is_file():
@@ -95,20 +95,20 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _is_plain(config: dict[str, Any], folder: Path) -> bool:
-    """Return whether the configuration is there and names nothing but one chat template and harmless options."""
+    """Return whether the configuration exists and has only harmless options and at most one chat template."""
     template = config.get("chat_template")
-    written_out = [config[name] for name in _NAMED_TOKENS if isinstance(config.get(name), dict)]
+    token_objects = [config[name] for name in _NAMED_TOKENS if isinstance(config.get(name), dict)]
     return (
         bool(config)
         and config.keys() <= _HARMLESS_OPTIONS
-        and all(token.get("__type") == "AddedToken" for token in written_out)
+        and all(token.get("__type") == "AddedToken" for token in token_objects)
         and (template is None or isinstance(template, str))
         and not (folder / "additional_chat_templates").exists()
     )
 
 
 def _agree(config: dict[str, Any], folder: Path, added: dict[str, AddedToken]) -> bool:
-    """Return whether the tokens that the other files list are those of tokenizer.json, with the same properties."""
+    """Return whether the tokens that the other files list are in tokenizer.json with the same properties."""
     listed = [AddedToken(id=int(index), **token) for index, token in config.get("added_tokens_decoder", {}).items()]
     ids = _read_object(folder / "added_tokens.json")
     return all(added.get(token.content) == token for token in listed) and all(

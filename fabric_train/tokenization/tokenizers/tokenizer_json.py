@@ -1,4 +1,4 @@
-"""A ``tokenizer.json`` as plain data."""
+"""Read a ``tokenizer.json`` as plain data."""
 
 import gc
 from collections.abc import Iterator
@@ -12,10 +12,12 @@ import orjson
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is looked for in the text itself, before the model sees it.
+    """A token that is matched in the text itself, before the model gets it.
 
-    ``normalized`` says whether it is looked for after the normalizer; ``lstrip`` and ``rstrip`` take blanks along, and
-    ``single_word`` asks for word borders around it.
+    Attributes:
+        single_word: whether it must have word borders around it.
+        lstrip: whether it includes the whitespace before it; ``rstrip``: after it.
+        normalized: whether it is matched after normalization.
     """
 
     id: int
@@ -28,13 +30,13 @@ class AddedToken:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether blanks or word borders around it matter."""
+        """Whether a match depends on the whitespace or words around it."""
         return self.single_word or self.lstrip or self.rstrip
 
 
 @dataclass(frozen=True)
 class TokenizerJson:
-    """The parts of the file: ``model``, ``normalizer`` and ``pre_tokenizer`` as they stand in it."""
+    """The parts of a ``tokenizer.json``; ``model``, ``normalizer`` and ``pre_tokenizer`` are the parsed JSON."""
 
     model: dict[str, Any]
     normalizer: dict[str, Any] | None
@@ -42,14 +44,18 @@ class TokenizerJson:
     added_tokens: tuple[AddedToken, ...]
 
 
-_kept: list[tuple[bytes, TokenizerJson]] = []  # one file's bytes and content, or none
+_kept: list[tuple[bytes, TokenizerJson]] = []  # at most one file's bytes and content
 
 
 def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
-    """Read ``file``; with ``keep``, hold the content in memory for whoever reads the same next, also from a copy.
+    """Read ``file``.
+
+    Args:
+        file: the ``tokenizer.json``.
+        keep: whether to keep the content in memory until the same content is read again, also from a copy.
 
     Raises:
-        ValueError: it is not JSON, or not of this format.
+        ValueError: the file is not JSON, or not of this format.
     """
     raw = file.read_bytes()
     content = next((content for kept, content in _kept if kept == raw), None) or _parse(raw)
@@ -68,12 +74,12 @@ def _parse(raw: bytes) -> TokenizerJson:
             added_tokens=tuple(AddedToken(**token) for token in content.get("added_tokens") or ()),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it lacks what a tokenizer.json has: {error}") from None
+        raise ValueError(f"it is not a tokenizer.json: {error}") from None
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Halve the time that a list of 280,000 merges takes: each is a list that the collector would visit again."""
+    """Halve the time to parse 280,000 merges: each is a list, which the collector would visit again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

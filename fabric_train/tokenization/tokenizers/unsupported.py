@@ -1,5 +1,5 @@
-"""Why a tokenizer is not encoded by tiktoken."""
+"""The reason why tiktoken cannot encode for a tokenizer."""
 
 
-class NotExpressibleError(ValueError):
-    """tiktoken could not be made to give this tokenizer's ids; the message is one phrase that says why."""
+class UnsupportedTokenizerError(ValueError):
+    """An error for a tokenizer whose ids tiktoken cannot reproduce; its message is a phrase with the reason."""

@@ -1,4 +1,4 @@
-"""What a tokenizer's ids mean to a reader: their texts, and which of them are special."""
+"""Decode token ids one by one for a reader."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,15 +13,18 @@ from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_PARTIAL = "\ufffd"  # what decoders put for bytes that are no whole character
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens
+_PARTIAL = "\ufffd"  # decoders write it for bytes that are not a whole character
+_LONGEST_CHARACTER = 4  # in bytes of UTF-8, and so in tokens
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer of a token dataset; ``size`` is its largest id plus one, ``special`` its special tokens by id.
+    """The tokenizer of a token dataset.
 
-    An id is None where the tokenizer has no such token.
+    Attributes:
+        size: the largest id plus one.
+        special: the special tokens' texts by id.
+        bos_token_id: None if the tokenizer has no such token; the other ids likewise.
     """
 
     tokenizer: "Tokenizer"
@@ -33,7 +36,7 @@ class Vocabulary:
     unk_token_id: int | None
 
     def spans(self, ids: list[int]) -> Iterator[tuple[int, str]]:
-        """Yield how many of the next ids make up a text, and that text: several where they share a character."""
+        """Yield (number of ids, text) in order; the number is above 1 only for tokens that share a character."""
         texts = self._texts(ids)
         position = 0
         while position < len(ids):
@@ -44,7 +47,7 @@ class Vocabulary:
             position += count
 
     def _join(self, ids: list[int], text: str) -> tuple[int, str]:
-        """Take the fewest ids that are whole characters together; the first alone where none are."""
+        """Join the fewest ids that make whole characters; only the first if none do."""
         for count in range(2, len(ids) + 1):
             if ids[count - 1] in self.special:
                 break
@@ -61,7 +64,7 @@ class Vocabulary:
         return {token: texts.get(token) or f"⟨{token}⟩" for token in unique}
 
     def _decode(self, sequences: list[list[int]]) -> list[str]:
-        """Decode each behind a letter, since some decoders take the blank off the first token of a text."""
+        """Decode each sequence after a letter, because some decoders strip the space of a text's first token."""
         letter, text = self._letter
         decoded = self.tokenizer.decode_batch([[*letter, *ids] for ids in sequences], skip_special_tokens=False)
         return [part.removeprefix(text) for part in decoded]
@@ -73,10 +76,10 @@ class Vocabulary:
 
 
 def load_vocabulary(folder: Path) -> Vocabulary | None:
-    """Return the vocabulary of a Hugging Face tokenizer's folder, None where it has no ``tokenizer.json``.
+    """Return the vocabulary of a Hugging Face tokenizer folder, or None if it has no ``tokenizer.json``.
 
     Raises:
-        InputError: a file of it is damaged.
+        InputError: a file in it is damaged.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -102,7 +105,7 @@ _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _names(file: Path) -> dict[str, str]:
-    """Return the special tokens by role as a configuration names them: a text, or an object with ``content``."""
+    """Return the special tokens of a configuration by role. It has them as text, or as objects with ``content``."""
     if not file.is_file():
         return {}
     try:
@@ -110,4 +113,4 @@ def _names(file: Path) -> dict[str, str]:
         tokens = {role: content[role] for role in _ROLES if content.get(role)}
         return {role: token if isinstance(token, str) else str(token["content"]) for role, token in tokens.items()}
     except (ValueError, AttributeError, KeyError, TypeError):
-        raise InputError(f"{file} is not a tokenizer's configuration; tokenize again") from None
+        raise InputError(f"{file} is not a tokenizer configuration; tokenize again") from None

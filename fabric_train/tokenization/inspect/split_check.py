@@ -1,29 +1,30 @@
-"""What lies in the rows of a split: counted in one pass, and what is wrong with it.
-
-Shapes: N tokens in a batch, R rows.
-"""
+"""Count what is in the rows of a split, and find what is wrong with them, in one pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric_train.tokenization.inspect.document_rules import DocumentCounter, Pieces
+from fabric_train.tokenization.inspect.document_counter import DocumentCounter, DocumentPieces
 from fabric_train.tokenization.packing.token_folder import RowBatch
 
-IGNORED_LABEL = -100  # fabric_train.training.loss has it too, and imports torch
+IGNORED_LABEL = -100  # as in fabric_train.training.loss, which imports torch
 _TOLERATED_UNKNOWN = 0.001
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the manifest and the tokenizer let expect of the rows; None where neither says so.
+    """What the rows should be according to the manifest and the tokenizer; None if unknown.
 
-    ``ends`` are the ids that end a document: EOS, and the end of a turn in chats, behind which a template may write one
-    more token, a line end; ``is_ended`` says that the documents are known to have been written so. ``fillers`` are the
-    ids that padding may consist of. ``overlap`` is the number of tokens that a row repeats when it goes on with a
-    document. Where rows are not ``in_sequence``, a document that is longer than a row may go on in any other row, so
-    that pieces are all that can be told.
+    Attributes:
+        max_length: length of each row in tokens.
+        overlap: number of tokens that a row repeats when it continues a document.
+        in_sequence: whether a row can only continue the document of the row before. Otherwise any row can continue a
+            long document, so only pieces can be counted.
+        ends: ids that end a document: EOS, and in chats the end of a turn, after which a template may write one more
+            token, a line break.
+        is_ended: whether the documents are known to have been written with such an end.
+        fillers: ids that padding may consist of.
     """
 
     max_length: int | None
@@ -38,8 +39,8 @@ class Expectation:
 
 
 @dataclass(frozen=True)
-class Complaint:
-    """Something that is wrong with a split, how often, and the first row where it is; None where it is in no row."""
+class Problem:
+    """Something wrong with a split and how often; ``first_row`` is where it occurs first, None if not in a row."""
 
     split: str
     text: str
@@ -52,11 +53,14 @@ class Complaint:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted.
+    """The counts of a split.
 
-    ``tokens`` are those in rows without padding. ``lengths`` says how many documents have how many tokens; it is None
-    where the split does not store document borders. ``documents_over_rows`` lie in several rows, ``documents_cut`` have
-    no end in the split, and of ``pieces`` it is not known whether they are whole documents.
+    Attributes:
+        tokens: tokens in the rows without padding.
+        lengths: number of documents by length in tokens; None if the split does not store document borders.
+        documents_over_rows: documents that lie in several rows.
+        documents_cut: documents that are cut off after the last row.
+        pieces: pieces that may or may not be whole documents.
     """
 
     rows: int
@@ -70,16 +74,13 @@ class Counts:
 
     @property
     def documents(self) -> int | None:
-        """Documents that begin in the split."""
+        """The number of documents that begin in the split; None if unknown."""
         return None if self.lengths is None else sum(self.lengths.values())
 
 
 @dataclass
-class Examination:
-    """Takes a split's batches in order; then gives what was counted and the complaints.
-
-    ``expected`` may change between batches, by ``begin_part``.
-    """
+class SplitCheck:
+    """A check of one split. Call ``add`` with its batches in order, ``begin_part`` before parts, ``finish`` last."""
 
     split: str
     expected: Expectation
@@ -92,7 +93,7 @@ class Examination:
     _found: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, batch: RowBatch) -> None:
-        """Count the rows of the batch that follows."""
+        """Count and check the rows of the next batch."""
         supervised = np.ones(len(batch.input_ids), bool) if batch.labels is None else batch.labels != IGNORED_LABEL
         ends = content_ends(batch, self.expected)
         self.rows += len(batch.offsets) - 1
@@ -107,12 +108,12 @@ class Examination:
             self._follow_documents(batch, ends)
 
     def begin_part(self, expected: Expectation) -> None:
-        """Let rows follow that were written on their own: no document goes on in them."""
+        """Start a part that was written separately: its first row continues no document."""
         self.documents.finish()
         self.expected = expected
 
-    def finish(self) -> tuple[Counts, list[Complaint]]:
-        """Return the counts, and the complaints in the order in which they were first met."""
+    def finish(self) -> tuple[Counts, list[Problem]]:
+        """Return the counts, and the problems in the order in which they were found."""
         self.documents.finish()
         if self.documents.first_without_end is not None:
             found = (self.documents.without_end, self.documents.first_without_end)
@@ -133,10 +134,10 @@ class Examination:
         texts = {kind: f"{kind}: {count:,}" for kind, (count, _) in self._found.items()}
         if _UNKNOWN in texts:
             texts[_UNKNOWN] += f", {unknown / self.tokens:.2%} of all"
-        return counts, [Complaint(self.split, text, self._found[kind][1]) for kind, text in texts.items()]
+        return counts, [Problem(self.split, text, self._found[kind][1]) for kind, text in texts.items()]
 
     def _note(self, kind: str, rows: np.ndarray) -> None:
-        """Count a complaint once for each element of ``rows``, the row of each case."""
+        """Count a problem once for each element of ``rows``, the rows in which it occurs."""
         if len(rows):
             count, first = self._found.get(kind, (0, int(rows.min())))
             self._found[kind] = (count + len(rows), min(first, int(rows.min())))
@@ -147,7 +148,7 @@ class Examination:
             wrong = np.flatnonzero(lengths != self.expected.max_length)
             self._note(f"rows that are not {self.expected.max_length:,} tokens long", batch.first_row + wrong)
         running = np.concatenate(([0], np.cumsum(supervised)))
-        # the first token of a row is nobody's target: nothing stands before it
+        # the first token of a row is never a target: no token predicts it
         second = np.minimum(batch.offsets[:-1] + 1, batch.offsets[1:])
         targets = running[batch.offsets[1:]] - running[second]
         self._note("rows without any supervised token", batch.first_row + np.flatnonzero(targets == 0))
@@ -169,35 +170,35 @@ class Examination:
             self._note(_UNKNOWN, batch.first_row + rows[unknown < ends[rows]])
 
     def _follow_documents(self, batch: RowBatch, ends: np.ndarray) -> None:
-        """Find the pieces between borders and rows' ends, and hand them on."""
+        """Find the pieces between borders and ends of rows, and count them."""
         starts, start_rows = self._valid_starts(batch, ends)
         self._check_starts(batch, starts, start_rows)
         row_begins = batch.offsets[:-1]
-        goes_on = np.flatnonzero((ends > row_begins) & ~np.isin(row_begins, starts))
-        begins = np.concatenate([starts, row_begins[goes_on]])
+        continues = np.flatnonzero((ends > row_begins) & ~np.isin(row_begins, starts))
+        begins = np.concatenate([starts, row_begins[continues]])
         order = np.argsort(begins, kind="stable")
         begins = begins[order]
-        rows = np.concatenate([start_rows, goes_on])[order]
+        rows = np.concatenate([start_rows, continues])[order]
         stops = np.minimum(np.append(begins[1:], len(batch.input_ids)), ends[rows])
-        pieces = Pieces(
+        pieces = DocumentPieces(
             rows=batch.first_row + rows,
             lengths=stops - begins,
             begins=(np.arange(len(order)) < len(starts))[order],
             is_inside=stops < batch.offsets[1:][rows],
-            ends_exactly=self._is_end(batch.input_ids[stops - 1]),
-            ends_nearly=self._is_end(batch.input_ids[np.maximum(stops - 2, begins)]),
+            ends_exactly=self._ends_document(batch.input_ids[stops - 1]),
+            ends_nearly=self._ends_document(batch.input_ids[np.maximum(stops - 2, begins)]),
         )
         if self.expected.in_sequence:
             self.documents.add(pieces, self.expected.overlap)
         else:
-            self.documents.add_alone(pieces)
+            self.documents.add_unordered(pieces)
 
-    def _is_end(self, tokens: np.ndarray) -> np.ndarray:
-        """Return whether the tokens end documents; where none is known to, all do."""
+    def _ends_document(self, tokens: np.ndarray) -> np.ndarray:
+        """Return whether each token ends documents, bool; all do if no such token is known."""
         return np.isin(tokens, self.expected.ends) if self.expected.ends else np.ones(len(tokens), bool)
 
     def _valid_starts(self, batch: RowBatch, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where documents start in the batch, int64, and in which row; complain of borders that cannot be."""
+        """Return where documents start in the batch and in which rows, both int64; note impossible borders."""
         assert batch.document_starts is not None
         assert batch.start_rows is not None
         positions, rows = batch.document_starts.astype(np.int64), batch.start_rows
@@ -211,7 +212,8 @@ class Examination:
     def _check_starts(self, batch: RowBatch, starts: np.ndarray, rows: np.ndarray) -> None:
         bos = self.expected.bos_token_id
         second = starts + 1
-        limits = batch.offsets[rows + 1] if self.expected.overlap else len(batch.input_ids)  # else it may be repeated
+        # with overlap, the next row may repeat a BOS
+        limits = batch.offsets[rows + 1] if self.expected.overlap else len(batch.input_ids)
         is_inside = (second < limits) & ~np.isin(second, starts)
         starts, second, rows = starts[is_inside], second[is_inside], rows[is_inside]
         if bos is not None:
@@ -223,10 +225,11 @@ _UNKNOWN = "unknown tokens"
 
 
 def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
-    """Return where each row's padding begins, int64 [R]: its last run of one unsupervised filler.
+    """Return where the padding of each of the R rows begins, int64 [R], counted from the batch's first token.
 
-    ``P`` is the filler, unsupervised tokens in lower case: ``A B c p p`` has two tokens of padding, ``A B P P P`` none.
-    Where the filler is EOS and the token before the run does not end a document, the run's first does.
+    Padding is the last run of one unsupervised filler. With filler ``P`` and unsupervised tokens in lower case, the row
+    ``A B C p p`` has two tokens of padding, and ``A B P P P`` has none. If the filler is EOS and the token before the
+    run does not end a document, the first token of the run ends it and is not padding.
     """
     begins, ends = batch.offsets[:-1], batch.offsets[1:]
     result = ends.copy()
@@ -250,5 +253,5 @@ def content_ends(batch: RowBatch, expected: Expectation) -> np.ndarray:
 
 
 def _rows_at(batch: RowBatch, positions: np.ndarray) -> np.ndarray:
-    """Return the rows, from 0 in the batch, in which these positions lie."""
+    """Return the rows in the batch, counted from 0, in which these positions lie."""
     return np.searchsorted(batch.offsets, positions, side="right") - 1

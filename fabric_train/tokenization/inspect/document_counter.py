@@ -1,4 +1,4 @@
-"""Pieces of documents, row by row, to whole documents: how long they are, and whether they have an end."""
+"""Join the pieces of documents in the rows to whole documents; count their lengths and missing ends."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,16 +7,16 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Parts of documents that lie in one row each, in order; P of them.
+class DocumentPieces:
+    """P pieces of documents in order, each of which lies in one row.
 
-    Args:
-        rows: int64 [P], numbers in the split.
-        lengths: int64 [P], tokens.
-        begins: bool [P], whether the document begins with it.
-        is_inside: bool [P], whether it ends before its row does.
-        ends_exactly: bool [P], whether its last token is one that ends documents.
-        ends_nearly: bool [P], whether its last token but one is.
+    Attributes:
+        rows: each piece's row in the split, int64 [P].
+        lengths: in tokens, int64 [P].
+        begins: whether the document begins with the piece, bool [P].
+        is_inside: whether the piece ends before its row does, bool [P].
+        ends_exactly: whether its last token ends documents, bool [P].
+        ends_nearly: whether its second-last token ends documents, bool [P].
     """
 
     rows: np.ndarray
@@ -29,7 +29,7 @@ class Pieces:
 
 @dataclass
 class _OpenDocument:
-    """The last document so far, with which the next row may go on; what its last piece is like."""
+    """The last document so far, which the next row may continue, and the properties of its last piece."""
 
     length: int
     num_pieces: int
@@ -42,12 +42,14 @@ class _OpenDocument:
 
 @dataclass
 class DocumentCounter:
-    """Counts the documents of a split.
+    """A counter of the documents of a split.
 
-    ``lengths`` says how many have how many tokens. ``without_end`` do not end as they should, the first in the row
-    ``first_without_end``.
-    ``over_rows`` lie in several rows, and ``cut`` go on after the last row. Of ``pieces`` nobody knows whether they are
-    whole documents.
+    Attributes:
+        lengths: number of documents by length in tokens.
+        without_end: documents without a token that ends documents; ``first_without_end`` is the row of the first.
+        over_rows: documents that lie in several rows.
+        cut: documents that are cut off after the last row.
+        pieces: pieces that may or may not be whole documents.
     """
 
     lengths: Counter[int] = field(default_factory=Counter)
@@ -58,10 +60,10 @@ class DocumentCounter:
     pieces: int = 0
     _open: _OpenDocument | None = None
 
-    def add(self, pieces: Pieces, overlap: int) -> None:
-        """Take pieces of which one that does not begin goes on with the document before it.
+    def add(self, pieces: DocumentPieces, overlap: int) -> None:
+        """Add the pieces of rows in sequence: a piece that begins no document continues the one before it.
 
-        It repeats that one's last ``overlap`` tokens, or as many as lie in the row before.
+        Such a piece repeats the last ``overlap`` tokens of the row before, or as many as are there.
         """
         if not len(pieces.rows):
             return
@@ -71,10 +73,8 @@ class DocumentCounter:
         firsts = np.flatnonzero(pieces.begins)
         num_continued = int(firsts[0]) if len(firsts) else len(new)
         if self._open and num_continued:
-            length, num_pieces = (
-                self._open.length + int(new[:num_continued].sum()),
-                self._open.num_pieces + num_continued,
-            )
+            length = self._open.length + int(new[:num_continued].sum())
+            num_pieces = self._open.num_pieces + num_continued
             self._open = _opened(pieces, has_end, num_continued - 1, length, num_pieces)
         if not len(firsts):
             return
@@ -84,18 +84,18 @@ class DocumentCounter:
         self._count(lengths[:-1])
         self.over_rows += int((num_pieces_each[:-1] > 1).sum())
         last = stops[:-1] - 1
-        self._miss_ends(pieces.rows[last][~has_end[last]])
+        self._add_missing_ends(pieces.rows[last][~has_end[last]])
         self._open = _opened(pieces, has_end, -1, int(lengths[-1]), int(num_pieces_each[-1]))
 
-    def add_alone(self, pieces: Pieces) -> None:
-        """Take pieces that may go on anywhere; those at a row's end may have their end elsewhere, too."""
+    def add_unordered(self, pieces: DocumentPieces) -> None:
+        """Add pieces that any other row may continue; the end of a piece at a row's end may be in another row."""
         self._count(pieces.lengths)
         self.pieces += len(pieces.rows)
         has_end = pieces.ends_exactly | pieces.ends_nearly
-        self._miss_ends(pieces.rows[pieces.is_inside & ~has_end])
+        self._add_missing_ends(pieces.rows[pieces.is_inside & ~has_end])
 
     def finish(self) -> None:
-        """Let no row follow that goes on with the last document: it may be cut."""
+        """Close the last document, which may be cut off: no row continues it."""
         if self._open and not self._open.has_end and not self._open.is_inside:
             self.cut += 1
             self._open.has_end = True
@@ -107,28 +107,28 @@ class DocumentCounter:
         self._count(np.array([self._open.length]))
         self.over_rows += self._open.num_pieces > 1
         if not self._open.has_end:
-            self._miss_ends(np.array([self._open.row]))
+            self._add_missing_ends(np.array([self._open.row]))
         self._open = None
 
-    def _miss_ends(self, rows: np.ndarray) -> None:
+    def _add_missing_ends(self, rows: np.ndarray) -> None:
         if len(rows):
             self.without_end += len(rows)
             self.first_without_end = int(rows[0]) if self.first_without_end is None else self.first_without_end
 
-    def _has_end(self, pieces: Pieces) -> np.ndarray:
-        """Return whether the pieces' last token or the one before, which may lie in the row before, ends a document."""
+    def _has_end(self, pieces: DocumentPieces) -> np.ndarray:
+        """Return whether the last or second-last token, which may be in the row before, ends a document, bool [P]."""
         row_before = np.append(self._open is not None and self._open.ends_exactly, pieces.ends_exactly[:-1])
         crosses = (pieces.lengths == 1) & ~pieces.begins
         return pieces.ends_exactly | pieces.ends_nearly | (crosses & row_before)
 
     def _count(self, lengths: np.ndarray) -> None:
-        """Distinct lengths are few: k of them need a corpus of k² / 2 tokens."""
+        # few lengths are distinct: k of them need k² / 2 tokens
         values, counts = np.unique(lengths, return_counts=True)
         for length, count in zip(values.tolist(), counts.tolist(), strict=True):
             self.lengths[length] += count
 
 
-def _opened(pieces: Pieces, has_end: np.ndarray, last: int, length: int, num_pieces: int) -> _OpenDocument:
+def _opened(pieces: DocumentPieces, has_end: np.ndarray, last: int, length: int, num_pieces: int) -> _OpenDocument:
     return _OpenDocument(
         length=length,
         num_pieces=num_pieces,

@@ -1,4 +1,4 @@
-"""Chats and instructions to tokens, as the chat template has them, and labels where the assistant speaks."""
+"""Encode chats and instructions with the chat template, with labels on the assistant's tokens."""
 
 import hashlib
 from bisect import bisect_right
@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 
 
 class ChatEncoder:
-    """Chats and instructions to tokens with labels.
+    """An encoder of chats and instructions that returns token ids with labels.
 
-    The tokens are those of the tokenizer's ``apply_chat_template``: BOS where the template writes it, nothing added. A
-    chat that does not end with a control token, as most end with the end-of-turn token, gets EOS.
+    The ids are those of the tokenizer's ``apply_chat_template``, with BOS only where the template writes it. Most chats
+    end with the end-of-turn token; a chat that does not end with a control token gets EOS.
 
     Args:
         tokenizer_folder: a Hugging Face tokenizer folder with ``tokenizer.json``.
-        data_format: shape of the rows; auto finds it out of each row.
-        train_on: what is supervised: the assistant's turns, all tokens, or the assistant's last turn. In prompt and
-            completion, the turns of the prompt are not.
-        too_long: which turns a chat beyond ``max_length`` tokens loses.
-            cut_end: those at the end, so that a turn of the assistant is the last one, unless all are supervised.
-            cut_start: those after the system's, so that a turn of the user comes first.
-            drop: the chat is left out.
-        max_length: None is no limit.
-        with_tiktoken: encode with tiktoken if it can have the tokenizer's ids; the ids are the same without it.
+        data_format: format of the rows: messages, conversations, alpaca or prompt_completion; auto detects it in each
+            row.
+        train_on: what is supervised: ``assistant`` (its turns), ``all`` tokens, or ``last`` (the assistant's last
+            turn). The assistant's turns in a prompt are not supervised, except with ``all``.
+        too_long: what happens to a chat of more than ``max_length`` tokens.
+            cut_end: it loses turns at the end; the last turn left is the assistant's, unless all are supervised.
+            cut_start: it loses turns after the system message; the first turn left is the user's.
+            drop: it is left out.
+        max_length: in tokens; None is no limit.
+        with_tiktoken: use tiktoken if it gives the tokenizer's ids; the ids are the same without it.
 
     Attributes:
-        chat_template: the template used, as text, and ``chat_template_sha256``.
-        end_of_turn_token_id: the token that ends the assistant's turns, None where the template writes none.
+        chat_template: the source of the template in use; ``chat_template_sha256`` is its hash.
+        end_of_turn_token_id: the token that ends the assistant's turns; None if the template writes none.
         notes: lines that a user should read.
 
     Raises:
-        InputError: the tokenizer's chat template cannot be used and Llama-3's neither.
+        InputError: neither the tokenizer's chat template nor Llama-3's can be used.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class ChatEncoder:
         self._tokens = ControlTokens(tokenizer_folder / "tokenizer.json", control, with_tiktoken)
 
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | str:
-        """Encode a row; return the ledger's reason where it is left out: EMPTY, TOO_LONG or NOTHING_SUPERVISED.
+        """Encode a row, or return why it is left out: ``manifest.EMPTY``, ``TOO_LONG`` or ``NOTHING_SUPERVISED``.
 
         Raises:
-            BadRowError: the row is of another shape, or the template cannot render or mark it.
+            BadRowError: the row has another format, or the template cannot render or mark it.
         """
         chat = read_chat(record, self._data_format)
         if not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages):
@@ -82,9 +83,8 @@ class ChatEncoder:
         turns = self._supervised_turns(chat)
         if not turns:
             return manifest.NOTHING_SUPERVISED
-        everything = range(len(chat.messages))
-        self._refuse_unrendered(chat)
-        whole = self._encode(chat, everything, turns)
+        self._check_tools_rendered(chat)
+        whole = self._encode(chat, range(len(chat.messages)), turns)
         if self._max_length is None or len(whole.input_ids) <= self._max_length:
             return whole
         if self._too_long == "drop":
@@ -109,7 +109,7 @@ class ChatEncoder:
         return frozenset(spoken[-1:] if self._train_on == "last" else spoken)
 
     def _encode(self, chat: Chat, kept: Sequence[int], turns: Collection[int]) -> EncodedDocument:
-        """Encode the messages ``kept`` as a conversation of their own; ``turns`` are supervised where they are kept."""
+        """Encode the messages ``kept`` as a conversation; those of ``turns`` that are kept are supervised."""
         messages = [chat.messages[index] for index in kept]
         shielded, tools = self._tokens.shield(messages), self._tokens.shield(chat.tools)
         if self._train_on == "all":
@@ -129,7 +129,7 @@ class ChatEncoder:
         )
 
     def _longest_part(self, chat: Chat, max_length: int) -> Sequence[int] | None:
-        """Return the messages that a conversation is cut to; None where not even its shortest part fits."""
+        """Return the messages of the longest part of a conversation that fits, or None if none fits."""
         roles = [message["role"] for message in chat.messages]
         if self._too_long == "cut_end":
             always = 0
@@ -146,8 +146,8 @@ class ChatEncoder:
         num_fitting = bisect_right(parts, max_length, key=num_tokens)
         return [*range(always), *parts[num_fitting - 1]] if num_fitting else None
 
-    def _refuse_unrendered(self, chat: Chat) -> None:
-        """Refuse tools and calls of tools that the template leaves out without a word."""
+    def _check_tools_rendered(self, chat: Chat) -> None:
+        """Raise BadRowError if the template silently leaves out tools or tool calls."""
         calls = any("tool_calls" in message for message in chat.messages)
         if not (calls or chat.tools):
             return
@@ -164,27 +164,27 @@ class ChatEncoder:
 def _choose_template(
     tokenizer: "PreTrainedTokenizerFast", folder: Path, train_on: str
 ) -> tuple[ChatTemplate, tuple[str, ...]]:
-    """Return the tokenizer's own template or Llama-3's, and what there is to say about the choice."""
+    """Return the tokenizer's own template or Llama-3's, and notes about the choice."""
     own, fault = None, "has no chat template"
     if tokenizer.chat_template:
         try:
             own = _template(tokenizer, _source(tokenizer, folder))
         except BadRowError as error:
-            fault = f"has a chat template of no use ({error})"
+            fault = f"has an unusable chat template ({error})"
     if own:
         fault = "has a chat template that cannot mark the assistant's tokens"
         turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]
         if own.can_mark(["user", "assistant", "user", "assistant"], turns):
             return own, ()
     if all(token in tokenizer.get_added_vocab() for token in LLAMA3_CONTROL_TOKENS):
-        return _template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}: Llama-3's is used",)
+        return _template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}; Llama-3's is used",)
     if own and own.can_mark(["user", "assistant"], [1]):
         return own, (
-            "the tokenizer's chat template renders turns otherwise once others follow: chats in which the assistant "
-            "speaks more than once are refused; --train_on last takes them",
+            "the tokenizer's chat template renders turns differently once others follow; chats with several turns of "
+            "the assistant are refused, except with --train_on last",
         )
     raise InputError(
-        f"{folder}: the tokenizer {fault}; give a tokenizer of an instruct model, or put chat_template.jinja into "
+        f"{folder}: the tokenizer {fault}; give the tokenizer of an instruct model, or put a chat_template.jinja into "
         "its folder"
     )
 
@@ -214,11 +214,11 @@ def _notes(tokenizer: "PreTrainedTokenizerFast", template: ChatTemplate) -> list
     text = template.render([{"role": "user", "content": "Hi"}])
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("Hi")["input_ids"][:1] == [tokenizer.bos_token_id]
     if adds_bos and not text.startswith(tokenizer.bos_token):
-        notes.append(f"the chat template writes no {tokenizer.bos_token}: chats begin without it")
+        notes.append(f"the chat template writes no {tokenizer.bos_token}; chats begin without it")
     if "strftime_now" in template.source:
-        notes.append("the chat template may write today's date: chats tokenized on another day may differ")
+        notes.append("the chat template may write today's date; chats tokenized on another day may differ")
     if template.end_of_turn is None:
         notes.append(
-            f"the chat template ends turns with no token of its own: only chats end, with {tokenizer.eos_token}"
+            f"the chat template writes no token at the end of turns; only chats end with one, {tokenizer.eos_token}"
         )
     return notes
