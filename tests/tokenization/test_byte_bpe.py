@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def tokenizer_files(
         "llama-3": llama3_dir / "tokenizer.json",
         "smollm2": smollm2_dir / "tokenizer.json",
         "gpt2": train(folder / "gpt2.json", texts, {"pre_tokenizer": byte_level()}, gpt2),
+        "small llama-3": edited(folder / "gpt2.json", folder / "small.json", list_all_ways),
         "qwen": train(folder / "qwen.json", texts, qwen, SPECIAL),
     }
 
@@ -76,7 +78,12 @@ def tokenizer_files(
 @pytest.fixture(scope="module", params=["llama-3", "smollm2", "gpt2", "qwen"])
 def pair(request: pytest.FixtureRequest, tokenizer_files: dict[str, Path]) -> tuple[ByteBPE, Tokenizer]:
     file = tokenizer_files[request.param]
-    return load_byte_bpe(file, False), load_fast(file, False)
+    return load_byte_bpe(file, False), reference(file)
+
+
+@cache
+def reference(file: Path) -> Tokenizer:
+    return load_fast(file, False)
 
 
 def ids_of(fast: Tokenizer, text: str) -> list[int]:
@@ -114,7 +121,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), max_size=30).map(
 
 
 @given(texts=st.lists(TEXTS, min_size=10, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], texts: list[str]) -> None:
     assert_same_ids(pair, texts)
 
@@ -128,11 +135,11 @@ def quick_pair(request: pytest.FixtureRequest, tokenizer_files: dict[str, Path])
         patch.setattr(piece_encoder, "_WORTH_A_SECOND", 0)
         encoder.encode_batch(["one text"])
     assert encoder.pieces._quick_encoding is not encoder.pieces._encoding
-    return encoder, load_fast(file, False)
+    return encoder, reference(file)
 
 
 @given(texts=st.lists(TEXTS, min_size=10, max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_ids_do_not_depend_on_lookahead_or_where_a_text_is_split(
     quick_pair: tuple[ByteBPE, Tokenizer], texts: list[str]
 ) -> None:
@@ -153,8 +160,8 @@ def test_real_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], work
 @pytest.mark.parametrize(
     "text",
     [
-        "a" * 1_000_000,
-        " " * 1_000_000 + "x",
+        "a" * 500_000,
+        " " * 600_000 + "x",
         "x" + "\u3000" * 200_000,
         "中文文本" * 50_000,
         "=" * 300_000,
@@ -169,7 +176,7 @@ def test_one_very_long_piece_is_encoded_correctly_within_seconds(
     started = time.perf_counter()
     (ids,) = encoder.encode_batch([text])
     assert time.perf_counter() - started < 20
-    assert ids.tolist() == ids_of(load_fast(tokenizer_files["qwen"], False), text)
+    assert ids.tolist() == ids_of(reference(tokenizer_files["qwen"]), text)
     assert "panicked" not in capfd.readouterr().err
 
 
@@ -210,6 +217,16 @@ def keep_some_ways(content: dict[str, Any]) -> None:
     ]
 
 
+def list_all_ways(content: dict[str, Any]) -> None:
+    """Let the merges be as in Llama-3's: all ways to make each token, and pieces that are tokens are kept whole."""
+    vocabulary = content["model"]["vocab"]
+    ways = [
+        (token[:cut], token[cut:]) for token in sorted(vocabulary, key=vocabulary.get) for cut in range(1, len(token))
+    ]
+    merges = [list(way) for way in ways if vocabulary.keys() >= set(way)]
+    content["model"].update(merges=merges, ignore_merges=True)
+
+
 def set_model(**options: Any) -> Callable[[dict[str, Any]], None]:
     return lambda content: content["model"].update(options)
 
@@ -228,13 +245,13 @@ def set_token(**options: Any) -> Callable[[dict[str, Any]], None]:
 REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "merges in another order": ("gpt2", swap_merges, "do not make|before they make"),
     "a merge left out": ("gpt2", drop_merge, "which they do not make|do not make every token"),
-    "merges in another order than ids": ("llama-3", swap_merges, "order"),
+    "merges in another order than ids": ("small llama-3", swap_merges, "order"),
     "some ways to make a token left out": (
-        "llama-3",
+        "small llama-3",
         keep_some_ways,
         "lacks some",
     ),
-    "several ways to make a token": ("llama-3", set_model(ignore_merges=False), "several ways"),
+    "several ways to make a token": ("small llama-3", set_model(ignore_merges=False), "several ways"),
     "a token that no merge makes": (
         "gpt2",
         lambda content: content["model"].update(ignore_merges=True, vocab=content["model"]["vocab"] | {"zzz": 2000}),
@@ -271,6 +288,7 @@ def test_unsupported_tokenizer_raises_an_error_with_the_reason(
     tokenizer_files: dict[str, Path], tmp_path: Path, case: str
 ) -> None:
     style, edit, reason = REFUSED[case]
+    load_byte_bpe(tokenizer_files[style], False)
     with pytest.raises(UnsupportedTokenizerError, match=reason):
         load_byte_bpe(edited(tokenizer_files[style], tmp_path / "tokenizer.json", edit), False)
 
@@ -284,26 +302,30 @@ def test_text_between_pattern_matches_is_kept_or_dropped_as_set(
     assert_same_ids((load_byte_bpe(file, False), load_fast(file, False)), ["the king, 1605 ... (and) so--on !!"])
 
 
-def members(expression: str) -> Iterator[set[str]]:
-    """Yield the code points that a class contains according to tokenizers, and according to tiktoken."""
-    text = "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
-    split_off = pre_tokenizers.Split(Regex(expression), "removed")
-    parts = (text[start : start + 5000] for start in range(0, len(text), 5000))
-    yield set(text) - {letter for part in parts for piece, _ in split_off.pre_tokenize_str(part) for letter in piece}
-    single_bytes = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding("class", pat_str=expression, mergeable_ranks=single_bytes, special_tokens={})
-    yield set(bytes(encoding.encode_ordinary(text)).decode())
+@pytest.fixture(scope="module")
+def all_characters() -> str:
+    return "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
+
+
+def code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
 @pytest.mark.parametrize("expression", [r"\p{L}", r"\p{N}", r"\s", "(?i:s|t|re|ve|m|ll|d)"])
-def test_both_libraries_agree_on_unicode_classes(expression: str) -> None:
-    tokenizers_members, tiktoken_members = members(expression)
-    assert tokenizers_members == tiktoken_members
+def test_both_libraries_agree_on_unicode_classes(all_characters: str, expression: str) -> None:
+    split_off = pre_tokenizers.Split(Regex(expression), "removed")
+    parts = (all_characters[start : start + 5000] for start in range(0, len(all_characters), 5000))
+    others = "".join(piece for part in parts for piece, _ in split_off.pre_tokenize_str(part))
+    in_tokenizers = np.setdiff1d(code_points(all_characters), code_points(others), assume_unique=True)
+    single_bytes = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding("class", pat_str=expression, mergeable_ranks=single_bytes, special_tokens={})
+    in_tiktoken = code_points(bytes(encoding.encode_ordinary(all_characters)).decode())
+    assert len(in_tiktoken) > 0
+    assert in_tokenizers.tolist() == in_tiktoken.tolist()
 
 
-def test_digits_pattern_matches_what_the_digits_step_splits() -> None:
-    text = "".join(chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000)
-    parts = (text[start : start + 5000] for start in range(0, len(text), 5000))
+def test_digits_pattern_matches_what_the_digits_step_splits(all_characters: str) -> None:
+    parts = (all_characters[start : start + 5000] for start in range(0, len(all_characters), 5000))
     digits, by_class = pre_tokenizers.Digits(individual_digits=False), Regex(f"[{_NUMERIC}]+")
     by_pattern = pre_tokenizers.Split(by_class, "isolated")
     for part in parts:

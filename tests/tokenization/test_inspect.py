@@ -21,7 +21,6 @@ from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect.report import make_report
 from fabric_train.tokenization.inspect.split_check import Expectation, SplitCheck
 from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
-from fabric_train.tokenization.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
 from fabric_train.tokenization.tokenizers.vocabulary import load_vocabulary
 
 BOS, EOS, IGNORED = 0, 1, -100  # of the tiny tokenizer
@@ -360,14 +359,9 @@ def test_dataset_cannot_send_commands_to_the_terminal(hard_dir: Path, capsys: py
     assert "⟨U+001B⟩[31m" in output.replace("\n", "")
 
 
-@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
-def test_texts_of_the_tokens_join_to_the_text(
-    tmp_path: Path, smollm2_dir: Path, spm_tokenizer_model: Path, kind: str
-) -> None:
-    folder = smollm2_dir
-    if kind == "sentencepiece":
-        folder = tmp_path
-        load_sentencepiece_bpe(spm_tokenizer_model, None).save_pretrained(folder)
+@pytest.mark.parametrize("kind", ["smollm2", "spm"])
+def test_texts_of_the_tokens_join_to_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(f"{kind}_dir")
     vocabulary = load_vocabulary(folder)
     assert vocabulary is not None
     ids = vocabulary.tokenizer.encode(HARD + " क्षत्रिय 👩‍👩‍👧", add_special_tokens=False).ids

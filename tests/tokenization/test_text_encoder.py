@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fabric_train.tokenization.tokenizers import long_texts
+from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.long_texts import (
     LineSplitter,
     NoSplitter,
@@ -24,10 +25,11 @@ from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, TextE
 from fabric_train.tokenization.tokenizers.tokenizer_json import read_tokenizer_json
 
 
-def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, texts: list[str]) -> str | None:
+def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, *texts: str) -> str | None:
+    """Compare the encoder's ids of ``texts``, or of the hard strings if there are none, with the tokenizer's."""
     reference = Reference(tokenizer_file, plain)
-    texts = [*reference.hard_strings(), *texts]
-    return find_difference_from(texts, reference.encode(texts), encoder.encode_batch(texts))
+    chosen = list(texts) or reference.hard_strings()
+    return find_difference_from(chosen, reference.encode(chosen), encoder.encode_batch(chosen))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,8 @@ LOWERCASE = {"type": "Lowercase"}
 def test_hard_strings_get_the_tokenizers_ids_from_tiktoken(smollm2_dir: Path, works: list[str]) -> None:
     encoder, name = open_encoder(smollm2_dir / "tokenizer.json", False)
     assert name == "tiktoken"
-    assert find_difference(encoder, smollm2_dir / "tokenizer.json", False, [works[0][:20_000]]) is None
+    assert find_difference(encoder, smollm2_dir / "tokenizer.json", False) is None
+    assert find_difference(encoder, smollm2_dir / "tokenizer.json", False, works[0][:20_000]) is None
 
 
 def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(
@@ -63,13 +66,13 @@ def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(
         encoder, name = open_encoder(file, plain)
         assert name.startswith("encode_batch_fast: ")
         assert reason in name
-        assert find_difference(encoder, file, plain, []) is None
+        assert find_difference(encoder, file, plain) is None
 
 
 def test_first_difference_is_shown_with_the_text_around_it(smollm2_dir: Path, tmp_path: Path) -> None:
     encoder, _ = open_encoder(smollm2_dir / "tokenizer.json", False)
     lowercase = edited(smollm2_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
-    found = find_difference(encoder, lowercase, False, [])
+    found = find_difference(encoder, lowercase, False, *HARD_STRINGS[::10], "I knew him, Horatio")
     assert found is not None
     assert "ids differ" in found
     assert found.lower() != found
@@ -93,8 +96,8 @@ class Shifting:
 def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(smollm2_dir: Path) -> None:
     file = smollm2_dir / "tokenizer.json"
     text = "Alas, poor Yorick! I knew him, Horatio"
-    assert find_difference(Shifting(file), file, False, [text[:8]]) is None
-    found = find_difference(Shifting(file), file, False, [text])
+    assert find_difference(Shifting(file), file, False, text[:8]) is None
+    found = find_difference(Shifting(file), file, False, text)
     assert found is not None
     assert "Yorick" in found
 
