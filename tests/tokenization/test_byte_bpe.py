@@ -121,7 +121,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), max_size=30).map(
 
 
 @given(texts=st.lists(TEXTS, min_size=10, max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], texts: list[str]) -> None:
     assert_same_ids(pair, texts)
 
@@ -139,7 +139,7 @@ def quick_pair(request: pytest.FixtureRequest, tokenizer_files: dict[str, Path])
 
 
 @given(texts=st.lists(TEXTS, min_size=10, max_size=30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_ids_do_not_depend_on_lookahead_or_where_a_text_is_split(
     quick_pair: tuple[ByteBPE, Tokenizer], texts: list[str]
 ) -> None:
@@ -162,10 +162,10 @@ def test_real_text_gets_the_tokenizers_ids(pair: tuple[ByteBPE, Tokenizer], work
     [
         "a" * 500_000,
         " " * 600_000 + "x",
-        "x" + "\u3000" * 200_000,
-        "中文文本" * 50_000,
-        "=" * 300_000,
-        " \n" * 200_000,
+        "x" + "\u3000" * 150_000,
+        "中文文本" * 30_000,
+        "=" * 200_000,
+        " \n" * 100_000,
     ],
     ids=["letters", "spaces", "wide spaces", "no spaces", "punctuation", "lines"],
 )

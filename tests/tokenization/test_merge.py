@@ -125,7 +125,7 @@ def test_a_document_cut_at_the_end_of_a_part_is_no_fault(
 ) -> None:
     merged(tmp_path / "out", tiny_tokens_dir, other)
     inspect.main([str(tmp_path / "out"), "--rows", "0"])
-    assert "Cut where the rows end: 2." in capsys.readouterr().out
+    assert "Cut off at the end of the split or of a merged part: 2." in capsys.readouterr().out
 
 
 def test_the_fingerprint_is_that_of_the_parts(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:

@@ -25,9 +25,9 @@ from fabric_train.tokenization.tokenizers.tokenizer_folder import read_plain_fol
 
 @pytest.fixture(scope="module")
 def real_texts(shakespeare_jsonl: Path) -> list[str]:
-    """Every fourth work of Shakespeare, in pieces of 5,000 characters."""
+    """Every eighth work of Shakespeare, in parts of 5,000 characters."""
     with shakespeare_jsonl.open(encoding="utf-8") as lines:
-        works = [json.loads(line)["text"] for line in lines][::4]
+        works = [json.loads(line)["text"] for line in lines][::8]
     return [work[start : start + 5000] for work in works for start in range(0, len(work), 5000)]
 
 
@@ -312,13 +312,13 @@ def without_special_tokens(source: Path, folder: Path, **kept: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}))
 
 
-def test_tokenizer_without_bos_is_accepted_and_without_eos_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    without_special_tokens(tiny_model_dir, tmp_path, eos_token="<|end_of_text|>")
+def test_tokenizer_without_bos_is_accepted_and_without_eos_refused(chatml_dir: Path, tmp_path: Path) -> None:
+    without_special_tokens(chatml_dir, tmp_path, eos_token="<|im_end|>")
     assert load_tokenizer(str(tmp_path)).bos_token_id is None
-    without_special_tokens(tiny_model_dir, tmp_path, bos_token="<|begin_of_text|>")
+    without_special_tokens(chatml_dir, tmp_path, bos_token="<|im_start|>")
     with pytest.raises(InputError, match="no EOS token, so"):
         load_tokenizer(str(tmp_path))
-    without_special_tokens(tiny_model_dir, tmp_path)
+    without_special_tokens(chatml_dir, tmp_path)
     with pytest.raises(InputError, match="no EOS token and no BOS token"):
         load_tokenizer(str(tmp_path))
 

@@ -48,7 +48,7 @@ class DocumentCounter:
         lengths: number of documents by length in tokens.
         without_end: documents without a token that ends documents; ``first_without_end`` is the row of the first.
         over_rows: documents that lie in several rows.
-        cut: documents that are cut off after the last row.
+        cut: documents that are cut off at the end of the split or of a merged part.
         pieces: pieces that may or may not be whole documents.
     """
 

@@ -316,7 +316,7 @@ def length_notes(report: DatasetReport) -> list[str]:
         return [f"best_fit splits documents longer than a row; these are {documents:,} pieces of documents."]
     notes = [f"{counts.documents_over_rows:,} of {documents:,} documents continue in the next row."]
     if counts.documents_cut:
-        notes.append(f"Cut off after the last row: {counts.documents_cut:,}.")
+        notes.append(f"Cut off at the end of the split or of a merged part: {counts.documents_cut:,}.")
     return notes
 
 

@@ -59,7 +59,7 @@ class Counts:
         tokens: tokens in the rows without padding.
         lengths: number of documents by length in tokens; None if the split does not store document borders.
         documents_over_rows: documents that lie in several rows.
-        documents_cut: documents that are cut off after the last row.
+        documents_cut: documents that are cut off at the end of the split or of a merged part.
         pieces: pieces that may or may not be whole documents.
     """
 
