@@ -9,7 +9,7 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.json_types import check_types
-from fabric_train.files.safe_paths import plain_name
+from fabric_train.files.safe_paths import check_file_name
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -211,7 +211,7 @@ def load_manifest(folder: Path) -> Manifest | None:
         manifest = _parse(content)
         check_types(manifest, Manifest, "manifest")
         for name in manifest.tokenizer.sha256:
-            plain_name(name, file)
+            check_file_name(name, file)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -481,7 +481,7 @@ def test_the_launcher_is_asked_by_the_training_program_alone(monkeypatch: pytest
         ),
         (
             "--weights_only true --checkpoint c --resume true",
-            "--weights_only true starts anew and --resume true goes on: give one of them",
+            "--weights_only true starts a new run and --resume true continues one: give one of them",
         ),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
         ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
-from fabric_train.inference.generate import Generated, encode_prompt, generate, load_for_generation
+from fabric_train.inference.generate import GeneratedText, encode_prompt, generate, load_for_generation
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 
 PROMPT = "To be, or not"
@@ -26,7 +26,7 @@ def loaded(run: Path) -> tuple[Any, Any]:
     return load_for_generation(str(run))
 
 
-def _generate(loaded: tuple[Any, Any], **changes: Any) -> Generated:
+def _generate(loaded: tuple[Any, Any], **changes: Any) -> GeneratedText:
     settings = {"prompt": PROMPT, "num_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0, **changes}
     return generate(*loaded, settings.pop("prompt"), **settings)
 
