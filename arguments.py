@@ -119,7 +119,7 @@ class ModelArguments:
     precision: Precision = "bf16-true"
     """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits."""
     float8: bool = False
-    """Compute the matrix products of decoder layers in float8; needs torchao, --compile true, an H100, L40S or newer."""
+    """Compute the matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
     from_scratch: str | None = None
     """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) with random weights
     and the sizes below; --model_name is then only the tokenizer of --streaming_dataset. Sizes without a family make a
@@ -190,8 +190,8 @@ class FSDPArguments:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory between uses (slow)."""
     gradient_reduction: Literal["step", "micro_batch"] = "step"
-    """With fsdp and fsdp2: reduce gradients once per step, each device keeps them unsharded until then; or after each
-    micro-batch, which takes less memory and more communication.
+    """With fsdp and fsdp2: step reduces gradients once per step and keeps them unsharded on each device until then;
+    micro_batch reduces them after each micro-batch, with less memory and more communication.
     """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's

@@ -7,6 +7,7 @@ one, and all faults at once.
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import sys
@@ -66,7 +67,7 @@ def parse_arguments(
             faults.append(f"{item.where}: no such argument{_nearest(name, known)}")
             continue
         try:
-            values[name] = _typed(name, types[name], item.value)
+            values[name] = _convert(types[name], item.value)
         except (ArgumentError, ValueError):
             faults.append(f"{item.where}: expected {describe(types[name])}, got {_shown(item, types[name])}")
 
@@ -171,8 +172,8 @@ def _print_help(groups: dict[str, type], description: str) -> None:
     parser.print_help()
 
 
-def _typed(name: str, kind: Any, value: Any) -> Any:
-    """Convert one value; each has its own parser, because a parser stops at its first fault.
+def _convert(kind: Any, value: Any) -> Any:
+    """Convert one value to its type; values are parsed one at a time, because a parser stops at its first fault.
 
     Raises:
         ArgumentError, ValueError: the value is not of that type.
@@ -183,15 +184,20 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         value = [value]  # a list may be given without brackets, also when it has one element
     if isinstance(value, str) and set(get_args(kind)) == {str, type(None)}:
         return None if value == "null" else value  # jsonargparse reads it as YAML, where "#1" is a comment
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{name}", type=kind)
-    value = parser.parse_object({name: value})[name]
+    value = _parser(kind).parse_object({"value": value})["value"]
     if "\0" in str(value):
         raise ValueError("a zero byte, which no name or text may contain")
     if isinstance(value, float) and math.isinf(value):
         raise ValueError("infinite")
     plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
     return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
+
+
+@functools.cache
+def _parser(kind: Any) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    return parser
 
 
 def _takes_list(kind: Any) -> bool:
@@ -239,7 +245,7 @@ def _from_command_line(
 def _check_debug(given: GivenValue | None, faults: list[str]) -> None:
     """Check that the value of ``--debug`` is true or false; ``errors.is_debug`` reads it from argv."""
     try:
-        _typed("debug", bool, given.value if given else False)
+        _convert(bool, given.value if given else False)
     except (ArgumentError, ValueError):
         assert given is not None
         faults.append(f"{given.where}: expected {describe(bool)}, got {_shown(given, bool)}")
