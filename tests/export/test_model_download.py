@@ -93,6 +93,8 @@ def download(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downl
 
     def run(name: str, *options: str, endpoint: str = hub) -> None:
         monkeypatch.chdir(tmp_path)
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr("sys.argv", ["download_model.py", "--model_name", name, "--output_dir", "out", *options])
@@ -137,7 +139,7 @@ def test_an_unusable_model_is_refused(
 
 
 def test_a_hub_that_cannot_be_reached_is_refused_in_one_line(download: Download, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="^--model_name some/model: cannot be downloaded") as refused:
+    with pytest.raises(InputError, match=r"^--model_name some/model: cannot be downloaded") as refused:
         download("some/model", endpoint="http://127.0.0.1:9")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
