@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from fabric_train.export import verification
 
-VERIFY_IN_PROCESS = "from tests.support.exports import verify_in_this_process; verify_in_this_process().__enter__()"
+VERIFY_IN_PROCESS = "from tests.support import exports; exports.verify_in_this_process().__enter__()"
 """Source that a forked run executes first."""
 
 
