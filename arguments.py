@@ -119,7 +119,7 @@ class ModelArguments:
     precision: Precision = "bf16-true"
     """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits."""
     float8: bool = False
-    """Compute the matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
+    """Compute matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
     from_scratch: str | None = None
     """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) with random weights
     and the sizes below; --model_name is then only the tokenizer of --streaming_dataset. Sizes without a family make a
