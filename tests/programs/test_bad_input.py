@@ -601,7 +601,7 @@ CASES: dict[str, Case] = {
         "train", "--checkpoint runs/list-trainer", "…trainer.json: damaged, no JSON object; use another checkpoint"
     ),
     "a trainer.json without most values": Case(
-        "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged, it lacks …; use another …"
+        "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged (…: Field required); use another …"
     ),
     "a checkpoint of another format": Case(
         "convert", "--checkpoint runs/format", "… is of format 99, this version reads format …"
