@@ -12,7 +12,7 @@ from lightning import Fabric
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, InputError, end_run, exit_process
-from fabric_train.cli.launcher import as_launcher, global_rank, watch_children, num_restarts
+from fabric_train.cli.launcher import as_launcher, global_rank, num_restarts, watch_children
 from fabric_train.distributed.signals import STOPPED, outside_of_training
 
 
