@@ -272,7 +272,7 @@ CASES: dict[str, Case] = {
         "inspect", "tokens --start 10000", "--start 10000: train has … rows, numbered from 0"
     ),
     "a page in a folder that does not exist": Case(
-        "inspect", "tokens --html no/p.html", "--html no/p.html: expected a file in an existing folder …"
+        "inspect", "tokens --html no/p.html", "--html no/p.html: expected a file in an existing folder, …"
     ),
     # ---------------------------------------------------------------------------------------------------- the model
     "a model that is not there": Case("train", "--model_name ./nowhere", "--model_name ./nowhere: no such folder"),
