@@ -1,8 +1,8 @@
-"""Every argument of every program, by group: what a user may set, its default, and what forbids a value.
+"""Every argument of every program, by group: its type, default, help text and checks.
 
-A field's docstring is its help text. ``faults`` of a group names what types cannot say; the programs report all
-faults of a command line and its ``--config`` file at once. Names and defaults are those of the system this project
-continues.
+A field's docstring is its help text. ``faults`` of a group returns what the types cannot check; the programs report all
+faults of the command line and the ``--config`` file at once. Names and defaults are those of the system that this
+project continues.
 """
 
 import re
@@ -44,20 +44,21 @@ class DeviceArguments:
     """Devices"""
 
     devices: int | str = "auto"
-    """How many devices on this machine, or their indices (0,2,3); auto or -1 is every GPU, else one CPU process."""
+    """Number of devices on each machine, or their indices (0,2,3); auto or -1 takes all GPUs, or one process on CPU."""
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
-    """Where to compute; auto is CUDA where there is a GPU."""
+    """Device type; auto takes CUDA if there is a GPU, else the CPU."""
     num_nodes: PositiveInt = 1
-    """How many machines take part."""
+    """Number of machines."""
     tpu: bool = False
-    """Train on a TPU. Not built yet: true is refused."""
+    """Train on TPU; not available yet."""
     rank_timeout: NonNegativeFloat = 120.0
-    """Seconds after which a rank that is silent or keeps the others waiting ends the run (ten times that in loading,
-    saving and a process's first step); 0 waits for ever, for a debugger. A rank that dies ends it at once.
+    """Seconds after which the run ends because a rank is silent or keeps the others waiting; ten times as long while
+    loading, while saving and in a process's first step. 0 waits forever, for a debugger. A rank that dies ends the run
+    at once.
     """
 
     def faults(self) -> list[str]:
-        """Name what the types let through."""
+        """Return invalid values of --devices and --tpu."""
         faults = []
         if not re.fullmatch(r"auto|-1|[1-9]\d*|\d+(,\d+)+", str(self.devices)):
             faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
@@ -71,27 +72,28 @@ class DataArguments:
     """Data"""
 
     train_data_dir: str | None = None
-    """Token dataset made by tokenize_dataset.py (train/ and validation/ in one folder)."""
+    """Token dataset from tokenize_dataset.py: a folder with train/ and validation/."""
     streaming_dataset: list[str] | None = None
-    """Train on these texts without a token dataset: files, globs, folders, save_to_disk folders or hub names, tokenized
-    on the fly; of --train_data_dir, if given too, only validation/ is used.
+    """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
+    names. With --train_data_dir as well, only its validation/ is used.
     """
     text_column: str = "text"
-    """Column of --streaming_dataset that holds the text."""
+    """Column with the text in --streaming_dataset."""
     max_length: PositiveInt = 2048
-    """Tokens in a row of --streaming_dataset."""
+    """Tokens per row of --streaming_dataset."""
     isolate_documents: bool = True
-    """Let no document of a packed row see another: attention ends and positions begin at its border; false joins them.
+    """Keep the documents of a packed row apart: no attention between them, and each starts again at position 0; false
+    joins them.
     """
     num_workers: NonNegativeInt = 1
-    """Processes that read batches ahead of the loop, on each rank; 0 reads in the loop."""
+    """Processes on each rank that read batches ahead of the training loop; 0 reads in the loop."""
     seed: NonNegativeInt = 0
-    """Seed of the sample order, which is a function of this seed, the epoch and the position alone. A stream is read in
+    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. A stream is read in
     its own order.
     """
 
     def faults(self) -> list[str]:
-        """Name what leaves nothing to train on, and what cannot be streamed."""
+        """Return missing data, and sources that cannot be streamed."""
         if self.streaming_dataset is None:
             return [] if self.train_data_dir else ["--train_data_dir is required, or --streaming_dataset"]
         faults = [
@@ -111,43 +113,43 @@ class ModelArguments:
     """Model"""
 
     model_name: str = "meta-llama/Meta-Llama-3-8B"
-    """Hugging Face causal language model: a hub name or a folder."""
+    """Causal language model of Hugging Face: a hub name or a folder."""
     attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
-    """Implementation of attention; flash_attention_2 needs a GPU and the package flash-attn."""
+    """Attention implementation; flash_attention_2 needs a GPU and the package flash-attn."""
     precision: Precision = "bf16-true"
-    """bf16-true holds weights and optimizer in bfloat16; the mixed ones keep fp32 weights and compute in 16 bits."""
+    """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits."""
     float8: bool = False
-    """Compute the layers' matrix products in 8 bits beside bf16; needs torchao, --compile true and a GPU of 2023 on."""
+    """Compute matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
     from_scratch: str | None = None
-    """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) of the sizes that
-    follow, with random weights from --seed; --model_name is then only the tokenizer of --streaming_dataset. Sizes
-    without it are a Llama's.
+    """Train a new model of this family (llama, gpt2, gpt_neox, mistral, mixtral, qwen3, gemma, ...) with random weights
+    and the sizes below; --model_name is then only the tokenizer of --streaming_dataset. Sizes without a family make a
+    Llama.
     """
     hidden_width: PositiveInt | None = None
-    """Of a new model: width of its layers' input and output."""
+    """New model: hidden size."""
     num_layers: PositiveInt | None = None
-    """Of a new model: decoder layers."""
+    """New model: number of decoder layers."""
     num_heads: PositiveInt | None = None
-    """Of a new model: attention heads."""
+    """New model: number of attention heads."""
     num_key_value_heads: PositiveInt | None = None
-    """Of a new model: heads of keys and values, each shared by several heads; left out, as many as --num_heads."""
+    """New model: number of key and value heads (grouped-query attention); default: --num_heads."""
     intermediate_size: PositiveInt | None = None
-    """Of a new model: width inside the feed-forward part."""
+    """New model: size of the feed-forward layer."""
     max_context_width: PositiveInt | None = None
-    """Of a new model: positions, the longest row that it takes."""
+    """New model: number of positions, the largest length of a row."""
     vocab_size: PositiveInt | None = None
-    """Of a new model: rows of its embedding, at least the tokenizer's ids."""
+    """New model: rows of the embedding, at least as many as the tokenizer has ids."""
     architecture: dict[str, Any] | None = None
-    """Of a new model: further values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
+    """New model: other values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
 
     def faults(self) -> list[str]:
-        """Name the sizes that are missing, that make no model, and that no new model asks for."""
+        """Return sizes that are missing or that do not fit together."""
         if self.family is None:
             return []
         given = [f"--{name}" for name in (*_SIZES, *_FURTHER_SIZES) if self._has(name)]
         missing = [f"--{name}" for name in _SIZES if not self._has(name)]
         if missing and self.from_scratch is None:
-            return [f"{given[0]} is of a new model, which needs {', '.join(missing)} too; or leave it out"]
+            return [f"{given[0]} makes a new model, which needs {', '.join(missing)} too; or leave it out"]
         if missing:
             return [f"--from_scratch {self.from_scratch} needs {', '.join(missing)} too"]
         assert self.hidden_width is not None
@@ -155,14 +157,14 @@ class ModelArguments:
         heads = self.num_key_value_heads or self.num_heads
         faults = []
         if self.hidden_width % self.num_heads:
-            faults.append(f"--hidden_width {self.hidden_width} is no multiple of --num_heads {self.num_heads}")
+            faults.append(f"--hidden_width {self.hidden_width} is not a multiple of --num_heads {self.num_heads}")
         if self.num_heads % heads:
-            faults.append(f"--num_heads {self.num_heads} is no multiple of --num_key_value_heads {heads}")
+            faults.append(f"--num_heads {self.num_heads} is not a multiple of --num_key_value_heads {heads}")
         return faults
 
     @property
     def family(self) -> str | None:
-        """Family of the new model to be trained; None where it is a pretrained one."""
+        """Family of the new model; None for a pretrained one."""
         return self.from_scratch or ("llama" if any(map(self._has, (*_SIZES, *_FURTHER_SIZES))) else None)
 
     def _has(self, name: str) -> bool:
@@ -174,36 +176,36 @@ class FSDPArguments:
     """FSDP and other parallelism"""
 
     parallelism: Parallelism = "auto"
-    """fsdp is Fabric's FSDPStrategy, fsdp2 fully_shard; auto is fsdp with several processes, else single."""
+    """fsdp is Fabric's FSDPStrategy, fsdp2 is fully_shard; auto takes fsdp for several processes, else single."""
     auto_wrap_policy: str = "LlamaDecoderLayer"
-    """Class of the layer that FSDP shards as one unit; for other families it is found from the model."""
+    """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = "FULL_SHARD"
-    """What is sharded: everything, gradients and optimizer, nothing, or everything within a machine."""
+    """What is sharded: all; gradients and optimizer states; nothing; or all within each machine (HYBRID_SHARD)."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices that compute each row together, every matrix of a layer cut among them; needs --parallelism fsdp2."""
+    """Number of devices that each matrix of a decoder layer is split over; needs --parallelism fsdp2."""
     state_dict_type: Literal["full", "sharded"] = "full"
-    """Checkpoints as one file gathered on rank 0, or as one shard a rank."""
+    """Checkpoint files: full is one for weights and one for optimizer states, sharded is one of each per rank."""
     limit_all_gathers: bool = True
-    """Hold back all-gathers so that fewer layers' parameters are in memory at once."""
+    """Limit the layers whose gathered parameters are in memory at the same time; of --parallelism fsdp."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer in host memory between uses (slow)."""
+    """Keep parameters, gradients and optimizer states in host memory between uses (slow)."""
     gradient_reduction: Literal["step", "micro_batch"] = "step"
-    """When gradients are summed over devices: once a step, whole on each until then, or after each micro-batch, which
-    takes less memory and sends more. Of fsdp and fsdp2.
+    """With fsdp and fsdp2: step reduces gradients once per step and keeps them unsharded on each device until then;
+    micro_batch reduces them after each micro-batch, with less memory and more communication.
     """
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute each decoder layer in the backward pass instead of storing its activations: full stores its input
-    alone, selective as much more as --activation_memory_budget allows.
+    """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's
+    input, selective also what fits into --activation_memory_budget.
     """
     activation_memory_budget: ClosedUnitInterval = 0.5
-    """With selective: what is stored, as a share of all activations; results of the costliest operations first."""
+    """With selective: the share of all activations that is stored, results of the most expensive operations first."""
     activation_offload: bool = False
-    """With full: keep the layers' inputs in pinned host memory until the backward pass."""
+    """With full: keep the stored inputs in pinned host memory until the backward pass."""
     compile: bool = False
-    """Compile decoder layers, and the step of an optimizer in bf16: the first step takes a minute more, others less."""
+    """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster."""
 
     def faults(self) -> list[str]:
-        """Name the combinations that no strategy offers."""
+        """Return combinations that no strategy supports."""
         faults = []
         if self.cpu_offload and self.parallelism in ("ddp", "single"):
             faults.append(f"--cpu_offload true needs --parallelism fsdp or fsdp2, not {self.parallelism}")
@@ -225,21 +227,20 @@ class CheckpointArguments:
     """Checkpoint"""
 
     resume: bool = False
-    """Go on from the newest complete checkpoint in --output_dir, or from --checkpoint; start anew where there is none.
-    """
+    """Continue from the newest complete checkpoint in --output_dir, or from --checkpoint; without one, start a run."""
     checkpoint: str | None = None
-    """Start from this checkpoint (step-... folder or a run folder) instead of the newest of --output_dir."""
+    """Start from this checkpoint (a step-... folder or a run folder) instead of the newest in --output_dir."""
     weights_only: bool = False
-    """Take only the weights of --checkpoint: optimizer, step and data order start anew."""
+    """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
     allow_changes: bool = False
-    """Go on from a checkpoint also where arguments differ that decide the losses, such as lr; refused else."""
+    """Continue from a checkpoint even if arguments that change the losses differ, such as lr."""
 
     def faults(self) -> list[str]:
-        """Name what contradicts itself."""
+        """Return contradictions."""
         if self.weights_only and self.checkpoint is None:
             return ["--weights_only true needs --checkpoint: the checkpoint whose weights to start from"]
         if self.weights_only and self.resume:
-            return ["--weights_only true starts anew and --resume true goes on: give one of them"]
+            return ["--weights_only true starts a new run and --resume true continues one: give one of them"]
         return []
 
 
@@ -248,47 +249,42 @@ class TrainingArguments:
     """Training"""
 
     number_epochs: PositiveInt = 2
-    """How many times every row is seen; a stream goes on until --max_step."""
+    """Passes over the rows; a stream is read until --max_step."""
     max_step: PositiveInt | None = None
-    """Optimizer steps in all; left out, it follows from the epochs and the data."""
+    """Number of optimizer steps; default: all rows of all epochs."""
     micro_batch_size: PositiveInt = 1
-    """Rows in one forward pass on one device."""
+    """Rows per forward pass on each device."""
     gradient_accumulation_steps: PositiveInt = 64
-    """Micro-batches on each device in one optimizer step."""
+    """Micro-batches per optimizer step on each device."""
     total_batch_size: PositiveInt | None = None
-    """Rows in one optimizer step over all devices; given, it sets gradient_accumulation_steps."""
+    """Rows per optimizer step over all devices; sets gradient_accumulation_steps."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     lr: PositiveFloat = 2e-5
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate of the last step."""
+    """Learning rate at the last step."""
     lr_decay: bool = True
-    """Whether the learning rate decays; false holds it at lr after the warm-up."""
+    """Decay the learning rate; false keeps it at lr after the warm-up."""
     lr_schedule: Schedule = "cosine"
-    """How it decays; every schedule but constant ends on min_lr."""
+    """Learning rate schedule; all except constant end at min_lr."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to lr."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW's decay, on matrices only: norms and biases have none."""
+    """Weight decay of AdamW, for matrices only, not for norms and biases."""
     beta1: ClosedUnitInterval = 0.9
-    """AdamW's first-moment decay."""
+    """Decay of AdamW's first moment."""
     beta2: ClosedUnitInterval = 0.95
-    """AdamW's second-moment decay."""
+    """Decay of AdamW's second moment."""
     optimizer_states: OptimizerStates | None = None
-    """What AdamW's moments are kept in; left out, in the type of the weights. 8bit leaves those of norms and biases in
-    fp32.
-    """
+    """Type of AdamW's moments; default: the type of the weights. 8bit keeps those of norms and biases in fp32."""
     stochastic_rounding: bool = True
-    """Round weights and moments that are kept in bfloat16 up or down by chance, so that small changes add up; false
-    rounds to the nearest.
-    """
+    """Round bfloat16 weights and moments stochastically, which keeps small updates; false rounds to nearest."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """At a loss or gradient that is NaN or infinite: save the state before that step and stop, or leave the step out.
-    """
+    """If the loss or a gradient is NaN or infinite: save the state before that step and stop, or skip the step."""
 
     def faults(self) -> list[str]:
-        """Name the values that cannot stand together."""
+        """Return values that contradict each other."""
         faults = []
         if self.min_lr > self.lr:
             faults.append(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}")
@@ -305,24 +301,23 @@ class EvaluationArguments:
     """Evaluation"""
 
     eval_batch_size: PositiveInt = 1
-    """Rows in one validation pass on one device."""
+    """Rows per forward pass of the evaluation on each device."""
     eval_iters: PositiveInt | None = None
-    """At most so many validation batches on each device; left out, the whole validation split."""
+    """Largest number of validation batches on each device; default: the whole validation split."""
     eval_step_interval: PositiveInt = 500
-    """Optimizer steps between evaluations; each epoch's end has one too."""
+    """Optimizer steps between evaluations; the end of each epoch and of the run has one too."""
     eval_only: bool = False
-    """Evaluate the model (or --checkpoint) on the validation split and end."""
+    """Evaluate the model (or --checkpoint) on the validation split and exit."""
     self_check: bool = False
-    """Compute a few rows cut in several ways, compare their losses and gradients, and end: 0 where they agree, else 1.
-    """
+    """Compute loss and gradients of a few rows, split in several ways, and exit: 0 if they agree, else 1."""
 
     @property
     def only_reads(self) -> bool:
-        """Whether nothing is trained, and a run in --output_dir stays as it is."""
+        """Whether nothing is trained, so that a run in --output_dir does not change."""
         return self.eval_only or self.self_check
 
     def faults(self) -> list[str]:
-        """Name what cannot be done in one start."""
+        """Return contradictions."""
         both = self.eval_only and self.self_check
         return ["--eval_only true and --self_check true: give one of them"] if both else []
 
@@ -334,11 +329,11 @@ class SaveArguments:
     output_dir: str
     """Run folder: config.yaml, metrics.csv, checkpoints/."""
     save_step_interval: PositiveInt = 1000
-    """Optimizer steps between checkpoints; each epoch's end and the run's end have one too."""
+    """Optimizer steps between checkpoints; the end of each epoch and of the run has one too."""
     keep_checkpoints: PositiveInt | None = None
-    """Keep so many newest checkpoints, and the best by validation loss; left out, all."""
+    """Number of newest checkpoints to keep, next to the best by validation loss; default: all."""
     async_save: bool = True
-    """Write checkpoints in the background, out of a copy of model and optimizer in host memory."""
+    """Write checkpoints in the background, from a copy of model and optimizer in host memory."""
 
 
 @dataclass(frozen=True)
@@ -348,27 +343,27 @@ class LoggingArguments:
     log_step_interval: PositiveInt = 1
     """Optimizer steps between lines of metrics."""
     loggers: list[LoggerName] = field(default_factory=lambda: ["csv", "tensorboard"])
-    """Where metrics go beside RUN/metrics.csv, which is always written: csv alone, tensorboard, wandb."""
+    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing."""
     entity: str | None = None
     """Weights & Biases team or user."""
     project: str = "fabric_llama"
     """Weights & Biases project."""
     log_model: Literal["none", "last", "all"] = "none"
-    """Checkpoints uploaded to Weights & Biases: none, the last, or all."""
+    """Checkpoints to upload to Weights & Biases."""
     profile: str | None = None
-    """Trace the steps first:last, such as 10:12, into RUN/profile/, on a GPU with what its memory holds."""
+    """Steps first:last to trace into RUN/profile/, such as 10:12; on a GPU, with a memory history."""
     profile_ranks: Literal["first", "all"] = "first"
     """Ranks that --profile traces."""
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
-        """First and last step to trace, both included; None where nothing is traced."""
+        """First and last step to trace, both included; None to trace nothing."""
         found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile or "")
         steps = (int(found[1]), int(found[2])) if found else None
         return steps if steps and steps[0] <= steps[1] else None
 
     def faults(self) -> list[str]:
-        """Name an upload that has nowhere to go, and steps that are none."""
+        """Return an upload without its logger, and invalid steps."""
         faults = []
         if self.log_model != "none" and "wandb" not in self.loggers:
             faults.append(f"--log_model {self.log_model} needs --loggers wandb")
@@ -382,23 +377,23 @@ class PlanArguments:
     """Plan"""
 
     plan: bool = False
-    """Print what the run will take (memory, disk, traffic, steps), refuse what does not fit, and end. --devices need
-    not be here if --device_memory is given.
+    """Print the memory, disk space, communication and steps that the run will need, and exit; it is an error if they do
+    not fit. With --device_memory, the --devices need not be on this machine.
     """
     device_memory: str | None = None
-    """Memory of a GPU to plan for, such as 80GB; left out, that of the GPUs here, or of this machine on CPU."""
+    """Memory of each GPU to plan for, such as 80GB; default: that of the GPUs here, or of this machine on CPU."""
     interconnect: str | None = None
-    """Plan the time of traffic over this line of a device to those of its machine, one way: 450GB/s is NVLink 4."""
+    """Bandwidth in one direction between the devices of a machine, to plan for: 450GB/s is NVLink 4."""
     network: str | None = None
-    """The same for the line of a machine to the others: 50GB/s is one port of 400 Gbit/s."""
+    """Bandwidth in one direction from a machine to the others, to plan for: 50GB/s is one port of 400 Gbit/s."""
 
     @property
     def plans_for_others(self) -> bool:
-        """Whether the plan is for GPUs that need not be here."""
+        """Whether the plan is for GPUs that need not be on this machine."""
         return self.plan and self.device_memory is not None
 
     def faults(self) -> list[str]:
-        """Name what is no size, and what only a plan reads."""
+        """Return invalid sizes, and arguments that need --plan."""
         examples = {"device_memory": "80GB", "interconnect": "450GB/s", "network": "50GB/s"}
         given = {name: getattr(self, name) for name in examples if getattr(self, name) is not None}
         faults = [
@@ -406,7 +401,7 @@ class PlanArguments:
             for name, value in given.items()
             if parse_size(value) is None
         ]
-        faults += [f"--{name} is read by --plan true alone" for name in given if not self.plan]
+        faults += [f"--{name} needs --plan true" for name in given if not self.plan]
         return faults
 
 
@@ -434,51 +429,52 @@ class TokenizeArguments:
     """Tokenization"""
 
     dataset: list[str]
-    """Files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk folders, or hub
-    names.
+    """Sources: files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk
+    folders or hub names.
     """
     tokenizer_name: str
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
     max_length: PositiveInt = 2048
-    """Tokens in a row."""
+    """Tokens per row."""
     packing: Literal["concat", "best_fit", "none"] = "concat"
-    """concat joins documents and cuts at row ends; best_fit fills rows with whole documents; none is one a row, padded.
+    """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
+    document into each row and pads it.
     """
     overlap: NonNegativeInt = 0
-    """Tokens of a document that are repeated at the start of a row that goes on with it; not supervised again."""
+    """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
     data_format: DataFormat = "auto"
-    """What a row holds: text in --text_column, or a chat or instruction; auto finds out from the first row."""
+    """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
     text_column: str = "text"
-    """Column that holds the text in csv, json, jsonl, parquet and datasets."""
+    """Column with the text in csv, json, jsonl, parquet and datasets."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Tokens of a chat that are supervised: the assistant's turns, all tokens, or the assistant's last turn."""
+    """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn."""
     too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
-    """Chats beyond --max_length lose turns from the end, or from the start after the system's, or are dropped."""
+    """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped."""
     validation_split: ClosedUnitInterval = 0.05
-    """Share of the documents that goes to validation/; 0 makes none."""
+    """Share of the documents for validation/; 0 for none."""
     validation_dataset: list[str] | None = None
-    """Sources of validation/, instead of a split; read like --dataset."""
+    """Sources of validation/ instead of a split; read like --dataset."""
     weights: list[PositiveFloat] | None = None
-    """Share of each --dataset in the tokens of train/, in any unit; left out, every document is taken once."""
+    """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
     deduplicate: bool = False
-    """Leave out documents whose content has been read before."""
+    """Leave out documents with the same content as an earlier one."""
     on_bad_rows: Literal["fail", "skip"] = "fail"
-    """What to do about rows that cannot be read: stop and say where, or count and leave them out."""
+    """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
     """Read hub datasets as a stream instead of downloading them first."""
     num_proc: PositiveInt | None = None
-    """Processes that encode; left out, one a core."""
+    """Processes that encode; default: one per core."""
     seed: NonNegativeInt = 0
     """Seed of the validation split and of the sampling by --weights."""
     max_documents: PositiveInt | None = None
-    """Stop after so many documents."""
+    """Stop after this number of documents."""
     max_tokens: PositiveInt | None = None
-    """Stop after the document with which so many tokens have been read; with --weights, tokens of train/."""
+    """Stop after the document that reaches this number of tokens; with --weights, tokens of train/."""
 
     def faults(self) -> list[str]:
-        """Name what leaves nothing to train on, and what contradicts itself."""
+        """Return values that leave nothing to train on, and contradictions."""
         faults = []
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
@@ -496,20 +492,20 @@ class ConvertArguments:
     """Conversion to Hugging Face format"""
 
     checkpoint: list[str]
-    """Checkpoints (step-... folders), or run folders, whose newest checkpoint is taken."""
+    """Checkpoints (step-... folders), or run folders, of which the newest checkpoint is used."""
     output_dir: str
-    """Folder to write; with several checkpoints, one folder each beneath it, named step-...."""
+    """Folder to write; with several checkpoints, it gets one folder for each, named step-...."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the exported weights."""
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
     push_to_hub: str | None = None
-    """Push to OWNER/NAME once the export is verified."""
+    """Push the verified export to OWNER/NAME on the hub."""
     private: bool = True
-    """Whether a repository that the push creates is private."""
+    """Make a repository that the push creates private."""
 
     def faults(self) -> list[str]:
-        """Name what can be seen to be wrong before any work."""
+        """Return an invalid size or name, and a push of several checkpoints."""
         faults = []
         if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", self.max_shard_size):
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
@@ -527,18 +523,18 @@ class GenerateArguments:
     model_name: str
     """Checkpoint, run folder, exported folder or hub name."""
     prompt: str
-    """Text to go on from."""
+    """Text to continue."""
     num_tokens: PositiveInt = 100
-    """At most so many new tokens."""
+    """Largest number of new tokens."""
     temperature: NonNegativeFloat = 0.0
-    """0 takes the likeliest token each time; above 0 samples."""
+    """0 takes the most likely token each time; above 0 samples."""
     top_p: ClosedUnitInterval = 1.0
-    """Sample among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
+    """Sample from the most likely tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
     seed: NonNegativeInt = 0
     """Seed of the sampling."""
 
     def faults(self) -> list[str]:
-        """Name what cannot be generated from."""
+        """Return an empty prompt, and a --top_p that leaves no token."""
         faults = []
         if not self.prompt:
             faults.append("--prompt is empty")
@@ -558,9 +554,9 @@ class DownloadArguments:
     revision: str = "main"
     """Branch, tag or commit."""
     tokenizer_only: bool = False
-    """Leave the weights out."""
+    """Download only the tokenizer and the configuration, not the weights."""
     pickles: bool = False
-    """Take pickled weights too, where there are no safetensors."""
+    """Download pickled weights if there are no safetensors."""
 
 
 @dataclass(frozen=True)
@@ -568,35 +564,35 @@ class InspectArguments:
     """Show what is in a token dataset; the exit code is 0, or 1 if there are problems"""
 
     dataset_dir: str = field(metadata=POSITIONAL)
-    """Token dataset: the folder that tokenize_dataset.py wrote."""
+    """Token dataset: a folder written by tokenize_dataset.py."""
     split: Literal["train", "validation"] = "train"
-    """Split whose document lengths and rows are shown; all are examined."""
+    """Split whose document lengths and rows are shown; all splits are checked."""
     rows: NonNegativeInt = 3
-    """Rows to show."""
+    """Number of rows to show."""
     start: NonNegativeInt = 0
-    """The first row to show, from 0."""
+    """First row to show, counted from 0."""
     html: str | None = None
-    """Write it all as one page into this file, too."""
+    """Also write everything to this file as an HTML page."""
 
     def faults(self) -> list[str]:
-        """Name a page that has no place."""
+        """Return an --html that cannot be a file."""
         page = Path(self.html) if self.html is not None else None
         if page and (page.is_dir() or not page.parent.is_dir()):
-            return [f"--html {self.html}: expected a file in a folder that is there, such as page.html"]
+            return [f"--html {self.html}: expected a file in an existing folder, such as page.html"]
         return []
 
 
 @dataclass(frozen=True)
 class MergeArguments:
-    """Join token datasets that were made with the same tokenizer and --max_length"""
+    """Merge token datasets that were made with the same tokenizer and --max_length"""
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
-    """Token datasets, in the order in which their rows are to lie."""
+    """Token datasets, in the order of their rows in the result."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
 
     def faults(self) -> list[str]:
-        """Name what leaves nothing to join."""
+        """Return a single token dataset."""
         if len(self.dataset_dirs) < 2:
             return ["--dataset_dirs: give two token datasets or more"]
         return []
@@ -606,10 +602,14 @@ class MergeArguments:
 
 
 def parse(arguments: type[T], argv: list[str] | None = None) -> T:
-    """Read a program's command line, its ``--config`` file and, for training, what the launcher has decided.
+    """Parse a program's command line, its ``--config`` file and, for training, the launcher's variables.
+
+    Args:
+        arguments: a dataclass of this module.
+        argv: the command line without the program's name; None takes ``sys.argv``.
 
     Raises:
-        InputError: with every fault at once, contradictions with the launcher among them.
+        InputError: every fault at once, including contradictions with the launcher.
     """
     try:
         launcher = launcher_arguments() if arguments is TrainArguments else {}

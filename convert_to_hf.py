@@ -1,4 +1,4 @@
-"""Checkpoint → verified Hugging Face folder → hub:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
+"""Convert a checkpoint to a verified Hugging Face folder:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
 
 import sys
 from pathlib import Path
@@ -11,17 +11,17 @@ from arguments import ConvertArguments, parse
 from fabric_train.checkpoint import find_whole_checkpoint, read_trainer_json
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.export.convert import convert
-from fabric_train.export.hub import PushError, push, refuse_push
-from fabric_train.export.verification import Report, VerificationError
-from fabric_train.files.atomic_folder import refuse_if_taken
+from fabric_train.export.hub import PushError, check_push, push
+from fabric_train.export.verification import VerificationError, VerificationReport
+from fabric_train.files.atomic_folder import check_not_taken
 from fabric_train.model.hf_model import quiet_transformers
 
 
 def main() -> None:
-    """Convert every checkpoint given, each verified before it gets its name; then push."""
+    """Convert and verify each checkpoint; push the export if --push_to_hub is given."""
     arguments = parse(ConvertArguments)
     if arguments.push_to_hub:
-        refuse_push(arguments.push_to_hub)
+        check_push(arguments.push_to_hub)
     targets = plan_targets([Path(path) for path in arguments.checkpoint], Path(arguments.output_dir))
     quiet_transformers()
     try:
@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
-    """Return the checkpoint for each folder to write: ``output_dir`` for one, a folder each beneath it for several.
+    """Return the checkpoint for each folder to write: ``output_dir`` for one, its subfolders for several.
 
     Raises:
-        InputError: ``output_dir`` is taken, a path holds no checkpoint, or two have the same name.
+        InputError: ``output_dir`` is taken, a path has no checkpoint, or two checkpoints have the same name.
     """
-    refuse_if_taken(output_dir)
+    check_not_taken(output_dir)
     faults: list[str] = []
     targets: dict[Path, Path] = {}
     for path in paths:
@@ -61,8 +61,8 @@ def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
     return targets
 
 
-def print_report(report: Report, target: Path) -> None:
-    """Print what the verification compared and found."""
+def print_report(report: VerificationReport, target: Path) -> None:
+    """Print what was compared and the differences found."""
     tensors, logits = report.tensors, report.logits
     faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
     table = Table("compared with the checkpoint", "found", title=f"{target}: verified by a fresh process")

@@ -1,4 +1,4 @@
-"""Prompt → text:  python generate.py --model_name CHECKPOINT|RUN|HF_FOLDER|HUB_NAME --prompt TEXT"""
+"""Generate text from a prompt:  python generate.py --model_name CHECKPOINT|RUN|HF_FOLDER|HUB_NAME --prompt TEXT"""
 
 import sys
 
@@ -8,7 +8,7 @@ from fabric_train.inference.generate import generate, load_for_generation
 
 
 def main() -> None:
-    """Print the prompt and its continuation as it comes, and a line about the speed on standard error."""
+    """Print the prompt and its continuation as it is generated, and one line about the speed on standard error."""
     arguments = parse(GenerateArguments)
     model, tokenizer = load_for_generation(arguments.model_name)
     generated = generate(

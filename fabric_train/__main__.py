@@ -29,7 +29,7 @@ from fabric_train.distributed.heartbeat import Phase, Progress  # noqa: E402
 from fabric_train.distributed.rendezvous import leave_process_group  # noqa: E402
 from fabric_train.distributed.strategy import build_fabric  # noqa: E402
 from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
-from fabric_train.files.lock import hold_lock, refuse_if_held  # noqa: E402
+from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
 from fabric_train.preflight.memory.plan import check_memory, print_plan  # noqa: E402
 from fabric_train.preflight.prepare import check_content, prepare  # noqa: E402
 from fabric_train.training import summary  # noqa: E402
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     lock = _lock(Path(arguments.save.output_dir))
     if writes:
-        refuse_if_held(*lock)
+        check_not_held(*lock)
     run = prepare(arguments)
     if arguments.planning.plan:
         print_plan(run, console)

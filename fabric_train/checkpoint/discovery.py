@@ -11,7 +11,7 @@ from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_state import FORMAT, read_format, read_trainer_state
-from fabric_train.cli.errors import InputError, absent_folder
+from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.distributed.collectives import first_text
 from fabric_train.files.atomic_folder import is_temporary
 
@@ -38,7 +38,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
         damaged = describe_damaged(path, None, damages)
         if damaged:
             raise InputError(*damaged)
-        there = "neither a complete checkpoint nor a run folder with one" if path.is_dir() else absent_folder(path)
+        there = "neither a complete checkpoint nor a run folder with one" if path.is_dir() else missing_folder(path)
         raise InputError(f"{path}: {there}; checkpoints are RUN/checkpoints/step-...")
     return newest
 

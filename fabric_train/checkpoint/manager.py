@@ -22,7 +22,7 @@ from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerSt
 from fabric_train.checkpoint.writer import Background, Staging, Writing
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
-from fabric_train.files.atomic_folder import give_name, temporary_for, this_process
+from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
 
 if TYPE_CHECKING:
     from fabric_train.distributed.collectives import StepSync
@@ -217,7 +217,7 @@ class Checkpoints:
         """Give the checkpoint its name, then prune; on rank 0."""
         join_parts(saving.temporary)
         damaged = set_aside(saving.target) if saving.target.exists() else None  # else this run had gone on from it
-        give_name(saving.temporary, saving.target)
+        sync_and_rename(saving.temporary, saving.target)
         if damaged:
             shutil.rmtree(damaged)
         if self._keep is not None:

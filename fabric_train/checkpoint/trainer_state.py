@@ -6,9 +6,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fabric_train.cli.errors import InputError, first_line
+from pydantic import create_model
+
+from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneStand
-from fabric_train.files.json_types import check_types
+from fabric_train.files.typed_json import parse_json
 
 FORMAT = 2
 
@@ -72,6 +74,11 @@ class Description:
     attachments: tuple[Path, ...]
 
 
+_TYPES = get_type_hints(TrainerState) | get_type_hints(Description)
+_REQUIRED: dict[str, Any] = {name: (kind, ...) for name, kind in _TYPES.items() if name != "attachments"}
+_TrainerJson = create_model("TrainerJson", **_REQUIRED)
+
+
 def read_format(checkpoint: Path) -> Any:
     """Return the format that trainer.json names, None where it names none or cannot be read."""
     try:
@@ -89,7 +96,8 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
     """
     file = checkpoint / "trainer.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
     if not isinstance(content, dict):
@@ -99,16 +107,10 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads; "
             "use another checkpoint"
         )
-    wanted = get_type_hints(TrainerState) | get_type_hints(Description) | {"data": dict}
-    del wanted["attachments"]
-    missing = ", ".join(sorted(wanted.keys() - content.keys()))
-    if missing:
-        raise InputError(f"{file}: damaged, it lacks {missing}; use another checkpoint")
     try:
-        for name, kind in wanted.items():
-            check_types(content[name], kind, name)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{file}: damaged ({first_line(error)}); use another checkpoint") from error
+        parse_json(text, _TrainerJson)
+    except ValueError as error:
+        raise InputError(f"{file}: damaged ({error}); use another checkpoint") from error
     return content
 
 

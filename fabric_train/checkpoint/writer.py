@@ -13,7 +13,7 @@ import torch
 
 from fabric_train.checkpoint.checksums import CHUNK_BYTES, Piece, PieceHasher, hash_file, is_part, write_part
 from fabric_train.checkpoint.file_layout import Write
-from fabric_train.files.atomic_folder import sync
+from fabric_train.files.atomic_folder import fsync
 
 _ALIGNMENT = 16  # of tensors in the buffer, a multiple of every element's size
 
@@ -132,7 +132,7 @@ class Writing:
             for path in self._folder.rglob("*"):
                 if path.is_file() and path.suffix != ".safetensors" and not is_part(path):
                     hashes[path.relative_to(self._folder).as_posix()] = hash_file(path)
-        sync(write_part(self._folder, self._rank, hashes))
+        fsync(write_part(self._folder, self._rank, hashes))
 
     def _copy(self) -> list[Write]:
         if self._staging is None:

@@ -1,10 +1,8 @@
-"""The launcher (``fabric run``, torchrun, srun, mpiexec): what it has told this process through its environment, and
-the ranks that this process has started where there is none.
+"""Environment variables of the launcher (``fabric run``, torchrun, srun, mpiexec), and child ranks without one.
 
-``fabric run`` takes ``--accelerator --strategy --devices --num-nodes --precision`` off the command line wherever they
-stand and hands them on as ``LT_*`` variables; torchrun says how many processes there are. Fabric itself would read
-the ``LT_*`` variables behind our back, so they are read here, become arguments like any other, and are cleared before
-Fabric is built.
+``fabric run`` removes ``--accelerator --strategy --devices --num-nodes --precision`` from anywhere on the command line
+and passes them on as ``LT_*`` variables; torchrun sets the number of processes. Fabric would read the ``LT_*``
+variables on its own. So this module turns them into arguments like any other, and clears them before Fabric is built.
 """
 
 import os
@@ -21,16 +19,15 @@ _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision
 _PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
 _LAUNCHER = "FABRIC_TRAIN_LAUNCHER"  # the process id of the rank that has started the others
-_LAST_WORDS_SECONDS = 3.0  # time for a rank that fails to be heard of by those who watch it
+_GRACE_SECONDS = 3.0  # for the watchdog to report a rank that has failed, and for ranks to end
 _children: list["subprocess.Popen[Any]"] = []
 
 
 @dataclass(frozen=True)
-class Given:
-    """One value somebody gave, and where: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
+class GivenValue:
+    """A value and where it was given: ``--lr`` on the command line, ``run.yaml: lr`` in a file.
 
-    ``is_default`` marks what a launcher sets when it was told nothing: it never overrides a value that somebody did
-    give.
+    ``is_default`` marks a launcher's own default, which never overrides a value that the user gave.
     """
 
     value: Any
@@ -39,13 +36,13 @@ class Given:
 
 
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank among all, 0 where no launcher has set one."""
+    """Return this process's global rank; 0 if no launcher has set one."""
     ranks = [environment[name] for name in _RANK_VARIABLES if environment.get(name, "").isdigit()]
     return int(ranks[0]) if ranks else 0
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher of any kind has told this process its rank."""
+    """Whether a launcher of any kind has set this process's rank."""
     return any(name in environment for name in _RANK_VARIABLES)
 
 
@@ -60,10 +57,10 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the process without which this rank must not live on: torchrun, ``fabric run``, or the rank that has
-    started it; None where the ranks were started by hand, or by Slurm, which ends them itself.
+    """Return the id of the process that this rank must not outlive: torchrun, ``fabric run``, or the rank that started
+    it; None if the ranks were started by hand, or by Slurm, which ends them itself.
 
-    Wants to be asked early: where the launcher has gone already, its id is not known any more.
+    Call it early: the id is not known any more once the launcher has ended.
     """
     if _LAUNCHER in environment:
         return int(environment[_LAUNCHER])
@@ -72,7 +69,7 @@ def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
 
 @contextmanager
 def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Tell the ranks that this process starts in the block to end with it; what it starts later is not told so."""
+    """Make the ranks that this process starts in the block end with it; later processes are not affected."""
     environment[_LAUNCHER] = str(os.getpid())
     try:
         yield
@@ -80,27 +77,28 @@ def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[
         del environment[_LAUNCHER]
 
 
-def mind_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
-    """Call ``failed`` with rank and exit code where one of the ranks that this process has started ends badly, if
-    this process still lives some seconds later: who watches that rank knows better what to say.
+def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
+    """Call ``failed`` with rank and exit code when a rank that this process has started fails.
+
+    The call comes some seconds later, and only if this process still runs: the watchdog has a better report.
     """
     _children.extend(children)
 
-    def mind() -> None:
+    def watch() -> None:
         while all(child.poll() == 0 or child.returncode is None for child in children):
             time.sleep(0.2)
         rank, code = next((rank, child.returncode) for rank, child in enumerate(children, 1) if child.returncode)
-        time.sleep(_LAST_WORDS_SECONDS)
+        time.sleep(_GRACE_SECONDS)
         failed(rank, code)
 
-    threading.Thread(target=mind, daemon=True, name="children").start()
+    threading.Thread(target=watch, daemon=True, name="children").start()
 
 
 def end_children() -> None:
-    """End the ranks that this process has started and that have not ended with it."""
+    """End the ranks that this process has started and that still run."""
     for child in _children:
         child.terminate()
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     for child in _children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
@@ -108,11 +106,11 @@ def end_children() -> None:
             child.kill()
 
 
-def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
-    """Return the arguments that the launcher has decided, by their name in ``arguments.py``.
+def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, GivenValue]:
+    """Return the arguments that the launcher has set, by their name in ``arguments.py``.
 
     Raises:
-        ValueError: where ``LT_*`` variables are set and ``fabric run`` did not set them.
+        ValueError: ``fabric run`` has an unknown strategy, or ``LT_*`` variables are set without ``fabric run``.
     """
     options = {
         name: environment[f"LT_{name.upper()}"] for name in _FABRIC_OPTIONS if f"LT_{name.upper()}" in environment
@@ -124,8 +122,8 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
     if "LOCAL_WORLD_SIZE" in environment and not under_fabric_run(environment):
         processes = int(environment["LOCAL_WORLD_SIZE"])
         nodes = int(environment.get("WORLD_SIZE", processes)) // processes
-        given["devices"] = Given(str(processes), "torchrun --nproc-per-node", is_default=processes == 1)
-        given["num_nodes"] = Given(str(nodes), "torchrun --nnodes", is_default=nodes == 1)
+        given["devices"] = GivenValue(str(processes), "torchrun --nproc-per-node", is_default=processes == 1)
+        given["num_nodes"] = GivenValue(str(nodes), "torchrun --nnodes", is_default=nodes == 1)
     for name, value in options.items():
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
@@ -134,16 +132,16 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
                     f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
                 )
             if value != "auto":
-                given["parallelism"] = Given(_PARALLELISM_OF_STRATEGY[value], where)
+                given["parallelism"] = GivenValue(_PARALLELISM_OF_STRATEGY[value], where)
             continue
-        if name == "devices" and value == "auto":  # which is one process there, whatever GPUs there are
+        if name == "devices" and value == "auto":  # fabric run starts one process then, on any number of GPUs
             value = environment.get("LOCAL_WORLD_SIZE", "1")
         value = _PRECISION_ALIASES.get(value, value) if name == "precision" else value
-        given[name] = Given(value, where, is_default=name in ("devices", "num_nodes") and value == "1")
+        given[name] = GivenValue(value, where, is_default=name in ("devices", "num_nodes") and value == "1")
     return given
 
 
 def clear_launcher_options(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the ``LT_*`` options that :func:`launcher_arguments` has turned into arguments."""
+    """Remove the ``LT_*`` variables that :func:`launcher_arguments` has turned into arguments."""
     for name in _FABRIC_OPTIONS:
         environment.pop(f"LT_{name.upper()}", None)

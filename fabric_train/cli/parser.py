@@ -1,12 +1,13 @@
-"""argv, a YAML file and the launcher's variables → a typed dataclass of arguments, or every fault of theirs at once.
+"""Build a typed dataclass of arguments from argv, a YAML file and the launcher's variables, or report every fault.
 
-jsonargparse checks the types, writes the help and knows the defaults. Around it stand the things users expect of a
-command line and a YAML file together: hyphens or underscores, lists without brackets, the nearest name for a misspelt
-one, and all faults in one go instead of one a try.
+jsonargparse checks the types, prints the help and supplies the defaults. This module adds what users expect of a
+command line together with a YAML file: hyphens or underscores, lists without brackets, the nearest name for a misspelt
+one, and all faults at once.
 """
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import sys
@@ -19,14 +20,14 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.launcher import Given
+from fabric_train.cli.launcher import GivenValue
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-_ON_LINE_ALONE = ("config", "debug")  # of every program, and not in a file
+_COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
 
 POSITIONAL = {"positional": True}
-"""Metadata of the one field of a dataclass whose value may stand on the command line without its name."""
+"""Metadata of the one field of a dataclass that may be given on the command line without its name."""
 
 T = TypeVar("T")
 
@@ -34,15 +35,17 @@ T = TypeVar("T")
 def parse_arguments(
     arguments: type[T],
     argv: list[str] | None = None,
-    launcher: dict[str, Given] | None = None,
+    launcher: dict[str, GivenValue] | None = None,
 ) -> T:
-    """Build ``arguments``, a group of values or a dataclass whose fields are groups, from what was given.
+    """Build ``arguments`` from the command line, the ``--config`` file and the launcher.
 
-    A file named by ``--config`` gives way to the command line, which gives way to ``launcher``, the values that
-    ``fabric run`` took off the line before this program saw it.
+    Args:
+        arguments: a dataclass of values, or a dataclass whose fields are such groups.
+        argv: the command line without the program's name; None takes ``sys.argv``. It overrides the file.
+        launcher: values that the launcher has set; they override both.
 
     Raises:
-        InputError: one line for every unknown name, wrong value, missing value and refused combination.
+        InputError: one line for every unknown name, wrong value, missing value and invalid combination.
         SystemExit: after ``--help``.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -60,11 +63,11 @@ def parse_arguments(
     values: dict[str, Any] = {}
     for name, item in given.items():
         if name not in types:
-            known = [*types, *(_ON_LINE_ALONE if item.where.startswith("--") else ())]
+            known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
             faults.append(f"{item.where}: no such argument{_nearest(name, known)}")
             continue
         try:
-            values[name] = _typed(name, types[name], item.value)
+            values[name] = _convert(types[name], item.value)
         except (ArgumentError, ValueError):
             faults.append(f"{item.where}: expected {describe(types[name])}, got {_shown(item, types[name])}")
 
@@ -76,22 +79,22 @@ def parse_arguments(
         faults += [f"{shown[name]} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
-            refused = built[field_name].faults() if hasattr(group, "faults") else []
-            # defaults stand in for wrong values: a fault that names one of these is none of the user's
+            group_faults = built[field_name].faults() if hasattr(group, "faults") else []
+            # a wrong value is replaced by its default here: a fault that names it is not the user's
             wrong = "|".join(re.escape(name) for name in given if name not in values)
-            faults += [fault for fault in refused if not (wrong and re.search(rf"--({wrong})\b", fault))]
+            faults += [fault for fault in group_faults if not (wrong and re.search(rf"--({wrong})\b", fault))]
     if faults:
         raise InputError(*faults)
     return built[""] if "" in built else arguments(**built)
 
 
 def flatten(arguments: Any) -> dict[str, Any]:
-    """Return every argument of every group by its name."""
+    """Return a dict of the arguments of all groups by name."""
     return {name: value for group in dataclasses.asdict(arguments).values() for name, value in group.items()}
 
 
 def to_yaml(arguments: Any) -> str:
-    """Write the arguments as a file that ``--config`` reads, group by group."""
+    """Return the arguments as YAML that ``--config`` reads, group by group."""
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
@@ -101,7 +104,7 @@ def to_yaml(arguments: Any) -> str:
 
 
 def describe(kind: Any) -> str:
-    """Say in words what a value of this type looks like."""
+    """Return in words what a value of this type looks like."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) in (Union, UnionType):
@@ -128,21 +131,21 @@ _WORDS = {
 
 
 def _groups(arguments: type) -> dict[str, type]:
-    """The groups of a dataclass of groups by field name; a single group stands alone under the empty name."""
+    """Return the groups of a dataclass of groups by field name; a single group has an empty name."""
     hints = get_type_hints(arguments)
     return hints if all(dataclasses.is_dataclass(kind) for kind in hints.values()) else {"": arguments}
 
 
 def _positional(groups: dict[str, type]) -> str | None:
-    """The argument that may be given without its name."""
+    """Return the argument that may be given without its name."""
     fields = [field for group in groups.values() for field in dataclasses.fields(group)]
     return next((field.name for field in fields if field.metadata.get("positional")), None)
 
 
 def _merge(
-    in_file: dict[str, Given], on_line: dict[str, Given], launcher: dict[str, Given], faults: list[str]
-) -> dict[str, Given]:
-    """Let the command line override the file, and name where the launcher contradicts what somebody gave."""
+    in_file: dict[str, GivenValue], on_line: dict[str, GivenValue], launcher: dict[str, GivenValue], faults: list[str]
+) -> dict[str, GivenValue]:
+    """Let the command line override the file, and report where the launcher contradicts the user."""
     given = in_file | on_line
     for name, item in launcher.items():
         other = given.get(name) if item.is_default else on_line.get(name)
@@ -161,55 +164,62 @@ def _print_help(groups: dict[str, type], description: str) -> None:
     usage = f"%(prog)s {f'{positional.upper()} ' if positional else ''}[--config FILE.yaml] [--argument value ...]"
     parser = ArgumentParser(description=description.strip().splitlines()[0], usage=usage)
     parser.add_argument("--config", help="A YAML file of arguments; the command line overrides it.")
-    parser.add_argument("--debug", type=bool, default=False, help="Show the traceback of what ends the program.")
+    parser.add_argument(
+        "--debug", type=bool, default=False, help="Show the traceback of an error that ends the program."
+    )
     for group in groups.values():
         parser.add_class_arguments(group, nested_key=None)
     parser.print_help()
 
 
-def _typed(name: str, kind: Any, value: Any) -> Any:
-    """Convert one value; each has a parser of its own, so that one fault does not hide the others.
+def _convert(kind: Any, value: Any) -> Any:
+    """Convert one value to its type; values are parsed one at a time, because a parser stops at its first fault.
 
     Raises:
-        ArgumentError, ValueError: where the value is not of that type.
+        ArgumentError, ValueError: the value is not of that type.
     """
-    if value is None and type(None) not in get_args(kind):  # which jsonargparse takes for "not given"
+    if value is None and type(None) not in get_args(kind):  # jsonargparse would take it for "not given"
         raise ValueError("null")
     if _takes_list(kind) and isinstance(value, str) and not value.startswith("[") and value != "null":
         value = [value]  # a list may be given without brackets, also when it has one element
     if isinstance(value, str) and set(get_args(kind)) == {str, type(None)}:
         return None if value == "null" else value  # jsonargparse reads it as YAML, where "#1" is a comment
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{name}", type=kind)
-    value = parser.parse_object({name: value})[name]
+    value = _parser(kind).parse_object({"value": value})["value"]
     if "\0" in str(value):
-        raise ValueError("a zero byte, which no name or text may have")
+        raise ValueError("a zero byte, which no name or text may contain")
     if isinstance(value, float) and math.isinf(value):
         raise ValueError("infinite")
     plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
     return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
 
 
+@functools.cache
+def _parser(kind: Any) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    return parser
+
+
 def _takes_list(kind: Any) -> bool:
-    """Return whether values of this type are lists, or lists or None."""
+    """Whether values of this type are lists, or lists or None."""
     return get_origin(kind) is list or any(get_origin(choice) is list for choice in get_args(kind))
 
 
 def _from_command_line(
     argv: list[str], types: dict[str, Any], positional: str | None, faults: list[str]
-) -> dict[str, Given]:
-    """``--a-b 1 --c x y --d`` → a_b "1", c ["x", "y"], d True; a flag alone is a switch turned on.
+) -> dict[str, GivenValue]:
+    """Parse ``--a-b 1 --c x y --d`` into a_b "1", c ["x", "y"], d True; a flag without a value is true.
 
-    Where there is a ``positional`` argument, values before any flag are its own, and so are those that follow the one
-    value of a flag that takes one.
+    If there is a ``positional`` argument, it takes the values before any flag, and those that follow the value of a
+    flag that takes only one.
     """
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     name, values = "", list[str]()
     unnamed = list[str]()
 
     def finish() -> None:
         if name:
-            given[name] = Given(values[0] if len(values) == 1 else (values or True), f"--{name}")
+            given[name] = GivenValue(values[0] if len(values) == 1 else (values or True), f"--{name}")
 
     for token in argv:
         if re.match("--[^=]", token):
@@ -228,20 +238,20 @@ def _from_command_line(
     if positional and unnamed:
         if positional in given:
             faults.append(f"--{positional} is given twice")
-        given[positional] = Given(unnamed[0] if len(unnamed) == 1 else unnamed, f"--{positional}")
+        given[positional] = GivenValue(unnamed[0] if len(unnamed) == 1 else unnamed, f"--{positional}")
     return given
 
 
-def _check_debug(given: Given | None, faults: list[str]) -> None:
-    """Refuse a value that is no switch; ``errors.run_program``, which works before this module too, obeys it."""
+def _check_debug(given: GivenValue | None, faults: list[str]) -> None:
+    """Check that the value of ``--debug`` is true or false; ``errors.is_debug`` reads it from argv."""
     try:
-        _typed("debug", bool, given.value if given else False)
+        _convert(bool, given.value if given else False)
     except (ArgumentError, ValueError):
         assert given is not None
         faults.append(f"{given.where}: expected {describe(bool)}, got {_shown(given, bool)}")
 
 
-def _from_file(path: Any, faults: list[str]) -> dict[str, Given]:
+def _from_file(path: Any, faults: list[str]) -> dict[str, GivenValue]:
     if not isinstance(path, str):
         faults.append("--config: expected one YAML file")
         return {}
@@ -266,14 +276,14 @@ def _from_file(path: Any, faults: list[str]) -> dict[str, Given]:
     if not isinstance(content, dict):
         faults.append(f"--config {path}: expected lines of the form 'argument: value'")
         return {}
-    names = [key.value.replace("-", "_") for key, _ in document.value]  # YAML itself lets the last of equal keys win
+    names = [key.value.replace("-", "_") for key, _ in document.value]  # YAML keeps only the last of equal keys
     faults += [f"{path}: {name} is given twice" for name in sorted(set(names)) if names.count(name) > 1]
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
-    return {name: Given(value, f"{path}: {name}") for name, value in named.items()}
+    return {name: GivenValue(value, f"{path}: {name}") for name, value in named.items()}
 
 
-def _shown(item: Given, kind: Any) -> str:
-    """A refused value as the user wrote it, with what is likely to be meant."""
+def _shown(item: GivenValue, kind: Any) -> str:
+    """Return a wrong value as the user wrote it, with a hint if its cause is known."""
     if item.where.startswith("--"):
         if item.value is True:
             return "nothing"

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fabric_train.cli.errors import InputError, absent_folder, first_line
+from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
-from fabric_train.files.safe_paths import refuse_foreign_links
+from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing.token_folder import refuse_foreign_files
 
@@ -129,7 +129,7 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     """
     path = Path(folder)
     if not (path / "dataset_dict.json").is_file():
-        there = "the folder holds no dataset_dict.json" if path.is_dir() else absent_folder(path)
+        there = "the folder holds no dataset_dict.json" if path.is_dir() else missing_folder(path)
         raise InputError(f"--train_data_dir {folder}: {there}; make one with tokenize_dataset.py --output_dir {folder}")
     refuse_foreign_files(path, "tokenize again")
     try:
@@ -159,7 +159,7 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
     has_validation = validation is not None and len(validation) > 0
     held_out = Rows(validation, isolate_documents) if has_validation else None
-    refuse_foreign_links(path / "tokenizer")  # checkpoints get a copy
+    check_links(path / "tokenizer")  # checkpoints get a copy
     return TokenDataset(path, Rows(splits["train"], isolate_documents), held_out)
 
 

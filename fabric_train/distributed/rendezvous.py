@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning import Fabric
 from lightning.fabric.strategies.launchers import subprocess_script
 
-from fabric_train.cli.errors import FAILURE, InputError, end_run, leave
-from fabric_train.cli.launcher import as_launcher, global_rank, mind_children, num_restarts
+from fabric_train.cli.errors import FAILURE, InputError, end_run, exit_process
+from fabric_train.cli.launcher import as_launcher, global_rank, num_restarts, watch_children
 from fabric_train.distributed.signals import STOPPED, outside_of_training
 
 
@@ -65,7 +65,7 @@ def _join_anew(accelerator: str, num_processes: int, timeout: timedelta) -> None
 
 def _mind_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
     """Take the ranks that this process has started under its care."""
-    mind_children(child_processes, _child_failed)
+    watch_children(child_processes, _child_failed)
 
 
 def _child_failed(rank: int, code: int) -> None:
@@ -74,7 +74,7 @@ def _child_failed(rank: int, code: int) -> None:
         end_run(code, outside_of_training(f"a signal to rank {rank}"))
     if code < 0:
         end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting: start again")
-    leave(code)  # it has said why
+    exit_process(code)  # it has said why
 
 
 def leave_process_group(fabric: Fabric) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from lightning import Fabric
 
-from fabric_train.cli.errors import FAILURE, end_through, leave, say
+from fabric_train.cli.errors import FAILURE, exit_process, print_errors, set_connected_ranks
 from fabric_train.distributed.heartbeat import Mark, Phase, Progress
 from fabric_train.distributed.signals import stop_signals
 
@@ -51,9 +51,9 @@ def watch_ranks(fabric: Fabric, progress: Progress, timeout: float, num_nodes: i
     """
     watch = Watch(fabric.global_rank, progress, timeout)
     watch.start(fabric, num_nodes)
-    end_through(watch)
+    set_connected_ranks(watch)
     yield  # after an exception the watch goes on: the ranks end through it
-    end_through(None)
+    set_connected_ranks(None)
     watch.close()
 
 
@@ -142,7 +142,7 @@ class Watch:
             other.send(bye=True)
 
     def end(self, code: int, lines: Sequence[str], may_follow_another: bool) -> None:
-        """See ``errors.Ranks``."""
+        """See ``errors.ConnectedRanks``."""
         if may_follow_another:
             time.sleep(_VERDICT_SECONDS)  # the thread learns of a rank's death at once, and ends this process
         if self._me.rank == 0:
@@ -221,7 +221,7 @@ class Watch:
             elif "end" not in message:
                 other.host, other.pid, other.processes = (message[name] for name in ("host", "pid", "processes"))
             elif self._me.rank:
-                leave(message["end"])
+                exit_process(message["end"])
             else:
                 self._end_all(message["end"], *message["lines"])
 
@@ -263,15 +263,15 @@ class Watch:
         if self._me.rank == 0:
             self._end_all(FAILURE, line)
         if speaks:
-            say(line)
-        leave(FAILURE)
+            print_errors(line)
+        exit_process(FAILURE)
 
     def _end_all(self, code: int, *lines: str) -> NoReturn:
         self._end.acquire()  # never released: another thread with another reason waits here for the end
-        say(*lines)
+        print_errors(*lines)
         for other in self._others.values():
             other.send(end=code)
-        leave(code)
+        exit_process(code)
 
 
 def _process_space() -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint → a Hugging Face folder that has been verified before it gets its name."""
+"""Convert a checkpoint to a Hugging Face folder, verified before it gets its final name."""
 
 import json
 import shutil
@@ -15,48 +15,48 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fabric_train.checkpoint import read_trainer_state
 from fabric_train.export.model_card import write_model_card
-from fabric_train.export.verification import Report, verify_in_fresh_process
-from fabric_train.files.atomic_folder import complete_folder, refuse_inside
+from fabric_train.export.verification import VerificationReport, verify_in_fresh_process
+from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.weight_files import open_weights
 
 
-def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str) -> Report:
-    """Export ``checkpoint`` as the Hugging Face folder ``target``, there only if a fresh process found it right.
+def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str) -> VerificationReport:
+    """Export ``checkpoint`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
 
     Args:
         checkpoint: a complete checkpoint, full or sharded.
         target: a folder that does not exist yet or is empty.
-        dtype: of the exported weights.
-        max_shard_size: of a safetensors file, such as 5GB; a larger tensor has a file of its own.
+        dtype: dtype of the exported weights.
+        max_shard_size: largest safetensors file, such as 5GB; a larger tensor gets its own file.
 
     Raises:
-        InputError: the checkpoint is damaged or ``target`` is taken.
-        VerificationError: the export does not agree with the checkpoint; nothing is left under ``target``.
+        InputError: the checkpoint is damaged, or ``target`` is taken.
+        VerificationError: the export does not match the checkpoint; ``target`` is not created.
     """
-    refuse_inside(target, checkpoint)
+    check_not_inside(target, checkpoint)
     read_trainer_state(checkpoint)
-    read_shape(str(checkpoint))  # both say what is damaged before anything is written
+    read_shape(str(checkpoint))  # both report damage before anything is written
     with complete_folder(target) as folder:
         write_export(checkpoint, folder, target.name, dtype, max_shard_size)
         return verify_in_fresh_process(folder, checkpoint, dtype)
 
 
 def write_export(checkpoint: Path, folder: Path, title: str, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write weights, configurations, tokenizer and model card into ``folder``, unverified."""
+    """Write weights, configurations, tokenizer and model card into ``folder`` without verification."""
     _write_weights(checkpoint, folder, dtype, max_shard_size)
     _write_configurations(checkpoint, folder, dtype)
     for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors lets nobody but the owner read what it writes
+        shutil.copymode(folder / "config.json", file)  # safetensors makes files that only the owner can read
     if (checkpoint / "tokenizer").is_dir():
-        # a copy, not a load and save: the chat template and every setting stay as they were
+        # copied, not loaded and saved: so the chat template and all settings stay unchanged
         copy_folder(checkpoint / "tokenizer", folder)
     write_model_card(checkpoint, folder, title)
 
 
 def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write ``model.safetensors``, or shards and their index, with one shard in memory at a time."""
+    """Write ``model.safetensors``, or shards with an index; only one shard is in memory at a time."""
     weights = open_weights(checkpoint)
     outline = {name: torch.empty(weights.shape(name), dtype=dtype, device="meta") for name in weights}
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)

@@ -1,4 +1,4 @@
-"""An exported folder → a repository on the Hugging Face hub."""
+"""Push an exported folder to a repository on the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -6,18 +6,18 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, first_line
 
 
 class PushError(RuntimeError):
-    """The hub did not take the folder; the message says in one line why."""
+    """A push to the hub that failed; the message gives the reason in one line."""
 
 
-def refuse_push(repository: str) -> None:
-    """Refuse, before any work, a push that cannot succeed.
+def check_push(repository: str) -> None:
+    """Check, before any work, the repository's name and that there is a token.
 
     Raises:
-        InputError: ``repository`` is not a name the hub allows, or there is no token.
+        InputError: ``repository`` is not a valid name on the hub, or there is no token.
     """
     try:
         validate_repo_id(repository)
@@ -26,15 +26,15 @@ def refuse_push(repository: str) -> None:
     if get_token() is None:
         raise InputError(
             "--push_to_hub needs a Hugging Face token with write access: run `hf auth login`, or set HF_TOKEN "
-            "(tokens are made at https://huggingface.co/settings/tokens)"
+            "(create one at https://huggingface.co/settings/tokens)"
         )
 
 
 def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
-    """Upload ``folder`` to ``repository`` (OWNER/NAME), made if it does not exist, and return its address.
+    """Upload ``folder`` to ``repository`` (OWNER/NAME), created if it does not exist, and return its URL.
 
     Raises:
-        PushError: the hub cannot be reached or refuses.
+        PushError: the hub cannot be reached or refuses the push.
     """
     disable_progress_bars()
     api = HfApi()
@@ -42,6 +42,5 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
         url = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=repository, commit_message=message)
     except (HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PushError(f"{folder} is complete, but pushing it to {repository} failed: {reason}") from error
+        raise PushError(f"{folder} is complete, but pushing it to {repository} failed: {first_line(error)}") from error
     return str(url)

@@ -1,6 +1,6 @@
-"""The model card: ``README.md`` of an exported folder, told from the checkpoint alone.
+"""Write the model card, ``README.md`` of an exported folder, from the checkpoint.
 
-Nothing of the machine goes in: of paths the last name, and of the arguments only those listed here.
+It contains nothing private to the machine: only the last part of paths, and only the arguments listed here.
 """
 
 import math
@@ -24,7 +24,12 @@ _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field i
 
 
 def write_model_card(checkpoint: Path, folder: Path, title: str) -> None:
-    """Write ``README.md`` into ``folder``: base model, data, losses, hyperparameters, versions.
+    """Write ``README.md`` into ``folder``: base model, data, losses, hyperparameters and versions.
+
+    Args:
+        checkpoint: a complete checkpoint.
+        folder: where to write.
+        title: the model's name.
 
     Raises:
         InputError: trainer.json or manifest.json of the checkpoint is damaged.
@@ -55,12 +60,12 @@ def write_model_card(checkpoint: Path, folder: Path, title: str) -> None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model name is one of the hub's (OWNER/NAME) and not a folder of this machine."""
+    """Whether a model name is a hub name (OWNER/NAME) and not a folder on this machine."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
 def public_name(name: str) -> str:
-    """Return a hub name as it is, of a path the last part."""
+    """Return a hub name unchanged, or the last part of a path."""
     return name if is_hub_name(name) else Path(name).name
 
 

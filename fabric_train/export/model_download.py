@@ -1,4 +1,4 @@
-"""Model or tokenizer on the hub → a folder that is complete or absent, for machines that cannot reach the hub."""
+"""Download a model or a tokenizer from the hub into a folder that is complete or absent."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.files.atomic_folder import give_name, refuse_if_taken
+from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
 from fabric_train.model.weight_files import refuse_unreadable_weights, shard_names
 
 _TEXTS = re.compile(r"[^/]+\.(json|jinja|txt|md|model|tiktoken)|LICENSE[^/]*|NOTICE[^/]*|USE_POLICY[^/]*", re.ASCII)
@@ -25,8 +25,8 @@ _INDEX = re.compile(r".*\.index(\.[^/]*)?\.json")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be downloaded: a hub name, at a branch, tag or commit, and which of its files."""
+class DownloadRequest:
+    """What to download: a hub name, its revision (branch, tag or commit), and which of its files."""
 
     name: str
     revision: str
@@ -35,70 +35,68 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Downloaded:
-    """The commit that was downloaded, and the names and sizes in bytes of its files."""
+class DownloadResult:
+    """The downloaded commit, and its files' sizes in bytes by name."""
 
     commit: str
     sizes: dict[str, int]
 
 
-def download(wanted: Wanted, folder: Path) -> Downloaded:
-    """Download into ``folder``. What an interrupted download has left beside it is not fetched again.
+def download(request: DownloadRequest, folder: Path) -> DownloadResult:
+    """Download into ``folder``; files that an interrupted download has left are not fetched again.
 
     Raises:
-        InputError: the name, the revision or the weights are not there, the hub cannot be reached, or ``folder`` is
+        InputError: the name, the revision or the weights do not exist, the hub cannot be reached, or ``folder`` is
             taken.
     """
-    refuse_if_taken(folder)
+    check_not_taken(folder)
     unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unfinished")
-    asked = f"--model_name {wanted.name}"
+    asked = f"--model_name {request.name}"
     try:
-        info = HfApi().model_info(wanted.name, revision=wanted.revision)
+        info = HfApi().model_info(request.name, revision=request.revision)
         there = {file.rfilename for file in info.siblings or ()}
-        assert info.sha is not None  # the hub says it of every revision
+        assert info.sha is not None  # the hub sends it for every revision
         names = sorted(_texts(there))
-        if not wanted.tokenizer_only:
-            names += _weights(wanted, there, info.sha, unfinished)
-        snapshot_download(wanted.name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
+        if not request.tokenizer_only:
+            names += _weights(request, there, info.sha, unfinished)
+        snapshot_download(request.name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
     except GatedRepoError as error:
         raise InputError(
-            f"{asked}: its owner asks for an agreement: accept it on the hub, then hf auth login"
+            f"{asked}: its owner asks you to accept its terms: do so on the hub, then run hf auth login"
         ) from error
     except RevisionNotFoundError as error:
-        raise InputError(f"--revision {wanted.revision}: {wanted.name} has no such branch, tag or commit") from error
+        raise InputError(f"--revision {request.revision}: {request.name} has no such branch, tag or commit") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise InputError(f"{asked}: the hub has no such model; a private one needs hf auth login") from error
+        raise InputError(f"{asked}: the hub has no such model; for a private one, run hf auth login") from error
     except (OSError, HTTPError) as error:
         raise InputError(f"{asked}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
-    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # the hub's notes on the download
-    if not wanted.tokenizer_only:
+    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub, about this download
+    if not request.tokenizer_only:
         refuse_unreadable_weights(unfinished)
     if folder.is_dir():
         folder.rmdir()
-    give_name(unfinished, folder.absolute())
-    return Downloaded(info.sha, {name: (folder / name).stat().st_size for name in names})
+    sync_and_rename(unfinished, folder.absolute())
+    return DownloadResult(info.sha, {name: (folder / name).stat().st_size for name in names})
 
 
 def _texts(there: Iterable[str]) -> list[str]:
-    """The configuration, tokenizer, template and licence; an index belongs to the weights."""
+    """Return the files of configuration, tokenizer, template and licence; an index belongs to the weights."""
     return [name for name in there if _TEXTS.fullmatch(name) and not _INDEX.fullmatch(name)]
 
 
-def _weights(wanted: Wanted, there: set[str], commit: str, unfinished: Path) -> list[str]:
-    """The files that hold the weights once: safetensors, or pickles where they are asked for."""
+def _weights(request: DownloadRequest, there: set[str], commit: str, unfinished: Path) -> list[str]:
+    """Return the files of the weights: safetensors, or pickles if they are requested and nothing else exists."""
     kinds = [(SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)]
-    kinds += [(WEIGHTS_INDEX_NAME, WEIGHTS_NAME)] if wanted.pickles else []
+    kinds += [(WEIGHTS_INDEX_NAME, WEIGHTS_NAME)] if request.pickles else []
     for index, single in kinds:
         if index in there:
-            file = hf_hub_download(wanted.name, index, revision=commit, local_dir=unfinished)
+            file = hf_hub_download(request.name, index, revision=commit, local_dir=unfinished)
             return [index, *shard_names(Path(file))]
         if single in there:
             return [single]
     if {WEIGHTS_NAME, WEIGHTS_INDEX_NAME} & there:
         raise InputError(
-            f"--model_name {wanted.name}: its weights are pickles, not safetensors; take them with --pickles true "
-            "(they are read without running what is in them), or take another model"
+            f"--model_name {request.name}: its weights are pickles, not safetensors; use --pickles true "
+            "(they are loaded without running code), or another model"
         )
-    raise InputError(
-        f"--model_name {wanted.name}: no weights in it; a tokenizer alone is had with --tokenizer_only true"
-    )
+    raise InputError(f"--model_name {request.name}: it has no weights; use --tokenizer_only true for its tokenizer")

@@ -1,8 +1,7 @@
-"""An exported folder against its checkpoint: ``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE``.
+"""Compare an export with its checkpoint: ``python -m fabric_train.export.verification EXPORT CHECKPOINT DTYPE``.
 
-The export is loaded by plain transformers in a process that has just started, as its users will load it. Compared are
-the tensors' names, shapes, types and every bit, the logits on a fixed text, and the tokenizer. The models are in memory
-one after the other, never both.
+A fresh process loads the export with plain transformers, as its users will. It compares the names, shapes, dtypes and
+bits of all tensors, the logits on a fixed text, and the tokenizer. Only one of the two models is in memory at a time.
 """
 
 import json
@@ -31,12 +30,14 @@ _LISTED = 5
 
 
 class VerificationError(RuntimeError):
-    """The export is not what the checkpoint holds; the message says in one line what differs."""
+    """An export that does not match its checkpoint; the message gives the differences in one line."""
 
 
 @dataclass(frozen=True)
 class TensorReport:
-    """The tensors: how many were compared, and the names of those that do not agree. The difference is absolute."""
+    """Number of tensors compared, their number of parameters, the names of tensors that do not match, and the largest
+    absolute difference of a weight.
+    """
 
     compared: int
     parameters: int
@@ -48,7 +49,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class LogitsReport:
-    """The logits of every token of the fixed text; differences are absolute, NaN where logits are not finite."""
+    """Number of logits compared, and the largest absolute value and difference; NaN if a logit is not finite."""
 
     compared: int
     max_logit: float
@@ -56,8 +57,8 @@ class LogitsReport:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was compared; ``tokenizer`` is equal, different or absent. ``faults`` is empty where the export is right."""
+class VerificationReport:
+    """Result of a comparison. ``tokenizer`` is equal, different or absent; ``faults`` is empty for a good export."""
 
     dtype: str
     tensors: TensorReport
@@ -66,11 +67,11 @@ class Report:
     faults: list[str]
 
 
-def verify_in_fresh_process(folder: Path, checkpoint: Path, dtype: torch.dtype) -> Report:
-    """Compare ``folder`` with ``checkpoint`` in a new Python process, which leaves its report in ``folder`` too.
+def verify_in_fresh_process(folder: Path, checkpoint: Path, dtype: torch.dtype) -> VerificationReport:
+    """Compare ``folder`` with ``checkpoint`` in a new Python process, which also writes its report into ``folder``.
 
     Raises:
-        VerificationError: they disagree, or the process could not come to an end.
+        VerificationError: they do not match, or the process ended without a report.
     """
     report_file = folder / REPORT_NAME
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
@@ -78,15 +79,15 @@ def verify_in_fresh_process(folder: Path, checkpoint: Path, dtype: torch.dtype) 
     if not report_file.is_file():
         reason = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         raise VerificationError(
-            f"the export of {checkpoint} could not be verified: the verifying process ended with {reason}"
+            f"the export of {checkpoint} could not be verified: the process that verifies it ended with {reason}"
         )
     report = _read_report(report_file)
     if report.faults:
-        raise VerificationError(f"the export of {checkpoint} does not agree with it: {'; '.join(report.faults)}")
+        raise VerificationError(f"the export of {checkpoint} does not match it: {'; '.join(report.faults)}")
     return report
 
 
-def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> Report:
+def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> VerificationReport:
     """Load the export in ``folder`` with plain transformers and compare it with ``checkpoint`` in ``dtype``."""
     quiet_transformers()
     stored = open_weights(checkpoint)
@@ -99,7 +100,7 @@ def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> Report:
     tensors = _compare_tensors(exported, stored, open_weights(folder), tied, dtype)
     found = _logits(exported, input_ids)
     logits = LogitsReport(found.numel(), wanted.abs().max().item(), (found - wanted).abs().max().item())
-    report = Report(
+    report = VerificationReport(
         dtype=str(dtype).removeprefix("torch."),
         tensors=replace(
             tensors,
@@ -117,7 +118,7 @@ def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> Report:
 def _compare_tensors(
     exported: PreTrainedModel, stored: CheckpointTensors, files: CheckpointTensors, tied: set[str], dtype: torch.dtype
 ) -> TensorReport:
-    """Compare the loaded model, and its files' types, with the stored tensors cast to ``dtype``, one at a time."""
+    """Compare the loaded model, and the dtypes in its files, with the stored tensors cast to ``dtype``."""
     loaded, on_disk = exported.state_dict(), set(files)
     common = [name for name in stored if name in loaded]
     different, max_difference = [], 0.0
@@ -145,8 +146,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def _faults(report: Report, dtype: torch.dtype) -> list[str]:
-    """Say in words what does not agree."""
+def _faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
+    """Return what does not match, in words."""
     faults = []
     for names, what in (
         (report.tensors.missing, "missing"),
@@ -156,27 +157,27 @@ def _faults(report: Report, dtype: torch.dtype) -> list[str]:
         if names:
             more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             faults.append(f"tensors {what}: {', '.join(names[:_LISTED])}{more}")
-    # the same weights in the same code: only the order of summation may differ, by a rounding or two of the type
+    # same weights, same code: only the order of summation may differ, which changes the last bit or two
     tolerance = max(1e-4, 2 * torch.finfo(dtype).eps) * report.logits.max_logit
     if math.isnan(report.logits.max_difference):
         faults.append(f"logits in {report.dtype} are not finite: choose another --dtype")
     elif report.logits.max_difference > tolerance:
         faults.append(f"logits differ by {report.logits.max_difference:.3g}, more than {tolerance:.3g}")
     if report.tokenizer == "different":
-        faults.append("the tokenizer gives other tokens than the checkpoint's")
+        faults.append("the tokenizer differs from the checkpoint's")
     return faults
 
 
-def _read_report(file: Path) -> Report:
+def _read_report(file: Path) -> VerificationReport:
     content = json.loads(file.read_text(encoding="utf-8"))
     tensors, logits = TensorReport(**content.pop("tensors")), LogitsReport(**content.pop("logits"))
-    return Report(tensors=tensors, logits=logits, **content)
+    return VerificationReport(tensors=tensors, logits=logits, **content)
 
 
 def _reference(
     checkpoint: Path, stored: CheckpointTensors, dtype: torch.dtype, input_ids: torch.Tensor
 ) -> tuple[torch.Tensor, set[str]]:
-    """Return the logits of the checkpoint's weights in ``dtype``, and the model's tied names; the model is freed."""
+    """Return the logits [1, T, V] of the checkpoint's weights in ``dtype``, and the names of its tied weights."""
     weights = {name: stored.read(name).to(dtype) for name in stored}
     model = build_model(read_shape(str(checkpoint)), weights, dtype)
     return _logits(model, input_ids), tied_weight_names(model)
@@ -190,7 +191,7 @@ def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _fixed_input(folder: Path, vocab_size: int) -> torch.Tensor:
-    """Return the ids [1, T] of the fixed text, or of some tokens where the export has no tokenizer."""
+    """Return the ids [1, T] of the fixed text, or 64 fixed ids if the export has no tokenizer."""
     if not (folder / "tokenizer_config.json").is_file():
         return (torch.arange(64) * 7919 % vocab_size).unsqueeze(0)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -203,8 +204,8 @@ def _compare_tokenizers(folder: Path, original: Path) -> str:
     if not original.is_dir():
         return "absent"
     traits = []
-    for place in (folder, original):
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    for source in (folder, original):
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
         ids = tokenizer(TEXT)["input_ids"]
         traits.append(
             (ids, tokenizer.decode(ids), tokenizer.special_tokens_map, tokenizer.get_vocab(), tokenizer.chat_template)
@@ -213,7 +214,7 @@ def _compare_tokenizers(folder: Path, original: Path) -> str:
 
 
 def main() -> None:
-    """Write the report into the export's folder and end with 0 where they agree, else with 1."""
+    """Write the report into the export's folder; exit with 0 if they match, else with 1."""
     if len(sys.argv) != 4:
         raise InputError(f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16")
     folder, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Files and folders: written atomically, locked, read safely.
+"""Files and folders: atomic writes, locks, safe paths.
 
 Read ``atomic_folder.py`` first: token datasets, checkpoints and exports are all written through it.
 """

@@ -1,4 +1,4 @@
-"""A folder that is complete or absent: written under a hidden temporary name beside its place, synced, then renamed."""
+"""Write a folder that is complete or absent: under a hidden temporary name first, then synced and renamed."""
 
 import os
 import shutil
@@ -14,18 +14,17 @@ _MARK = ".incomplete-"
 
 @contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of ``target`` to write into; after the block it carries the name ``target``.
+    """Yield a temporary folder next to ``target`` to write into; rename it to ``target`` after the block.
 
-    Every file and folder is synced to the disk before the rename and the parent after it, so that a folder with the
-    final name is whole even after a power cut. Whatever exception leaves the block, ``KeyboardInterrupt`` included,
-    the temporary folder is removed and passes it on. What a killed process of this machine left behind for the same
-    target is removed too.
+    All files and folders are synced to the disk before the rename, and the parent after it. So a folder with the final
+    name is complete even after a power failure. After any exception, including ``KeyboardInterrupt``, the temporary
+    folder is removed. Temporary folders that killed processes of this machine left for the same target are removed too.
 
     Raises:
-        InputError: ``target`` is a file or a folder with something in it, or its parent cannot be written to.
+        InputError: ``target`` is a file or a folder that is not empty, or its parent cannot be written to.
     """
     target = Path(os.path.abspath(target))
-    refuse_if_taken(target)
+    check_not_taken(target)
     new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -38,46 +37,49 @@ def complete_folder(target: Path) -> Iterator[Path]:
         ) from None
     try:
         yield temporary
-        give_name(temporary, target)
+        sync_and_rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in new_parents:
-            with suppress(OSError):  # something else lies in it by now
+            with suppress(OSError):  # it is not empty any more
                 parent.rmdir()
         raise
 
 
 def this_process() -> str:
-    """Return what names this process in the names of its temporary folders: machine and process id."""
+    """Return this process's name for its temporary folders: host and process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def temporary_for(target: Path, process: str) -> Path:
-    """Return the hidden sibling of ``target`` that a process, named as ``this_process`` does, writes first."""
+    """Return the temporary folder next to ``target`` of a process named by :func:`this_process`."""
     return target.parent / f".{target.name}{_MARK}{process}"
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path is such a sibling, of whatever target and process."""
+    """Whether a path is a temporary folder, of any target and process."""
     return path.name.startswith(".") and _MARK in path.name
 
 
-def give_name(temporary: Path, target: Path) -> None:
-    """Sync a temporary folder to the disk, give it its name, and sync that."""
-    _sync_tree(temporary)
+def sync_and_rename(temporary: Path, target: Path) -> None:
+    """Sync a temporary folder to the disk, rename it to ``target``, and sync the parent."""
+    for root, _, files in os.walk(temporary, topdown=False):
+        for name in files:
+            fsync(Path(root, name))
+        fsync(Path(root))
     temporary.rename(target)
-    sync(target.parent)
+    fsync(target.parent)
 
 
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file that is whole, or as it was before, whenever this process is killed."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is complete or unchanged if this process is killed at any moment."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or which files a folder has, is on the disk."""
+def fsync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,12 +87,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def refuse_if_taken(target: Path) -> None:
-    """Raise InputError when ``target`` is a file, a folder that is not empty, or where nothing can be written.
+def check_not_taken(target: Path) -> None:
+    """Check that ``target`` can be created; :func:`complete_folder` does so as well, but only after the long work.
 
-    For callers that would otherwise learn it after long work; ``complete_folder`` checks by itself.
+    Raises:
+        InputError: ``target`` is a file or a folder that is not empty, or its parent cannot be written to.
     """
-    refuse_dead_link(target)
+    check_no_dead_link(target)
     parent = next(parent for parent in Path(os.path.abspath(target)).parents if parent.exists())
     if not parent.is_dir():
         raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
@@ -103,21 +106,29 @@ def refuse_if_taken(target: Path) -> None:
         raise InputError(f"{target} already exists and is a file; choose another name for the folder")
 
 
-def refuse_inside(target: Path, complete: Path) -> None:
-    """Raise InputError where ``target`` is or lies in a folder that is complete: a token dataset, a checkpoint."""
+def check_not_inside(target: Path, complete: Path) -> None:
+    """Check that ``target`` is not in (or equal to) a complete folder: a token dataset or a checkpoint.
+
+    Raises:
+        InputError: it is.
+    """
     if target.resolve().is_relative_to(complete.resolve()):
         raise InputError(f"cannot write to {target}: {complete} is complete and stays as it is; choose another folder")
 
 
-def refuse_dead_link(target: Path) -> None:
-    """Raise InputError where ``target``, or a folder above it, is a link to nothing: nothing can be made there."""
+def check_no_dead_link(target: Path) -> None:
+    """Check that neither ``target`` nor a folder above it is a dead link, where no folder can be created.
+
+    Raises:
+        InputError: one of them is.
+    """
     for path in (target, *target.parents):
         if path.is_symlink() and not path.exists():
             raise InputError(f"cannot write to {target}: {path} is a link to {os.readlink(path)}, which is not there")
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the temporary folders of ``target`` whose process, on this machine, no longer runs (it was killed)."""
+    """Remove the temporary folders of ``target`` whose process on this machine was killed."""
     prefix = f".{target.name}{_MARK}{socket.gethostname()}-"
     for entry in target.parent.iterdir():
         process = entry.name[len(prefix) :]
@@ -126,20 +137,13 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Return whether another process than this one has the id ``process``."""
+    """Whether ``process`` is the id of a running process other than this one."""
     if process == os.getpid():
         return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it runs, and belongs to somebody else
+    except PermissionError:  # it runs and belongs to another user
         return True
     return True
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            sync(Path(root, name))
-        sync(Path(root))

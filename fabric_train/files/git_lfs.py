@@ -1,12 +1,16 @@
-"""Git LFS pointers: small texts that lie where ``git clone`` has left a file of a repository unfetched."""
+"""Git LFS pointers: small text files that ``git clone`` leaves in place of large files."""
 
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError
 
 
-def refuse_pointer(file: Path) -> None:
-    """Raise InputError where ``file`` is a pointer and not the file itself."""
+def check_not_pointer(file: Path) -> None:
+    """Check that ``file`` is not a Git LFS pointer.
+
+    Raises:
+        InputError: it is.
+    """
     with file.open("rb") as opened:
         if opened.read(64).startswith(b"version https://git-lfs"):
             raise InputError(

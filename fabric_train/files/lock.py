@@ -1,4 +1,4 @@
-"""A lock file that says whose a folder is, and that any kind of death releases."""
+"""Lock a folder for one process: the lock file names its holder and is released whenever that process ends."""
 
 import fcntl
 import os
@@ -12,16 +12,21 @@ from fabric_train.cli.errors import InputError
 
 
 @contextmanager
-def hold_lock(path: Path, taken: str, mend: str) -> Iterator[None]:
-    """Hold the lock file ``path`` while the block runs. Folders above it are made and, if still empty, removed again.
+def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
+    """Hold the lock file ``path`` while the block runs. Missing parent folders are created, and removed if still empty.
+
+    Args:
+        path: the lock file; it exists only while a process holds it.
+        taken: what is wrong when another process holds it; begins the error message.
+        fix: how to fix that; ends the error message, after the holder's process id and host.
 
     Raises:
-        InputError: another process holds it; says ``taken``, which process, and ``mend``.
-        OSError: the file cannot be made.
+        InputError: another process holds the lock.
+        OSError: the file cannot be created.
     """
     new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _open_and_lock(path, taken, mend)
+    lock = _open_and_lock(path, taken, fix)
     with lock:
         try:
             lock.truncate(0)
@@ -30,28 +35,28 @@ def hold_lock(path: Path, taken: str, mend: str) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # forked workers have it open too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: forked workers have the file open too
             for parent in new_parents:
-                with suppress(OSError):  # something else lies in it by now
+                with suppress(OSError):  # it is not empty any more
                     parent.rmdir()
 
 
-def refuse_if_held(path: Path, taken: str, mend: str) -> None:
-    """Refuse where another process holds the lock, as :func:`hold_lock` would, and leave nothing behind.
+def check_not_held(path: Path, taken: str, fix: str) -> None:
+    """Check that no other process holds the lock; creates no file. For the arguments, see :func:`hold_lock`.
 
     Raises:
-        InputError: see :func:`hold_lock`.
+        InputError: another process holds it.
     """
     if path.is_file():
         with suppress(FileNotFoundError), path.open() as lock:
-            _lock(lock, taken, mend)
+            _lock(lock, taken, fix)
 
 
-def _open_and_lock(path: Path, taken: str, mend: str) -> TextIO:
+def _open_and_lock(path: Path, taken: str, fix: str) -> TextIO:
     while True:
         lock = path.open("a+")
         try:
-            _lock(lock, taken, mend)
+            _lock(lock, taken, fix)
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:
                 return lock
         except FileNotFoundError:  # the holder has just ended and removed it
@@ -62,10 +67,10 @@ def _open_and_lock(path: Path, taken: str, mend: str) -> TextIO:
         lock.close()
 
 
-def _lock(lock: TextIO, taken: str, mend: str) -> None:
+def _lock(lock: TextIO, taken: str, fix: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
         holder = lock.readline().strip() or "a process that is just starting"
-        raise InputError(f"{taken} ({holder}); {mend}") from None
+        raise InputError(f"{taken} ({holder}); {fix}") from None

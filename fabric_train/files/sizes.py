@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Parse and format numbers of bytes."""
 
 import re
 
@@ -6,7 +6,7 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes of 80GB (1e9 each), 80GiB or 25GB/s; None where it is none of these."""
+    """Return the number of bytes of 80GB (1e9 each), 80GiB (2**30 each) or 25GB/s; None if ``text`` is no size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
     if not found or float(found[1]) == 0:
         return None
@@ -14,5 +14,5 @@ def parse_size(text: str) -> int | None:
 
 
 def show_size(num_bytes: float) -> str:
-    """Write bytes as GB, or MB where they are few."""
+    """Return bytes as GB, or as MB below one GB."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,1 +1,1 @@
-"""A trained model in use: text from a prompt. ``generate.py`` drives it."""
+"""Text generation; ``generate.py`` at the top runs it."""

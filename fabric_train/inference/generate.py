@@ -1,4 +1,4 @@
-"""A prompt through a checkpoint, an exported folder or a hub model: text, token by token as it comes."""
+"""Generate text from a prompt with a checkpoint, an exported folder or a hub model."""
 
 import time
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from fabric_train.model.weight_files import open_weights
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What came of a prompt: its ids and the new ones, the text of both, and the seconds the new ones took."""
+class GeneratedText:
+    """The ids of the prompt, the new ids, the text of both, and the seconds that the new ids took."""
 
     prompt_ids: list[int]
     new_ids: list[int]
@@ -27,10 +27,10 @@ class Generated:
 def load_for_generation(name: str) -> tuple[Any, Any]:
     """Load model and tokenizer from a checkpoint, a run folder (its newest one), a Hugging Face folder or the hub.
 
-    The weights are bfloat16 on a GPU; on the CPU they keep the type they are stored in.
+    The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
 
     Raises:
-        InputError: there is no such model, or its weights or its tokenizer are missing or damaged.
+        InputError: the model does not exist, or its weights or its tokenizer are missing or damaged.
     """
     quiet_transformers()
     folder = Path(name)
@@ -41,12 +41,12 @@ def load_for_generation(name: str) -> tuple[Any, Any]:
         dtype = torch.bfloat16 if device == "cuda" else weights.dtype(next(iter(weights)))
         tensors = {name: weights.read(name).to(dtype) for name in weights}
         model: Any = build_model(read_shape(str(checkpoint)), tensors, dtype)
-        place = str(checkpoint / "tokenizer")
+        tokenizer_source = str(checkpoint / "tokenizer")
     else:
         shape = read_shape(name)
         stored: Any = shape.config.dtype or torch.float32
-        model, place = load_model(shape, torch.bfloat16 if device == "cuda" else stored), name
-    return model.to(device).eval(), _tokenizer(place)
+        model, tokenizer_source = load_model(shape, torch.bfloat16 if device == "cuda" else stored), name
+    return model.to(device).eval(), _load_tokenizer(tokenizer_source)
 
 
 def generate(
@@ -59,26 +59,26 @@ def generate(
     top_p: float,
     seed: int,
     stream: bool = False,
-) -> Generated:
+) -> GeneratedText:
     """Continue ``prompt`` by at most ``num_tokens`` tokens, or until the model ends the text.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's; BOS is put before the prompt once, whatever the tokenizer does by itself.
+        model: a causal language model in evaluation mode.
+        tokenizer: the model's tokenizer; BOS comes before the prompt once, whether or not the tokenizer adds it.
         prompt: text, not empty.
-        num_tokens: new tokens at most.
-        temperature: 0 takes the likeliest token each time, above 0 samples.
-        top_p: sample among the likeliest tokens that together have this probability.
-        seed: of the sampling; the same seed gives the same text on the same device.
-        stream: print prompt and text as they come.
+        num_tokens: largest number of new tokens.
+        temperature: 0 takes the most likely token each time; above 0 samples.
+        top_p: sample from the most likely tokens that together have this probability.
+        seed: seed of the sampling; the same seed gives the same text on the same device.
+        stream: print prompt and text as they are generated.
 
     Raises:
         InputError: prompt and ``num_tokens`` exceed the model's positions, or an id of the prompt its vocabulary.
     """
     prompt_ids = encode_prompt(tokenizer, prompt)
-    _refuse_what_does_not_fit(model, prompt_ids, num_tokens)
+    _check_prompt(model, prompt_ids, num_tokens)
     torch.manual_seed(seed)
-    # not the model's own configuration: it may sample, cut at top_k or penalise repetition, which nobody asked for
+    # the model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
     ends = _end_ids(model, tokenizer)
     model.generation_config = GenerationConfig(
@@ -91,46 +91,46 @@ def generate(
         output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer)
     seconds = time.perf_counter() - start
     ids = output[0].tolist()
-    return Generated(prompt_ids, ids[len(prompt_ids) :], tokenizer.decode(ids, skip_special_tokens=True), seconds)
+    return GeneratedText(prompt_ids, ids[len(prompt_ids) :], tokenizer.decode(ids, skip_special_tokens=True), seconds)
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the prompt's ids with BOS before them exactly once, as at the start of a document in training."""
+    """Return the prompt's ids after exactly one BOS, as at the start of a document in training."""
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether this is a Hugging Face model folder and not a checkpoint, which has trainer.json besides."""
+    """Whether this is a Hugging Face model folder and not a checkpoint, which also has trainer.json."""
     return (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
 
 
-def _tokenizer(place: str) -> Any:
+def _load_tokenizer(source: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         reason = first_line(error).rstrip(".")
         raise InputError(
-            f"--model_name: no tokenizer can be loaded from {place}: {reason}; fetch it again, or give another"
+            f"--model_name: no tokenizer can be loaded from {source}: {reason}; fetch it again, or give another"
         ) from error
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a text: the model's own and the tokenizer's EOS."""
+    """Return the ids that end a text: those of the model's generation_config and the tokenizer's EOS."""
     own = model.generation_config.eos_token_id if model.generation_config else None
     ids = own if isinstance(own, list) else [own]
     return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id) if id_ is not None})
 
 
-def _refuse_what_does_not_fit(model: Any, prompt_ids: list[int], num_tokens: int) -> None:
+def _check_prompt(model: Any, prompt_ids: list[int], num_tokens: int) -> None:
     if not prompt_ids:
-        raise InputError("--prompt has no token in it: give some text")
+        raise InputError("--prompt has no tokens: give some text")
     vocab_size = model.get_input_embeddings().weight.shape[0]
     if max(prompt_ids) >= vocab_size:
         raise InputError(
-            f"the tokenizer gives id {max(prompt_ids)}, the model's vocabulary ends at {vocab_size - 1}: "
-            "they do not belong together"
+            f"the prompt has token id {max(prompt_ids)}, but the model's vocabulary ends at {vocab_size - 1}: "
+            "use the model's own tokenizer"
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and len(prompt_ids) + num_tokens > positions:

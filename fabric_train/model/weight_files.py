@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.files.git_lfs import refuse_pointer
-from fabric_train.files.safe_paths import plain_name
+from fabric_train.files.git_lfs import check_not_pointer
+from fabric_train.files.safe_paths import check_file_name
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Where a header says in which place of the full tensor each piece begins."""
@@ -174,7 +174,7 @@ def shard_names(index: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"{index}: not an index of weights ({reason}); fetch the folder again") from error
-    return sorted(plain_name(name, index) for name in names)
+    return sorted(check_file_name(name, index) for name in names)
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -191,7 +191,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 def _opened(path: Path, mend: str) -> Any:
     try:
-        refuse_pointer(path)
+        check_not_pointer(path)
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise InputError(f"{path}: the file is missing; {mend}") from None

@@ -19,7 +19,7 @@ from fabric_train.distributed.compile import refuse_without_compiler
 from fabric_train.distributed.float8 import refuse_unusable_float8
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.distributed.tensor_parallel import refuse_uncuttable
-from fabric_train.files.atomic_folder import refuse_dead_link, refuse_inside
+from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
 from fabric_train.model.attention import refuse_unusable
 from fabric_train.model.hf_model import ModelShape, read_shape, refuse_unreadable
 from fabric_train.model.init_weights import new_shape
@@ -101,10 +101,10 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
 
 def _check_output_dir(folder: Path, *inputs: str | None) -> None:
     """Check that the output folder can be written to and is not inside an input."""
-    refuse_dead_link(folder)
+    check_no_dead_link(folder)
     for given in inputs:
         if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
-            refuse_inside(folder, Path(given))
+            check_not_inside(folder, Path(given))
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"

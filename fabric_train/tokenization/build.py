@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.redaction import redacted
-from fabric_train.files.atomic_folder import complete_folder, refuse_if_taken
+from fabric_train.cli.redaction import redact
+from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, SourceFormat
 from fabric_train.tokenization.encoding import Caps, Encoded, available_cores, encode_sources, find_formats
 from fabric_train.tokenization.manifest import (
@@ -66,7 +66,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
         InputError: sources, tokenizer or output folder cannot be used, or there is less text than one row.
     """
     target = Path(arguments.output_dir).expanduser()
-    refuse_if_taken(target)
+    check_not_taken(target)
     tokenizer = load_tokenizer(arguments.tokenizer_name)
     num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
@@ -278,7 +278,7 @@ def _source_records(
 def _settings(arguments: "TokenizeArguments") -> Settings:
     values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     if arguments.validation_dataset:  # an address may hold a password
-        values["validation_dataset"] = [redacted(name) for name in arguments.validation_dataset]
+        values["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]
     return Settings(**values)
 
 

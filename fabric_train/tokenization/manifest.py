@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.json_types import check_types
-from fabric_train.files.safe_paths import plain_name
+from fabric_train.files.safe_paths import check_file_name
+from fabric_train.files.typed_json import parse_json
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -208,10 +206,11 @@ def load_manifest(folder: Path) -> Manifest | None:
             raise InputError(
                 f"{file} is of format {content['format']}, this version reads {FORMAT}; make the token dataset anew"
             )
-        manifest = _parse(content)
-        check_types(manifest, Manifest, "manifest")
+        totals = {field.name: content["ledger"].pop(field.name) for field in fields(Ledger) if field.name != "splits"}
+        content["ledger"] = {"splits": content["ledger"], **totals}
+        manifest = parse_json(json.dumps(content), Manifest)
         for name in manifest.tokenizer.sha256:
-            plain_name(name, file)
+            check_file_name(name, file)
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -232,26 +231,3 @@ def changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
                 "put it back as it was, or tokenize again"
             )
     return faults
-
-
-def _parse(content: Mapping[str, Any]) -> Manifest:
-    totals = {field.name for field in fields(Ledger)} - {"splits"}
-    ledger = content["ledger"]
-    return Manifest(
-        ledger=Ledger(
-            splits={name: SplitLedger(**split) for name, split in ledger.items() if name not in totals},
-            **{name: ledger[name] for name in totals},
-        ),
-        sources=tuple(_parse_source(source) for source in content["sources"]),
-        tokenizer=TokenizerRecord(**content["tokenizer"]),
-        settings=Settings(**content["settings"]),
-        versions=dict(content["versions"]),
-        parts=tuple(
-            MergedPart(**{**part, "settings": Settings(**part["settings"])}) for part in content.get("parts", ())
-        ),
-    )
-
-
-def _parse_source(source: Mapping[str, Any]) -> SourceRecord:
-    files = tuple(SourceFile(**file) for file in source["files"])
-    return SourceRecord(**{**source, "files": files, "splits": tuple(source["splits"])})

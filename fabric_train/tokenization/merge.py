@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from arguments import MergeArguments, parse
 from fabric_train.cli.errors import InputError, run_program
-from fabric_train.files.atomic_folder import complete_folder, refuse_if_taken, refuse_inside
+from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.tokenization.manifest import (
     FILE_NAME,
@@ -83,9 +83,9 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     Raises:
         InputError: one line for each dataset that cannot be read or differs from the first in what must be the same.
     """
-    refuse_if_taken(target)
+    check_not_taken(target)
     for folder in folders:
-        refuse_inside(target, folder)
+        check_not_inside(target, folder)
     merged = _open(folders)
     first = merged[0]
     faults = [fault for other in merged[1:] for fault in _differences(first, other)]

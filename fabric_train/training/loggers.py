@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.atomic_folder import write_at_once
+from fabric_train.files.atomic_folder import write_atomically
 from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
 
 
@@ -195,7 +195,7 @@ def _wandb_run_id(folder: Path) -> str:
     """Return the id of the run folder's W&B run; create it on first use."""
     file = folder / "wandb_run_id"
     if not file.is_file():
-        write_at_once(file, uuid.uuid4().hex[:8])
+        write_atomically(file, uuid.uuid4().hex[:8])
     return file.read_text(encoding="utf-8").strip()
 
 

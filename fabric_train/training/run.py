@@ -18,7 +18,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed.heartbeat import Progress
 from fabric_train.distributed.host_memory import keep_freed_memory
 from fabric_train.distributed.signals import STOPPED, describe, stop_signals
-from fabric_train.files.atomic_folder import write_at_once
+from fabric_train.files.atomic_folder import write_atomically
 from fabric_train.model.attention import refuse_leaking
 from fabric_train.training import summary
 from fabric_train.training.build_run import (
@@ -70,7 +70,7 @@ def execute(fabric: Fabric, run: PreparedRun, progress: Progress, console: Conso
 def _write_run_folder(run: PreparedRun) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if not run.arguments.evaluation.only_reads:
-        write_at_once(run.folder / "config.yaml", to_yaml(run.arguments))
+        write_atomically(run.folder / "config.yaml", to_yaml(run.arguments))
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)
 

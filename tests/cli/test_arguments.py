@@ -1,4 +1,4 @@
-"""The command line, a --config file and the launcher become typed arguments, or every fault of theirs at once."""
+"""The command line, a --config file and the launcher become typed arguments, or all faults are reported at once."""
 
 import dataclasses
 import os
@@ -44,7 +44,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fabric_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``fabric run fabric_train`` without an option sets."""
+    """The variables that ``fabric run fabric_train`` sets without options."""
     for name, value in {"LT_CLI_USED": "1", "LT_DEVICES": "1", "LT_NUM_NODES": "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -125,7 +125,7 @@ def test_a_flag_alone_is_true() -> None:
     }
 
 
-def test_a_flag_alone_is_no_value_for_anything_but_a_switch() -> None:
+def test_only_a_switch_needs_no_value() -> None:
     assert faults("--project", "--lr", "--loggers", "--micro_batch_size") == [
         "--project: expected text, got nothing",
         "--lr: expected a number above 0, got nothing",
@@ -134,7 +134,7 @@ def test_a_flag_alone_is_no_value_for_anything_but_a_switch() -> None:
     ]
 
 
-def test_numbers_are_numbers_of_their_kind() -> None:
+def test_numbers_have_the_type_of_their_argument() -> None:
     values = train("--lr", "1e-4", "--weight_decay", "0", "--grad_clip=2", "--micro_batch_size", "8", "--devices", "2")
     assert values["lr"] == 1e-4
     for name, kind in (("lr", float), ("weight_decay", float), ("grad_clip", float), ("micro_batch_size", int)):
@@ -143,7 +143,7 @@ def test_numbers_are_numbers_of_their_kind() -> None:
     assert values["devices"] == 2
 
 
-def test_text_stays_text_whatever_it_looks_like() -> None:
+def test_text_that_looks_like_yaml_stays_text() -> None:
     for text in ("123", "true", "null", "[a]", "a: b", "1e-3", "é", "a=b", "-", "# no comment"):
         assert train("--project", text)["project"] == text
         assert train(f"--project={text}")["project"] == text
@@ -170,7 +170,7 @@ def test_text_stays_text_whatever_it_looks_like() -> None:
         ("loggers", "paper", "a list, each one of csv, tensorboard, wandb"),
     ],
 )
-def test_a_wrong_value_is_refused_saying_what_is_expected(name: str, value: str, expected: str) -> None:
+def test_a_wrong_value_is_refused_with_what_is_expected(name: str, value: str, expected: str) -> None:
     assert faults(f"--{name}", value) == [f"--{name}: expected {expected}, got {value!r}"]
 
 
@@ -180,7 +180,7 @@ def test_two_values_for_one_argument_are_refused() -> None:
     assert faults("--min-lr", "0", "--min_lr", "0") == ["--min_lr is given twice"]
 
 
-def test_what_belongs_to_no_argument_is_refused() -> None:
+def test_a_word_without_an_argument_is_refused() -> None:
     for stray in ("stray", "--", "--=3"):
         refused = faults(stray, required=[])
         assert refused[0] == f"{stray!r} belongs to no argument: write --argument value"
@@ -210,7 +210,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path: Path) -> None:
     assert values["train_data_dir"] == "tokens"
 
 
-def test_required_arguments_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_required_arguments_may_be_in_the_file(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", "train_data_dir: there\noutput_dir: here\n")
     assert parse(TrainArguments, ["--config", config]).data.train_data_dir == "there"
     assert parse(TrainArguments, [f"--config={config}"]).save.output_dir == "here"
@@ -220,7 +220,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert train("--config", write(tmp_path / "empty.yaml", "# nothing yet\n")) == train()
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_a_misspelt_name_gets_the_nearest_one(tmp_path: Path) -> None:
     assert faults("--micro-batch-sise", "1") == [
         "--micro_batch_sise: no such argument; did you mean --micro_batch_size?"
     ]
@@ -234,7 +234,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
     ]
 
 
-def test_all_faults_of_the_line_and_the_file_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", "lr: fast\nbeta_1: 0.9\nwarmup_steps: 9\n")
     line = [
         "--config",
@@ -259,7 +259,7 @@ def test_all_faults_of_the_line_and_the_file_are_told_at_once(tmp_path: Path) ->
     ]
 
 
-def test_no_fault_is_invented_from_the_default_of_a_wrong_value() -> None:
+def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
     assert faults("--lr", "1e-3x", "--min_lr", "1e-3") == ["--lr: expected a number above 0, got '1e-3x'"]
 
 
@@ -280,18 +280,18 @@ def test_no_fault_is_invented_from_the_default_of_a_wrong_value() -> None:
         ("min-lr: 0\nmin_lr: 0", "min_lr is given twice"),
     ],
 )
-def test_a_wrong_line_of_a_file_is_refused_by_file_and_name(tmp_path: Path, line: str, fault: str) -> None:
+def test_a_wrong_line_of_a_file_is_refused_with_file_and_name(tmp_path: Path, line: str, fault: str) -> None:
     config = write(tmp_path / "run.yaml", line)
     assert faults("--config", config) == [f"{config}: {fault}"]
 
 
-def test_null_is_a_value_where_nothing_is_one(tmp_path: Path) -> None:
+def test_null_is_accepted_for_an_optional_argument(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", "max_step: null\nentity: ~\n")
     assert train("--config", config) == train()
     assert train("--max_step", "null") == train()
 
 
-def test_a_config_that_is_no_yaml_file_of_arguments_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_is_not_yaml_of_arguments_is_refused(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.yaml")
     assert faults("--config", missing) == [f"--config {missing}: No such file or directory"]
     assert faults("--config", str(tmp_path)) == [f"--config {tmp_path}: Is a directory"]
@@ -338,7 +338,7 @@ FLOATS = st.floats(0, 1, allow_subnormal=False)
         project=WORDS,
     ),
 )
-def test_a_saved_configuration_given_back_is_the_same(tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> None:
+def test_a_saved_configuration_can_be_read_again(tmp_path_factory: pytest.TempPathFactory, **groups: Any) -> None:
     rest = {name: group() for name, group in GROUPS.items() if name not in groups}
     arguments = TrainArguments(**groups, **rest)
     config = write(tmp_path_factory.getbasetemp() / "config.yaml", to_yaml(arguments))
@@ -354,7 +354,7 @@ def test_a_saved_configuration_is_ordered_by_group() -> None:
 
 
 @pytest.mark.parametrize("program", [TrainArguments, TokenizeArguments, ConvertArguments, GenerateArguments])
-def test_help_tells_of_every_argument_in_its_group(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_argument_in_its_group(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse(program, ["--lr", "nonsense", "--help"])
     assert end.value.code == 0
@@ -375,7 +375,7 @@ def test_help_tells_of_every_argument_in_its_group(program: Any, capsys: pytest.
 
 
 @pytest.mark.usefixtures("fabric_run")
-def test_options_that_fabric_run_took_off_the_line_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_fabric_run_takes_from_the_line_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "DEVICES": "2",
         "NUM_NODES": "3",
@@ -398,7 +398,7 @@ def test_options_of_fabric_run_override_the_config_file(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("fabric_run")
-def test_a_default_of_fabric_run_does_not_silently_override_the_config_file(tmp_path: Path) -> None:
+def test_a_default_of_fabric_run_never_overrides_the_config_file(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", "devices: 4\nnum_nodes: 2\n")
     assert faults("--config", config) == [
         f"{config}: devices 4 contradicts fabric run --devices 1 (its default): "
@@ -413,7 +413,7 @@ def test_a_default_of_fabric_run_does_not_silently_override_the_config_file(tmp_
 
 
 @pytest.mark.usefixtures("fabric_run")
-def test_an_option_of_fabric_run_that_contradicts_the_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_fabric_run_that_contradicts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_STRATEGY", "ddp")
     assert faults("--parallelism", "fsdp2") == [
         "--parallelism fsdp2 contradicts fabric run --strategy ddp: leave one of them out"
@@ -422,7 +422,7 @@ def test_an_option_of_fabric_run_that_contradicts_the_line_is_named(monkeypatch:
 
 
 @pytest.mark.usefixtures("fabric_run")
-def test_options_of_fabric_run_that_we_do_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_options_of_fabric_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_PRECISION", "64-true")
     monkeypatch.setenv("LT_ACCELERATOR", "tpu")
     assert faults() == [
@@ -451,7 +451,7 @@ def test_processes_that_torchrun_started_are_the_devices(monkeypatch: pytest.Mon
     assert faults("--devices", "4") == ["--devices 4 contradicts torchrun --nproc-per-node 2: leave one of them out"]
 
 
-def test_the_launcher_is_asked_by_the_training_program_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_DEVICES", "2")
     assert parse(GenerateArguments, ["--model_name", "m", "--prompt", "p"]).prompt == "p"
 
@@ -481,7 +481,7 @@ def test_the_launcher_is_asked_by_the_training_program_alone(monkeypatch: pytest
         ),
         (
             "--weights_only true --checkpoint c --resume true",
-            "--weights_only true starts anew and --resume true goes on: give one of them",
+            "--weights_only true starts a new run and --resume true continues one: give one of them",
         ),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
         ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),
@@ -490,7 +490,7 @@ def test_the_launcher_is_asked_by_the_training_program_alone(monkeypatch: pytest
         ("--log_model all", "--log_model all needs --loggers wandb"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(line: str, fault: str) -> None:
+def test_impossible_training_arguments_are_refused(line: str, fault: str) -> None:
     assert faults(*line.split()) == [fault]
 
 
@@ -507,7 +507,7 @@ def test_what_cannot_be_trained_is_refused(line: str, fault: str) -> None:
         "--log_model last --loggers csv wandb",
     ],
 )
-def test_what_can_be_trained_is_not_refused(line: str) -> None:
+def test_possible_training_arguments_are_accepted(line: str) -> None:
     train(*line.split())
 
 
@@ -523,7 +523,7 @@ def test_what_can_be_trained_is_not_refused(line: str) -> None:
         (GenerateArguments, "--top_p 0", "--top_p 0 leaves no token to choose from"),
     ],
 )
-def test_what_the_other_programs_cannot_do_is_refused(program: Any, line: str, fault: str) -> None:
+def test_impossible_arguments_of_other_programs_are_refused(program: Any, line: str, fault: str) -> None:
     needed = {
         TokenizeArguments: ["--dataset=d", "--tokenizer_name=t", "--output_dir=o"],
         ConvertArguments: ["--checkpoint=c", "--output_dir=o"],

@@ -1,30 +1,42 @@
-"""Claims about convert_to_hf.py: what it writes is the checkpoint and plain transformers reads it, or nothing stays."""
+"""convert_to_hf.py writes an export that plain transformers loads as the checkpoint, or nothing."""
 
 import json
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import convert_to_hf
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import FAILURE, InputError
+from fabric_train.export import convert, verification
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import write_model_card
 from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
-from fabric_train.files.atomic_folder import complete_folder
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
+from tests.support.exports import verify_in_this_process
+from tests.support.forked_runs import ForkedRuns
 
 SHARD_SIZE = "100KB"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_fresh_process() -> Iterator[None]:
+    with verify_in_this_process():
+        yield
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir)
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Path:
+    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,7 @@ def weights(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory, run: Path) -> dict[str, Path]:
-    """Both checkpoints through one call of the program, verified, in shards of bfloat16."""
+    """Both checkpoints converted by one call of the program, in shards of bfloat16."""
     folder = tmp_path_factory.mktemp("exports") / "out"
     checkpoints = sorted(map(str, (run / "checkpoints").iterdir()))
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +58,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, run: Path) -> dict[str, Pa
 
 @pytest.fixture
 def unverified(tmp_path: Path, run: Path) -> tuple[Path, Path]:
-    """An export in one file, not verified, and the checkpoint it was made from."""
+    """An unverified export in one file, and its checkpoint."""
     checkpoint = run / "checkpoints" / "step-00000001"
     folder = tmp_path / "export"
     folder.mkdir()
@@ -55,7 +67,7 @@ def unverified(tmp_path: Path, run: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_plain_transformers_loads_the_export_with_the_checkpoints_weights(
+def test_plain_transformers_loads_the_checkpoints_weights(
     exports: dict[str, Path], weights: dict[str, torch.Tensor], kind: str
 ) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(exports[kind], dtype="auto", output_loading_info=True)
@@ -79,31 +91,47 @@ def test_files_are_no_larger_than_max_shard_size_and_have_an_index(exports: dict
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_config_says_the_exported_type_and_architecture(exports: dict[str, Path]) -> None:
+def test_config_has_the_exported_type_and_architecture(exports: dict[str, Path]) -> None:
     config = json.loads((exports["full"] / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (exports["full"] / "generation_config.json").is_file()
 
 
-def test_tokenizer_and_chat_template_come_along(exports: dict[str, Path]) -> None:
+def test_tokenizer_and_chat_template_are_copied(exports: dict[str, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exports["full"])
     assert tokenizer.chat_template == CHAT_TEMPLATE
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi\n"
 
 
-def test_report_of_the_fresh_process_lies_in_the_folder(
-    exports: dict[str, Path], weights: dict[str, torch.Tensor]
+def test_a_fresh_process_leaves_its_report_in_the_folder(
+    exports: dict[str, Path], run: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = json.loads((exports["sharded"] / "verification.json").read_text())
-    assert report["tensors"]["compared"] == len(weights)
-    assert report["tensors"]["max_difference"] == 0
-    assert report["logits"]["max_difference"] == pytest.approx(0, abs=1e-4)
-    assert report["tokenizer"] == "equal"
-    assert report["faults"] == []
+    monkeypatch.setattr(verification, "subprocess", subprocess)
+    folder, checkpoint = exports["sharded"], run / "checkpoints" / "step-00000002"
+    written_by_the_program = json.loads((folder / "verification.json").read_text())
+    (folder / "verification.json").unlink()
+    report = verify_in_fresh_process(folder, checkpoint, torch.bfloat16)
+    assert json.loads((folder / "verification.json").read_text()) == asdict(report)
+    assert report.tensors.compared == len(weights)
+    assert report.tensors.max_difference == 0
+    assert report.logits.max_difference == pytest.approx(0, abs=1e-4)
+    assert report.tokenizer == "equal"
+    assert report.faults == []
+    assert written_by_the_program["faults"] == []
 
 
-def test_model_card_tells_the_training_and_nothing_of_the_machine(exports: dict[str, Path], run: Path) -> None:
+def test_a_verification_that_dies_is_reported(
+    exports: dict[str, Path], run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, -9))
+    monkeypatch.setattr(verification, "subprocess", killed)
+    with pytest.raises(VerificationError, match=r"could not be verified: .* ended with signal 9"):
+        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.bfloat16, "5GB")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_card_describes_the_training_and_not_the_machine(exports: dict[str, Path], run: Path) -> None:
     card = (exports["full"] / "README.md").read_text()
     for fact in ("`tiny-llama`", "| optimizer steps | 1 |", "| `lr` | 0.001 |", "| validation perplexity | 33.12 |"):
         assert fact in card
@@ -114,7 +142,7 @@ def test_model_card_tells_the_training_and_nothing_of_the_machine(exports: dict[
         )
 
 
-def test_model_card_counts_the_training_data_of_the_manifest(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
+def test_model_card_counts_the_training_data(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
     checkpoint = shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
     shutil.copyfile(tiny_tokens_dir / "manifest.json", checkpoint / "manifest.json")
     write_model_card(checkpoint, tmp_path, "tiny")
@@ -176,10 +204,10 @@ def _change_the_tokenizer(folder: Path) -> None:
         (_store_in_another_type, "tensors different in shape, type or value"),
         (_change_the_rotary_base, "logits differ by"),
         (_untie, "ties other weights"),
-        (_change_the_tokenizer, "the tokenizer gives other tokens"),
+        (_change_the_tokenizer, "the tokenizer differs from the checkpoint's"),
     ],
 )
-def test_comparison_sees_every_kind_of_damage(
+def test_the_comparison_finds_every_kind_of_damage(
     unverified: tuple[Path, Path], damage: Callable[[Path], None], fault: str
 ) -> None:
     folder, checkpoint = unverified
@@ -187,67 +215,80 @@ def test_comparison_sees_every_kind_of_damage(
     assert any(fault in found for found in compare(folder, checkpoint, torch.float32).faults)
 
 
-def test_an_undamaged_export_has_no_fault(unverified: tuple[Path, Path]) -> None:
+def test_an_undamaged_export_has_no_faults(unverified: tuple[Path, Path]) -> None:
     assert compare(*unverified, torch.float32).faults == []
 
 
-def test_an_export_with_one_flipped_value_never_gets_its_name(tmp_path: Path, run: Path) -> None:
-    checkpoint, target = run / "checkpoints" / "step-00000001", tmp_path / "out"
-    with pytest.raises(VerificationError, match=r"model\.norm\.weight"), complete_folder(target) as folder:  # noqa: PT012
-        write_export(checkpoint, folder, "tiny", torch.float32, "5GB")
+def test_an_export_with_one_wrong_value_never_gets_its_name(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_wrong_export(checkpoint: Path, folder: Path, *settings: Any) -> None:
+        write_export(checkpoint, folder, *settings)
         _flip_a_value(folder)
-        verify_in_fresh_process(folder, checkpoint, torch.float32)
+
+    monkeypatch.setattr(convert, "write_export", write_wrong_export)
+    with pytest.raises(VerificationError, match=r"model\.norm\.weight"):
+        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.float32, "5GB")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_weights_too_large_for_the_type_fail_the_program_and_leave_nothing(
-    tmp_path: Path, tiny_model_dir: Path, weights: dict[str, torch.Tensor], run_program: Callable
-) -> None:
-    large = {**weights, "model.embed_tokens.weight": weights["model.embed_tokens.weight"] * 1e7}
-    checkpoint = write_full(tmp_path / "step-00000001", tiny_model_dir, large, step=1)
-    target = tmp_path / "out"
-    finished = run_program("convert_to_hf.py", "--checkpoint", checkpoint, "--output_dir", target, "--dtype", "float16")
-    assert finished.returncode == 1
-    assert "logits in float16 are not finite" in finished.stderr
-    assert "Traceback" not in finished.stderr
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cwd", "step-00000001"]
+def _failure(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *argv: object) -> str:
+    """Return what the program prints before it ends with exit code 1."""
+    monkeypatch.setattr("sys.argv", ["convert_to_hf.py", *map(str, argv)])
+    with pytest.raises(SystemExit) as end:
+        convert_to_hf.main()
+    assert end.value.code == FAILURE
+    printed = capfd.readouterr()
+    return printed.out + printed.err
 
 
 def _refusal(monkeypatch: pytest.MonkeyPatch, *argv: object) -> str:
+    """Return the fault that the program finds in its arguments."""
     monkeypatch.setattr("sys.argv", ["convert_to_hf.py", *map(str, argv)])
     with pytest.raises(InputError) as refused:
         convert_to_hf.main()
     return str(refused.value)
 
 
-def test_push_without_a_token_is_refused_before_any_work(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, run_program: Callable
+def test_weights_too_large_for_the_type_fail_and_leave_nothing(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    large = {**weights, "model.embed_tokens.weight": weights["model.embed_tokens.weight"] * 1e7}
+    checkpoint = write_full(tmp_path / "step-00000001", tiny_model_dir, large, step=1)
+    argv = ["--checkpoint", checkpoint, "--output_dir", tmp_path / "out", "--dtype", "float16"]
+    assert "logits in float16 are not finite" in _failure(monkeypatch, capfd, *argv)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_push_without_a_token_is_refused_before_any_work(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     target = tmp_path / "out"
     argv = ["--checkpoint", run, "--output_dir", target, "--push_to_hub", "someone/model"]
-    finished = run_program("convert_to_hf.py", *argv)
-    assert finished.returncode == 2
-    assert "hf auth login" in finished.stderr
-    assert "HF_TOKEN" in finished.stderr
+    refusal = _refusal(monkeypatch, *argv)
+    assert "hf auth login" in refusal
+    assert "HF_TOKEN" in refusal
     assert not target.exists()
 
 
-@pytest.mark.slow
-def test_failed_push_keeps_the_verified_folder_and_never_shows_the_token(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, run_program: Callable
+def test_a_failed_push_keeps_the_export_and_never_prints_the_token(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_notatokenatall")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     target = tmp_path / "out"
     argv = ["--checkpoint", run, "--output_dir", target, "--dtype", "float32", "--push_to_hub", "someone/model"]
-    finished = run_program("convert_to_hf.py", *argv)
-    assert finished.returncode == 1
-    assert "is complete, but pushing it to someone/model failed" in finished.stderr
-    assert "hf_notatokenatall" not in finished.stdout + finished.stderr
+    printed = _failure(monkeypatch, capfd, *argv)
+    assert "is complete, but pushing it to someone/model failed" in printed
+    assert "hf_notatokenatall" not in printed
     assert json.loads((target / "verification.json").read_text())["faults"] == []
 
 
@@ -257,7 +298,7 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path, run: Path, mon
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_every_path_that_is_no_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_without_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "nothing-here", tmp_path / "empty"
     second.mkdir()
     refusal = _refusal(monkeypatch, "--checkpoint", first, second, "--output_dir", tmp_path / "out")
@@ -266,7 +307,7 @@ def test_every_path_that_is_no_checkpoint_is_named(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "out").exists()
 
 
-def test_two_checkpoints_of_one_name_are_refused(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_with_the_same_name_are_refused(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(run, tmp_path / "other")
     assert "same name" in _refusal(
         monkeypatch, "--checkpoint", run, tmp_path / "other", "--output_dir", tmp_path / "out"

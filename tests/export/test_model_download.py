@@ -1,27 +1,26 @@
-"""A model is downloaded whole or not at all, from a server that speaks as the hub does."""
+"""download_model.py downloads a model completely or not at all, here from a server with the hub's interface."""
 
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from tests.support.programs import ROOT
-
-pytestmark = pytest.mark.slow
+import download_model
+from fabric_train.cli.errors import InputError
+from tests.support.programs import RunProgram
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-Download = Callable[..., "subprocess.CompletedProcess[str]"]
+Download = Callable[..., None]
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What the hub answers about the repositories that ``files`` holds."""
+    """The hub's answers about the repositories in ``files``."""
 
     files: dict[str, dict[str, bytes]] = {}  # noqa: RUF012
 
@@ -32,7 +31,7 @@ class Hub(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def _answer(self) -> None:
         api, path = (
@@ -89,48 +88,58 @@ def hub(tiny_model_dir: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def download(hub: str, tmp_path: Path) -> Download:
-    def run(name: str, *options: str, endpoint: str = hub) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, str(ROOT / "download_model.py"), "--model_name", name, "--output_dir", "out", *options]
-        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-        return subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+def download(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
+    """Return ``download(name, *options)``, which runs the program's ``main`` in ``tmp_path``."""
+
+    def run(name: str, *options: str, endpoint: str = hub) -> None:
+        monkeypatch.chdir(tmp_path)
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("sys.argv", ["download_model.py", "--model_name", name, "--output_dir", "out", *options])
+        download_model.main()
 
     return run
 
 
-def test_the_safetensors_and_the_tokenizer_come_and_nothing_else(
-    download: Download, tiny_model_dir: Path, tmp_path: Path
+@pytest.mark.slow
+def test_the_program_downloads_safetensors_and_tokenizer_only(
+    hub: str, run_program: RunProgram, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished = download("some/model")
+    for name, value in {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    finished = run_program("download_model.py", "--model_name", "some/model", "--output_dir", "out")
     assert finished.returncode == 0, finished.stderr
-    there = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    there = {file.name: file.read_bytes() for file in (tmp_path / "cwd" / "out").iterdir()}
     assert there == {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
     assert f"bytes of some/model at {COMMIT} in out" in finished.stdout
-    assert {path.name for path in tmp_path.iterdir()} <= {"out", "home"}
+    assert os.listdir(tmp_path / "cwd") == ["out"]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "fault"),
     [
-        ("some/absent", [], "error: --model_name some/absent: the hub has no such model"),
-        ("some/model", ["--revision", "v9"], "error: --revision v9: some/model has no such branch, tag or commit"),
-        ("some/pickles", [], "error: --model_name some/pickles: its weights are pickles, not safetensors"),
+        ("some/absent", [], "--model_name some/absent: the hub has no such model"),
+        ("some/model", ["--revision", "v9"], "--revision v9: some/model has no such branch, tag or commit"),
+        ("some/pickles", [], "--model_name some/pickles: its weights are pickles, not safetensors"),
         ("some/broken", [], "model.safetensors: not a complete safetensors file"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_line(
-    download: Download, tmp_path: Path, name: str, options: list[str], said: str
+def test_an_unusable_model_is_refused(
+    download: Download, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, options: list[str], fault: str
 ) -> None:
-    finished = download(name, *options)
-    assert (finished.returncode, finished.stdout) == (2, "")
-    assert said in finished.stderr
-    assert "Traceback" not in finished.stderr
+    with pytest.raises(InputError) as refused:
+        download(name, *options)
+    assert len(refused.value.faults) == 1
+    assert fault in refused.value.faults[0]
+    assert "\n" not in refused.value.faults[0]
+    assert capfd.readouterr().out == ""
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_that_cannot_be_reached_is_told_in_a_line(download: Download, tmp_path: Path) -> None:
-    finished = download("some/model", endpoint="http://127.0.0.1:9")
-    assert finished.returncode == 2
-    assert "error: --model_name some/model: cannot be downloaded" in finished.stderr
-    assert "Traceback" not in finished.stderr
+def test_a_hub_that_cannot_be_reached_is_refused_in_one_line(download: Download, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--model_name some/model: cannot be downloaded") as refused:
+        download("some/model", endpoint="http://127.0.0.1:9")
+    assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""A folder written through complete_folder is complete or absent."""
+"""A folder written with complete_folder is complete or absent."""
 
 import os
 import signal
@@ -55,13 +55,13 @@ def test_a_folder_with_content_or_a_file_is_refused_and_kept(tmp_path: Path) -> 
     assert (tmp_path / "folder" / "precious").read_text() == (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_parent_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot write to .*file"), complete_folder(tmp_path / "file" / "run"):
         raise AssertionError("the block must not be entered")
 
 
-def test_what_a_killed_process_left_is_removed_and_a_living_ones_is_kept(tmp_path: Path) -> None:
+def test_only_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path\n"
         "from fabric_train.files.atomic_folder import complete_folder\n"

@@ -1,6 +1,5 @@
-"""Claims about generate.py: what it prints is what the model says, from a checkpoint as from its export."""
+"""generate.py prints what the model generates, the same from a checkpoint as from its export."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
-from fabric_train.inference.generate import Generated, encode_prompt, generate, load_for_generation
+from fabric_train.inference.generate import GeneratedText, encode_prompt, generate, load_for_generation
 from tests.support.checkpoint_examples import run_with_two_checkpoints
+from tests.support.forked_runs import ForkedRuns
 
 PROMPT = "To be, or not"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir)
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Path:
+    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,12 @@ def loaded(run: Path) -> tuple[Any, Any]:
     return load_for_generation(str(run))
 
 
-def _generate(loaded: tuple[Any, Any], **changes: Any) -> Generated:
+def _generate(loaded: tuple[Any, Any], **changes: Any) -> GeneratedText:
     settings = {"prompt": PROMPT, "num_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0, **changes}
     return generate(*loaded, settings.pop("prompt"), **settings)
 
 
-def test_greedy_text_is_that_of_transformers_own_generate(run: Path, loaded: tuple[Any, Any]) -> None:
+def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any]) -> None:
     checkpoint = run / "checkpoints" / "step-00000001"
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer")
@@ -49,18 +49,18 @@ def test_checkpoint_full_or_sharded_and_export_give_the_same_text(tmp_path: Path
     assert len(texts) == 1
 
 
-def test_a_seed_gives_its_text_again_and_another_seed_another(loaded: tuple[Any, Any]) -> None:
+def test_the_same_seed_gives_the_same_text(loaded: tuple[Any, Any]) -> None:
     first, again, other = (_generate(loaded, temperature=1.0, seed=seed) for seed in (3, 3, 4))
     assert first.new_ids == again.new_ids
     assert first.new_ids != other.new_ids
 
 
-def test_a_tiny_top_p_leaves_only_the_likeliest_token(loaded: tuple[Any, Any]) -> None:
+def test_a_tiny_top_p_leaves_only_the_most_likely_token(loaded: tuple[Any, Any]) -> None:
     assert _generate(loaded, temperature=1.0, top_p=1e-6).new_ids == _generate(loaded).new_ids
 
 
-def test_bos_stands_before_the_prompt_exactly_once(tiny_model_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)  # it adds BOS by itself
+def test_bos_comes_before_the_prompt_exactly_once(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)  # it adds BOS itself
     bos = tokenizer.bos_token_id
     for prompt in (PROMPT, tokenizer.bos_token + PROMPT):
         ids = encode_prompt(tokenizer, prompt)
@@ -89,18 +89,19 @@ def test_more_tokens_than_positions_are_refused(loaded: tuple[Any, Any]) -> None
         _generate(loaded, num_tokens=256)
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         load_for_generation(str(tmp_path / "nothing-here"))
     with pytest.raises(InputError, match="neither a complete checkpoint"):
         load_for_generation(str(tmp_path))
 
 
-def test_program_prints_prompt_and_text_and_a_line_on_the_speed(
-    run: Path, loaded: tuple[Any, Any], run_program: Callable
+def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
+    run: Path, loaded: tuple[Any, Any], forked_runs: ForkedRuns
 ) -> None:
-    finished = run_program("generate.py", "--model_name", run, "--prompt", PROMPT, "--num_tokens", 20)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == _generate(loaded).text + "\n"
-    assert finished.stderr.count("\n") == 1
-    assert "20 tokens in" in finished.stderr
+    argv = ["--model_name", run, "--prompt", PROMPT, "--num_tokens", 20]
+    program = forked_runs.start(argv, 1, program="generate")
+    program.finish()
+    assert program.stdout() == _generate(loaded).text + "\n"
+    assert program.stderr().count("\n") == 1
+    assert "20 tokens in" in program.stderr()

@@ -106,15 +106,15 @@ def test_a_new_model_begins_the_same_on_any_ranks_and_goes_on_from_its_checkpoin
 
 def test_sizes_that_make_no_model_are_refused() -> None:
     assert faults("--hidden_width", "64") == [
-        "--hidden_width is of a new model, which needs --num_layers, --num_heads, --intermediate_size, "
+        "--hidden_width makes a new model, which needs --num_layers, --num_heads, --intermediate_size, "
         "--max_context_width, --vocab_size too; or leave it out"
     ]
     assert faults("--from_scratch", "llama", *LINE[:4]) == [
         "--from_scratch llama needs --num_heads, --intermediate_size, --max_context_width, --vocab_size too"
     ]
     assert faults("--from_scratch", "llama", *LINE[2:], "--hidden_width", "33", "--num_key_value_heads", "3") == [
-        "--hidden_width 33 is no multiple of --num_heads 4",
-        "--num_heads 4 is no multiple of --num_key_value_heads 3",
+        "--hidden_width 33 is not a multiple of --num_heads 4",
+        "--num_heads 4 is not a multiple of --num_key_value_heads 3",
     ]
 
 

@@ -11,6 +11,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import build_model, read_shape
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from tests.support.checkpoint_examples import run_with_two_checkpoints, trained_weights
+from tests.support.forked_runs import ForkedRuns
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,8 @@ def weights(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir)
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Path:
+    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:

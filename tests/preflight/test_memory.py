@@ -220,7 +220,7 @@ def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
     words = argv(write_model(tmp_path / "model"), write_rows(tmp_path / "tokens"), tmp_path / "run", max_step=5)
     with pytest.raises(InputError, match=r"needs 2\.0 GB on a device, which has 1\.0 GB"):
         main([*words, "--plan", "true", "--device_memory", "1GB", "--devices", "1"])
-    with pytest.raises(InputError, match="--interconnect is read by --plan true alone"):
+    with pytest.raises(InputError, match="--interconnect needs --plan true"):
         main([*words, "--interconnect", "450GB/s"])
 
 

@@ -1,5 +1,5 @@
-"""Wrong input, through the command lines of all programs: exit code 2 (1 where it fails while it runs), one clear line
-for each fault on standard error, said by rank 0 alone, no traceback, and nothing written.
+"""Wrong input to all programs: exit code 2 (1 for a failure while running), one clear line for each fault, printed on
+standard error by rank 0 only, no traceback, and nothing written.
 """
 
 import os
@@ -45,33 +45,33 @@ GOOD = {
     "merge": "--output_dir OUT",
 }
 LONG = "x" * 300
-# root may do everything, but not without its capabilities
+# without its capabilities, root has only the permissions of a user
 AS_A_USER = """
 import ctypes
 header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset(header, none) == 0
 """
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Words added to a program's good command line, where ``-name`` takes ``--name`` off it, and what must be said.
+    """A wrong command line and the faults that the program must print.
 
-    ``…`` in a fault stands for anything. Exit code 1 is a failure while running, which has said other things before.
-    ``before`` is Python that the process runs first.
+    ``words`` are added to the program's good command line; ``-name`` removes ``--name`` from it. ``…`` in a fault
+    stands for any text. Exit code 1 is a failure while running. ``before`` is Python source that the process executes
+    first.
     """
 
     program: str
     words: str
-    says: str | list[str]
+    faults: str | list[str]
     code: int = 2
     num_ranks: int = 1
     before: str = ""
     env: dict[str, str] = field(default_factory=dict)
 
     def line(self, output_dir: str) -> list[str]:
-        """The whole command line."""
+        """Return the whole command line."""
         line, words = GOOD[self.program].split(), shlex.split(self.words)
         for name in (re.sub("^-(?=[a-z])", "--", word).partition("=")[0] for word in words):
             if name.startswith("--") and name in line:
@@ -86,21 +86,21 @@ READABLE = "readable are .txt, .md, .csv, .json, .jsonl, .parquet (but for parqu
 TRAINER = "runs/{}/checkpoints/step-00000007"
 
 CASES: dict[str, Case] = {
-    # ------------------------------------------------------------------------------------------ arguments, their types
+    # ------------------------------------------------------------------------------------------ types of arguments
     "text for a number": Case("train", "--lr fast", "--lr: expected a number above 0, got 'fast'"),
     "a negative number": Case("train", "--lr -1", "--lr: expected a number above 0, got '-1'"),
     "zero": Case("train", "--micro_batch_size 0", "--micro_batch_size: expected a whole number above 0, got '0'"),
     "a fraction": Case("train", "--max_step 1.5", "--max_step: expected a whole number above 0 or null, got '1.5'"),
     "infinite": Case("train", "--grad_clip .inf", "--grad_clip: expected a number, 0 or more, got '.inf'"),
     "not a number": Case("train", "--weight_decay .nan", "--weight_decay: expected a number, 0 or more, got '.nan'"),
-    "no switch": Case("train", "--resume maybe", "--resume: expected true or false, got 'maybe'"),
-    "no choice": Case("train", "--precision fp16", "--precision: expected one of bf16-true, …, got 'fp16'"),
-    "several values for one": Case(
+    "not true or false": Case("train", "--resume maybe", "--resume: expected true or false, got 'maybe'"),
+    "not a choice": Case("train", "--precision fp16", "--precision: expected one of bf16-true, …, got 'fp16'"),
+    "several values for one argument": Case(
         "train", "--lr 1 2", "--lr: expected …, got '1 2'; put a value with spaces in quotes"
     ),
     "no value": Case("train", "--project", "--project: expected text, got nothing"),
     "given twice": Case("train", "--lr 1 --lr 2", "--lr is given twice"),
-    "a word of no argument": Case(
+    "a word without an argument": Case(
         "generate",
         "-model_name -prompt stray",
         ["'stray' belongs to no argument: write …", "--model_name is required", "--prompt is required"],
@@ -109,9 +109,9 @@ CASES: dict[str, Case] = {
         "train", "--micro_batch_sise 2", "…: no such argument; did you mean --micro_batch_size?"
     ),
     "an argument by its long name": Case("train", "--learning_rate 1", "…: no such argument; did you mean --lr?"),
-    "an argument like no other": Case("tokenize", "--zzz 1", "--zzz: no such argument; --help lists them"),
-    "no switch for the traceback": Case("inspect", "tokens --debug so", "--debug: expected true or false, got 'so'"),
-    "nothing required": Case(
+    "an unknown argument": Case("tokenize", "--zzz 1", "--zzz: no such argument; --help lists them"),
+    "a wrong value of debug": Case("inspect", "tokens --debug so", "--debug: expected true or false, got 'so'"),
+    "required arguments left out": Case(
         "train",
         "-train_data_dir -output_dir",
         ["--train_data_dir is required, or --streaming_dataset", "--output_dir is required"],
@@ -119,13 +119,15 @@ CASES: dict[str, Case] = {
     # ------------------------------------------------------------------------------------------------- the YAML file
     "no config": Case("train", "--config nowhere.yaml", "--config nowhere.yaml: No such file or directory"),
     "a folder as config": Case("tokenize", "--config full", "--config full: Is a directory"),
-    "a config in a circle": Case("merge", "a b --config circle", "--config circle: Too many levels of symbolic links"),
+    "a config in a loop of links": Case(
+        "merge", "a b --config circle", "--config circle: Too many levels of symbolic links"
+    ),
     "a list as config": Case(
         "train",
         "--config configs/list.yaml",
         "--config configs/list.yaml: expected lines of the form 'argument: value'",
     ),
-    "a config of no YAML": Case(
+    "a config that is not YAML": Case(
         "train", "--config configs/broken.yaml", "--config configs/broken.yaml: not a YAML file: …"
     ),
     "a config that runs code": Case(
@@ -178,9 +180,9 @@ CASES: dict[str, Case] = {
         "--parallelism single --devices 2",
         "--parallelism single takes one device, not 2: use fsdp, fsdp2 or ddp",
     ),
-    "no decay and its end": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
+    "min_lr above lr": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
     "more warm-up than steps": Case("train", "--warmup_steps 6", "--warmup_steps 6 is more than --max_step 1"),
-    "weights of no checkpoint": Case("train", "--weights_only", "--weights_only true needs --checkpoint: …"),
+    "weights only without a checkpoint": Case("train", "--weights_only", "--weights_only true needs --checkpoint: …"),
     "an upload without its logger": Case("train", "--log_model all", "--log_model all needs --loggers wandb"),
     "fp16 on CPU": Case("train", "--precision 16-mixed", "--precision 16-mixed does not work on CPU: use bf16-mixed"),
     "flash-attention on CPU": Case(
@@ -198,22 +200,20 @@ CASES: dict[str, Case] = {
         "--cpu_offload true",
         "--cpu_offload true: there is nothing to offload from on CPU; leave it out",
     ),
-    "a layer that the model does not have": Case(
+    "a layer class that the model does not have": Case(
         "train",
         "--auto_wrap_policy LamaDecoderLayer",
         "--auto_wrap_policy LamaDecoderLayer: model has no such layer; its decoder layers: LlamaDecoderLayer",
     ),
-    "evaluation of nothing": Case(
+    "evaluation without validation rows": Case(
         "train",
         "--eval_only true --train_data_dir datasets/no-validation",
         "--eval_only true: datasets/no-validation has no validation split; tokenize with --validation_split above 0",
     ),
     "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0 or indices …; got 0"),
     "a TPU": Case("train", "--tpu true", "--tpu true: training on TPU is not available; …"),
-    "processes without end": Case(
-        "train", "--devices 5000", "--devices 5000: so many processes would wait for …; give …"
-    ),
-    "machines that nobody has started": Case(
+    "too many processes": Case("train", "--devices 5000", "--devices 5000: so many processes would wait for …; give …"),
+    "several machines without a launcher": Case(
         "train", "--num_nodes 2", "--num_nodes 2: start the run on every machine, with torchrun --nnodes 2, srun, or …"
     ),
     "devices and the launcher's": Case(
@@ -234,28 +234,33 @@ CASES: dict[str, Case] = {
         "LT_DEVICES set in the environment, but this was not started by fabric run: unset it",
         env={"LT_DEVICES": "2"},
     ),
-    "rows of no length": Case(
+    "rows without a token to predict": Case(
         "tokenize", "--max_length 1", "--max_length 1 leaves no token to predict: give 2 or more"
     ),
-    "all for validation": Case(
+    "all documents for validation": Case(
         "tokenize", "--validation_split 1", "--validation_split 1 leaves nothing to train on: …"
     ),
-    "weights of other sources": Case("tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources of --dataset"),
-    "no size": Case(
+    "weights for other sources": Case(
+        "tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources of --dataset"
+    ),
+    "not a size": Case(
         "convert", "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"
     ),
-    "a push to nowhere": Case("convert", "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),
+    "a push to a wrong name": Case("convert", "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),
     "a push without login": Case(
         "convert",
         "--push_to_hub a/b",
         "--push_to_hub needs a Hugging Face token with write access: …",
-        env={"HF_HOME": "full"},
+        before="import huggingface_hub; huggingface_hub.constants.HF_TOKEN_PATH = 'nowhere'",
+        env={"HF_TOKEN": ""},
     ),
     "no prompt": Case("generate", "--prompt=", "--prompt is empty"),
     "nothing to sample": Case(
         "generate", "--top_p 0", "--top_p 0 leaves no token to choose from: give a number above 0"
     ),
-    "no temperature": Case("generate", "--temperature -1", "--temperature: expected a number, 0 or more, got '-1'"),
+    "temperature below 0": Case(
+        "generate", "--temperature -1", "--temperature: expected a number, 0 or more, got '-1'"
+    ),
     "more tokens than positions": Case(
         "generate",
         "--num_tokens 256",
@@ -266,12 +271,12 @@ CASES: dict[str, Case] = {
     "a row beyond the last": Case(
         "inspect", "tokens --start 10000", "--start 10000: train has … rows, numbered from 0"
     ),
-    "a page in no folder": Case(
-        "inspect", "tokens --html no/p.html", "--html no/p.html: expected a file in a folder …"
+    "a page in a folder that does not exist": Case(
+        "inspect", "tokens --html no/p.html", "--html no/p.html: expected a file in an existing folder, …"
     ),
     # ---------------------------------------------------------------------------------------------------- the model
     "a model that is not there": Case("train", "--model_name ./nowhere", "--model_name ./nowhere: no such folder"),
-    "a model that the hub does not give": Case(
+    "a model that is not on the hub": Case(
         "generate",
         "--model_name nobody/nothing",
         "--model_name nobody/nothing: no such folder, and the hub does not give it: …; check the name, and the network",
@@ -284,7 +289,7 @@ CASES: dict[str, Case] = {
     "an empty config.json": Case(
         "train", "--model_name models/empty-config", "--model_name models/empty-config: … not a valid JSON file; give …"
     ),
-    "a config.json of no object": Case(
+    "a config.json that is not an object": Case(
         "train", "--model_name models/list-config", "--model_name models/list-config: Unrecognized model …; give …"
     ),
     "a config.json of wrong types": Case(
@@ -292,7 +297,7 @@ CASES: dict[str, Case] = {
         "--model_name models/text-for-number",
         "--model_name models/text-for-number: its config.json cannot be: … 'hidden_size' expected int, …; give …",
     ),
-    "a config.json that cannot be": Case(
+    "a config.json that makes no model": Case(
         "generate",
         "--model_name models/heads",
         "… The hidden size (64) is not a multiple of the number of attention heads (7).; give a …",
@@ -302,7 +307,7 @@ CASES: dict[str, Case] = {
         "--model_name models/unknown",
         "--model_name models/unknown: … model type `x` but Transformers does not …",
     ),
-    "a model that is no language model": Case(
+    "a model that is not a language model": Case(
         "train",
         "--model_name models/vision",
         "--model_name models/vision: a vit is not a causal language model: give one that is",
@@ -318,27 +323,27 @@ CASES: dict[str, Case] = {
         "models/no-weights: no weights in it (model.safetensors); fetch the model again",
         num_ranks=2,
     ),
-    "weights cut off": Case(
+    "truncated weights": Case(
         "train",
         "--model_name models/cut-weights",
         "models/cut-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
     ),
-    "weights of no bytes": Case(
+    "an empty file of weights": Case(
         "generate",
         "--model_name models/empty-weights",
         "models/empty-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
     ),
-    "weights not fetched": Case(
+    "weights that are a Git LFS pointer": Case(
         "train",
         "--model_name models/pointer-weights",
         "models/pointer-weights/model.safetensors is a Git LFS pointer and not the file itself; run `git lfs pull` …",
     ),
-    "a shard lost": Case(
+    "a lost shard": Case(
         "train",
         "--model_name models/lost-shard",
         "models/lost-shard/model-00001-of-00002.safetensors: the file is missing; fetch the model again",
     ),
-    "an index damaged": Case(
+    "a damaged index": Case(
         "train",
         "--model_name models/bad-index",
         "models/bad-index/model.safetensors.index.json: not an index of weights (…); fetch the folder again",
@@ -358,17 +363,17 @@ CASES: dict[str, Case] = {
     "a file as token dataset": Case(
         "train", "--train_data_dir file", "--train_data_dir file: a file, not a folder; make …"
     ),
-    "a folder that is no token dataset": Case(
+    "a folder that is not a token dataset": Case(
         "train",
         "--train_data_dir model",
         "--train_data_dir model: the folder holds no dataset_dict.json; "
         "make one with tokenize_dataset.py --output_dir model",
     ),
-    "no split to train on": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
+    "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
     "an empty training set": Case(
         "train", "--train_data_dir datasets/no-rows", "… a split has no rows; leave it out or …"
     ),
-    "rows of nothing to predict": Case(
+    "rows of one token": Case(
         "train",
         "--train_data_dir datasets/short-rows",
         "datasets/short-rows: rows of train have 1 tokens, none to predict; …",
@@ -378,23 +383,23 @@ CASES: dict[str, Case] = {
         "--train_data_dir datasets/texts",
         "--train_data_dir datasets/texts: train has no column input_ids, only text; tokenize again with …",
     ),
-    "gaps in the rows": Case(
+    "nulls in the rows": Case(
         "train", "--train_data_dir datasets/nulls", "… train has gaps (nulls) in its column input_ids; …"
     ),
     "fewer labels than tokens": Case(
         "train", "--train_data_dir datasets/fewer-labels", "… labels are not as many as their input_ids, row 0 first; …"
     ),
-    "labels that are no tokens": Case(
+    "labels that are not tokens": Case(
         "train",
         "--train_data_dir datasets/other-labels",
         "datasets/other-labels: train has label 5000, model has 1000 tokens; labels are tokens, or -100 where …",
     ),
-    "documents that begin beyond their row": Case(
+    "documents that start outside their row": Case(
         "train",
         "--train_data_dir datasets/starts-beyond",
         "… document_starts that are not in order within their row, …",
     ),
-    "ids beyond the vocabulary": Case(
+    "ids outside the vocabulary": Case(
         "train",
         "--train_data_dir datasets/other-vocabulary",
         [
@@ -405,12 +410,12 @@ CASES: dict[str, Case] = {
         ],
         num_ranks=2,
     ),
-    "padding that is no token": Case(
+    "padding that is not a token": Case(
         "train",
         "--train_data_dir datasets/negative",
         "datasets/negative: train holds token id -100; pad with a token of the model and mask it in labels",
     ),
-    "rows beyond the positions, and more": Case(
+    "rows longer than the positions, and another fault": Case(
         "train",
         "--train_data_dir datasets/long --total_batch_size 3 --micro_batch_size 2",
         [
@@ -423,12 +428,12 @@ CASES: dict[str, Case] = {
         "--model_name models/renamed-token",
         "tokens: not made with the tokenizer of models/renamed-token: token …; tokenize with --tokenizer_name …",
     ),
-    "an arrow file cut off": Case(
+    "a truncated arrow file": Case(
         "train",
         "--train_data_dir datasets/cut-arrow",
         "--train_data_dir datasets/cut-arrow: damaged, …; tokenize again",
     ),
-    "an arrow file lost": Case(
+    "a lost arrow file": Case(
         "inspect",
         "datasets/lost-arrow",
         "datasets/lost-arrow/train/data-00000-of-00001.arrow: the file is missing; tokenize again",
@@ -443,7 +448,7 @@ CASES: dict[str, Case] = {
         "--train_data_dir datasets/bad-state",
         "datasets/bad-state/train/state.json: damaged (…); tokenize again",
     ),
-    "a dataset_info.json of no object": Case(
+    "a dataset_info.json that is not an object": Case(
         "inspect", "datasets/list-info", "datasets/list-info/train/dataset_info.json: damaged (…); tokenize again"
     ),
     "a damaged manifest": Case(
@@ -452,22 +457,22 @@ CASES: dict[str, Case] = {
     "a manifest of another format": Case(
         "inspect",
         "datasets/old-manifest",
-        "…manifest.json is of format 1, this version reads 2; make the token dataset anew",
+        "…manifest.json is of format 1, this version reads 2; …",
     ),
     "a ledger that does not balance": Case(
         "merge", "tokens datasets/unbalanced", "…manifest.json is damaged: tokens in rows of train: … is not 64; make …"
     ),
-    "a token dataset of no manifest to merge": Case(
+    "merging a token dataset without a manifest": Case(
         "merge",
         "tokens datasets/no-manifest",
         "datasets/no-manifest: no manifest.json, so nobody knows its tokenizer; …",
     ),
-    "a tokenizer edited since": Case(
+    "an edited tokenizer": Case(
         "merge",
         "tokens datasets/edited-tokenizer",
         "…tokenizer.json is not the file of tokenizer.sha256 in manifest.json: …",
     ),
-    "a tokenizer lost": Case(
+    "a lost tokenizer": Case(
         "train",
         "--train_data_dir datasets/no-tokenizer",
         "…tokenizer.json is missing, manifest.json names it in …; tokenize again",
@@ -479,7 +484,7 @@ CASES: dict[str, Case] = {
     "a link to no texts": Case(
         "tokenize", "--dataset ./broken-link", "--dataset ./broken-link: no such file or folder; …"
     ),
-    "sources that are not there, all at once": Case(
+    "two sources that do not exist": Case(
         "tokenize",
         "--dataset a.txt b.csv",
         ["--dataset a.txt: no such file or folder; …", "--dataset b.csv: no such …"],
@@ -488,7 +493,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--dataset texts/a.docx", f"--dataset texts/a.docx: cannot read .docx; {READABLE}"
     ),
     "a folder without texts": Case("tokenize", "--dataset no-texts", "… no readable file in this folder of 0 files; …"),
-    "a file of nothing": Case(
+    "an empty file": Case(
         "tokenize", "--dataset texts/empty.jsonl", "texts/empty.jsonl: no document with any text in it"
     ),
     "less text than a row": Case(
@@ -496,15 +501,15 @@ CASES: dict[str, Case] = {
         "--dataset texts/short.txt --validation_split 0",
         "train has 3 tokens in 1 documents, less than one row of 32; give more documents, a smaller --max_length",
     ),
-    "a line cut off": Case(
+    "a truncated line": Case(
         "tokenize", "--dataset texts/bad-line.jsonl", "texts/bad-line.jsonl, line 41: not JSON: …; …"
     ),
-    "numbers for texts": Case(
+    "numbers instead of texts": Case(
         "tokenize",
         "--dataset texts/numbers.parquet",
         "texts/numbers.parquet: column 'text' holds double, not text; choose another with --text_column",
     ),
-    "no column of texts": Case(
+    "no column with texts": Case(
         "tokenize", "--dataset texts/other-column.jsonl", "… line 1: no column 'text'; there are: body; …"
     ),
     "texts of another encoding": Case(
@@ -512,38 +517,38 @@ CASES: dict[str, Case] = {
         "--dataset texts/latin-1.jsonl",
         "texts/latin-1.jsonl: byte 11 is not UTF-8 (0xfc); convert the file …",
     ),
-    "an archive called text": Case(
+    "an archive named as text": Case(
         "tokenize",
         "--dataset texts/zip.jsonl",
         "texts/zip.jsonl: its content is a zip archive, not .jsonl text in UTF-8; …",
     ),
-    "gzip cut off": Case(
+    "truncated gzip": Case(
         "tokenize", "--dataset texts/cut.jsonl.gz", "texts/cut.jsonl.gz: not a whole gzip file: …; fetch it again"
     ),
-    "parquet cut off": Case(
+    "truncated parquet": Case(
         "tokenize", "--dataset texts/cut.parquet", "texts/cut.parquet: not a whole parquet file: …; fetch it again"
     ),
-    "csv of unequal rows": Case(
+    "csv with unequal rows": Case(
         "tokenize", "--dataset texts/ragged.csv", "texts/ragged.csv, line 3: 1 fields, but the header has 2; …"
     ),
-    "json cut off": Case(
-        "tokenize", "--dataset texts/bad.json", "texts/bad.json: not JSON: Expecting value at column 10; mend …"
+    "truncated json": Case(
+        "tokenize", "--dataset texts/bad.json", "texts/bad.json: not JSON: Expecting value at column 10; …"
     ),
-    "json without bottom": Case(
+    "json nested too deeply": Case(
         "tokenize", "--dataset texts/deep.jsonl", "texts/deep.jsonl, line 1: not JSON that can be read: …"
     ),
-    "a saved dataset cut off": Case(
+    "a truncated saved dataset": Case(
         "tokenize", "--dataset saved-cut", "--dataset saved-cut: not a whole save_to_disk folder: …; …"
     ),
-    "a stream of nothing": Case(
+    "a stream without text": Case(
         "train", f"{STREAM} texts/blank.txt", "--streaming_dataset: no document with any text in it; give others"
     ),
-    "a stream that is no text": Case(
+    "a stream of binary data": Case(
         "train",
         f"{STREAM} texts/binary.txt",
-        "texts/binary.txt: byte 1 is zero, so it is binary data and not text; mend it, …",
+        "texts/binary.txt: byte 1 is zero, so it is binary data and not text; …",
     ),
-    "a stream from an address": Case(
+    "a stream from a URL": Case(
         "train", f"{STREAM} https://a/b.txt", "--streaming_dataset https://a/b.txt: a URL is not …"
     ),
     "a stream without end": Case(
@@ -551,7 +556,7 @@ CASES: dict[str, Case] = {
         f"{STREAM} texts.jsonl -max_step",
         "--streaming_dataset has no known length: give --max_step",
     ),
-    "a protocol nobody knows": Case("tokenize", "--dataset gopher://a/b.txt", "--dataset gopher://a/b.txt: …"),
+    "an unknown protocol": Case("tokenize", "--dataset gopher://a/b.txt", "--dataset gopher://a/b.txt: …"),
     # ------------------------------------------------------------------------------------------------ the tokenizer
     "no tokenizer": Case(
         "tokenize", "--tokenizer_name ./nowhere", "--tokenizer_name ./nowhere: no such file or folder; …"
@@ -561,23 +566,21 @@ CASES: dict[str, Case] = {
         "--tokenizer_name full",
         "--tokenizer_name full: no tokenizer.json and no tokenizer.model in it; give another folder",
     ),
-    "a tokenizer cut off": Case(
+    "a truncated tokenizer": Case(
         "tokenize",
         "--tokenizer_name tokenizers/cut-json",
         "…tokenizer.json is not a tokenizer: …; fetch the file again",
     ),
-    "a tokenizer not fetched": Case(
+    "a tokenizer that is a Git LFS pointer": Case(
         "tokenize", "--tokenizer_name tokenizers/pointer", "…tokenizer.json is a Git LFS pointer and …"
     ),
-    "a tokenizer's configuration of no object": Case(
+    "a tokenizer_config.json that is not an object": Case(
         "tokenize",
         "--tokenizer_name tokenizers/config-list",
         "tokenizers/config-list/tokenizer_config.json is not a JSON object; fetch the file again",
     ),
-    "a tokenizer without end of text": Case(
-        "tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …"
-    ),
-    "a tokenizer.model of noise": Case(
+    "a tokenizer without EOS": Case("tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …"),
+    "a tokenizer.model of random bytes": Case(
         "tokenize",
         "--tokenizer_name tokenizers/garbage.model",
         "… is neither a SentencePiece model nor Llama-3's list of ranks; …",
@@ -591,22 +594,22 @@ CASES: dict[str, Case] = {
         "--checkpoint runs/no-trainer",
         "…step-00000007 is damaged: trainer.json is missing; no whole one is there: use another checkpoint",
     ),
-    "a trainer.json cut off": Case(
+    "a truncated trainer.json": Case(
         "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
     ),
-    "a trainer.json of no object": Case(
+    "a trainer.json that is not an object": Case(
         "train", "--checkpoint runs/list-trainer", "…trainer.json: damaged, no JSON object; use another checkpoint"
     ),
-    "a trainer.json of little": Case(
-        "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged, it lacks …; use another …"
+    "a trainer.json without most values": Case(
+        "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged (…: Field required); use another …"
     ),
     "a checkpoint of another format": Case(
         "convert", "--checkpoint runs/format", "… is of format 99, this version reads format …"
     ),
-    "a checkpoint's weights cut off": Case(
+    "truncated weights of a checkpoint": Case(
         "generate", "--model_name runs/cut-weights", "… is damaged: model.safetensors has … bytes instead of …"
     ),
-    "a checkpoint's config.json cut off": Case(
+    "a truncated config.json of a checkpoint": Case(
         "convert", "--checkpoint runs/cut-config", "… not a valid JSON file; use another checkpoint"
     ),
     "a pickle as checkpoint": Case(
@@ -615,38 +618,36 @@ CASES: dict[str, Case] = {
     "a pickle as model": Case(
         "generate", "--model_name pickled.ckpt", "--model_name pickled.ckpt: a file; give the folder …"
     ),
-    "a pickle as texts": Case(
+    "a pickle as text": Case(
         "tokenize", "--dataset pickled.pt", "--dataset pickled.pt: cannot read .pt; readable are …"
     ),
     "a pickle as tokenizer": Case(
         "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …"
     ),
-    "two checkpoints of one name": Case(
+    "two checkpoints with the same name": Case(
         "convert", "--checkpoint runs/good runs/bare-trainer", "… have the same name: convert them one at a time"
     ),
     # --------------------------------------------------------------------------------------------- places to write to
-    "a run that is there": Case(
+    "a folder with a run": Case(
         "train",
         "--output_dir runs/good",
-        "--output_dir runs/good holds a run up to step-00000007: --resume true goes on from there; "
-        "else give another --output_dir",
+        "--output_dir runs/good holds a run up to step-00000007: --resume true …; …",
     ),
-    "a run that has saved nothing": Case(
+    "a folder with a run that has saved nothing": Case(
         "train",
         "--output_dir runs/unsaved",
-        "--output_dir runs/unsaved holds a run that has saved nothing yet: --resume true begins it again; "
-        "else give another --output_dir",
+        "--output_dir runs/unsaved holds a run that has saved nothing yet: --resume true …; …",
     ),
-    "a folder with something in it": Case(
+    "a folder that is not empty": Case(
         "tokenize", "--output_dir full", "full already exists and is not empty; choose another folder or remove it"
     ),
-    "a file in the folder's place": Case(
+    "a file instead of a folder": Case(
         "convert", "--output_dir file", "file already exists and is a file; choose another name …"
     ),
     "a file above the folder": Case(
         "train", "--output_dir file/run", "--output_dir file/run: … is a file; give another folder"
     ),
-    "a link to nothing": Case(
+    "a dead link": Case(
         "merge", "tokens saved --output_dir broken-link", "cannot write to broken-link: … is a link to nowhere, …"
     ),
     "a link to itself": Case(
@@ -660,32 +661,32 @@ CASES: dict[str, Case] = {
     "an export in its checkpoint": Case(
         "convert", f"--output_dir {TRAINER.format('good')}/hf", "cannot write to …: … is complete and stays as it is; …"
     ),
-    "a run where one may not write": Case(
+    "a run in a read-only folder": Case(
         "train",
         "--output_dir read-only/run",
         "--output_dir read-only/run: … is not writable; give another folder",
         before=AS_A_USER,
     ),
-    "tokens where one may not write": Case(
+    "tokens in a read-only folder": Case(
         "tokenize",
         "--output_dir read-only/new/tokens",
         "cannot write to …read-only: no permission; choose …",
         before=AS_A_USER,
     ),
-    "texts that one may not read": Case(
+    "texts without permission to read": Case(
         "tokenize", "--dataset secret.jsonl", "Permission denied: secret.jsonl; give …", code=1, before=AS_A_USER
     ),
     "a full disk for tokens": Case("tokenize", "--output_dir disk/tokens", "…No space left on device…", code=1),
     "a full disk for an export": Case("convert", "--output_dir disk/export", "…No space left on device…", code=1),
     "a full disk for a page": Case(
-        "inspect", "tokens --html /dev/full", "No space left on device…; make room …", code=1
+        "inspect", "tokens --html /dev/full", "No space left on device…; free some space …", code=1
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Iterator[Path]:
-    """The folder in which all cases run, with a small disk of its own in it."""
+    """The folder in which all cases run, with a small disk in it."""
     folder = make_folder(tmp_path_factory.mktemp("bad-input") / "there", tiny_model_dir, tiny_tokens_dir)
     (folder / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder / "disk")]
@@ -696,20 +697,20 @@ def there(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_t
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every path below a folder; of files, with the size and the time of the last change."""
+    """Return every path below a folder, with size and time of the last change for files."""
     status = {str(path.relative_to(folder)): path.lstat() for path in folder.rglob("*")}
     return {path: (one.st_size, one.st_mtime_ns) if S_ISREG(one.st_mode) else (0, 0) for path, one in status.items()}
 
 
 @pytest.fixture(scope="module")
 def before(there: Path) -> dict[str, tuple[int, int]]:
-    """What is there before anything has run."""
+    """The folder's content before anything has run."""
     return snapshot(there)
 
 
 @pytest.fixture(scope="module")
 def ends(there: Path, before: dict, forked_runs: ForkedRuns) -> dict[str, ForkedRun]:
-    """Every case's run, of which rank 0 has ended; as many at a time as there are cores."""
+    """Every case's run after rank 0 has ended; as many at a time as there are cores."""
     ended: dict[str, ForkedRun] = {}
     waiting = list(enumerate(CASES.items()))
     running: dict[str, ForkedRun] = {}
@@ -722,7 +723,7 @@ def ends(there: Path, before: dict, forked_runs: ForkedRuns) -> dict[str, Forked
             )
         for name, run in list(running.items()):
             if run.codes()[0] is not None:
-                run.kill()  # a launcher does this, too, when rank 0 has ended
+                run.kill()  # as a launcher does when rank 0 has ended
                 ended[name] = running.pop(name)
         time.sleep(0.005)
     return ended
@@ -733,22 +734,22 @@ def matches(fault: str, line: str) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_told_in_a_line_that_says_what_is_wrong_and_where(ends: dict[str, ForkedRun], name: str) -> None:
+def test_each_fault_is_one_line_that_names_it_and_its_place(ends: dict[str, ForkedRun], name: str) -> None:
     case, run = CASES[name], ends[name]
-    said = run.stderr()
-    lines = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-    expected = [case.says] if isinstance(case.says, str) else case.says
-    assert len(lines) == len(expected), said
-    assert all(map(matches, expected, lines)), said
-    assert run.codes()[0] == case.code, said
-    assert ("Traceback" in said) == ("--debug" in case.words)
+    printed = run.stderr()
+    lines = [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")]
+    expected = [case.faults] if isinstance(case.faults, str) else case.faults
+    assert len(lines) == len(expected), printed
+    assert all(map(matches, expected, lines)), printed
+    assert run.codes()[0] == case.code, printed
+    assert ("Traceback" in printed) == ("--debug" in case.words)
     if case.code == 2:
         assert run.stdout() == ""
     for rank in range(1, case.num_ranks):
         assert run.stdout(rank) + run.stderr(rank) == ""
 
 
-def test_none_of_them_has_written_anything(there: Path, before: dict[str, tuple[int, int]], ends: dict) -> None:
+def test_nothing_has_been_written(there: Path, before: dict[str, tuple[int, int]], ends: dict) -> None:
     assert snapshot(there) == before
 
 
@@ -756,7 +757,7 @@ def test_none_of_them_has_written_anything(there: Path, before: dict[str, tuple[
 
 
 def launch(command: list[object], folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a command line in the folder, as a user would."""
+    """Run a command line in the folder, as a user does."""
     launchers = ("LT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -765,31 +766,31 @@ def launch(command: list[object], folder: Path) -> "subprocess.CompletedProcess[
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_module_refuses_gpus_that_are_not_there(there: Path) -> None:
+def test_missing_gpus_are_refused(there: Path, forked_runs: ForkedRuns) -> None:
     untouched = snapshot(there)
-    line = [*GOOD["train"].replace("OUT", "out").replace("cpu", "cuda").split(), "--devices", 8]
-    finished = launch([sys.executable, "-m", "fabric_train", *line], there)
-    ours = "error: --accelerator cuda: torch finds no GPU here; use --accelerator cpu, or check the driver\n"
-    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", ours)
+    run = forked_runs.start(Case("train", "--accelerator cuda --devices 8", "").line("out"), 1, cwd=there)
+    fault = "error: --accelerator cuda: torch finds no GPU here; use --accelerator cpu, or check the driver\n"
+    assert run.wait() == [2]
+    assert (run.stdout(), run.stderr()) == ("", fault)
     assert snapshot(there) == untouched
 
 
-def test_under_fabric_run_our_line_comes_first_and_once(there: Path, free_port: Callable[[], int]) -> None:
+def test_under_fabric_run_our_line_is_first_and_printed_once(there: Path, free_port: Callable[[], int]) -> None:
     untouched = snapshot(there)
     program = [Path(sys.executable).with_name("fabric"), "run", ROOT / "fabric_train"]
     options = ["--devices", 2, f"--main-port={free_port()}"]
     line = GOOD["train"].replace("OUT", "out").replace("tokens", "nowhere").split()
     finished = launch([*program, *options, *line], there)
-    ours = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
+    fault = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
     assert finished.returncode != 0
-    assert finished.stderr.splitlines()[0] == ours
+    assert finished.stderr.splitlines()[0] == fault
     assert finished.stderr.count("--train_data_dir nowhere: no such folder") == 1
-    assert "InputError" not in finished.stderr  # the traceback is the launcher's own
+    assert "InputError" not in finished.stderr  # the traceback is the launcher's
     assert finished.stdout == ""
     assert snapshot(there) == untouched
 
 
-def test_a_port_in_use_is_told_in_a_line(there: Path, forked_runs: ForkedRuns) -> None:
+def test_a_port_in_use_is_reported_in_one_line(there: Path, forked_runs: ForkedRuns) -> None:
     untouched = snapshot(there)
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
@@ -806,39 +807,39 @@ def test_a_port_in_use_is_told_in_a_line(there: Path, forked_runs: ForkedRuns) -
     assert snapshot(there) == untouched
 
 
-# ------------------------------------------------------------------------------------------------ the unforeseen
+# ------------------------------------------------------------------------------------------- unexpected failures
 
 
 def failing(forked_runs: ForkedRuns, folder: Path, error: str, *more: str) -> tuple[int | None, str]:
-    """Let a program fail in a place that no check guards; return its exit code and what it said."""
+    """Let a program fail where no check expects it; return its exit code and standard error."""
     before = f"import {MODULES['inspect']} as program\ndef fail(_): raise {error}\nprogram._examine = fail"
     run = forked_runs.start(["tokens", *more], 1, cwd=folder, before=before, program=MODULES["inspect"])
     return run.wait()[0], run.stderr()
 
 
-def test_an_unforeseen_failure_is_one_line_that_names_its_place(there: Path, forked_runs: ForkedRuns) -> None:
-    code, said = failing(forked_runs, there, "KeyError('rows')")
+def test_an_unexpected_failure_is_one_line_that_names_its_place(there: Path, forked_runs: ForkedRuns) -> None:
+    code, printed = failing(forked_runs, there, "KeyError('rows')")
     assert code == 1
-    assert matches("error: KeyError: 'rows' in fail (<string>, line 2); …: --debug shows the traceback\n", said)
+    assert matches("error: KeyError: 'rows' in fail (<string>, line 2); …: --debug shows the traceback\n", printed)
 
 
-def test_memory_that_ran_out_is_told_with_what_takes_less(there: Path, forked_runs: ForkedRuns) -> None:
-    code, said = failing(forked_runs, there, "MemoryError('9 GB wanted')")
+def test_memory_that_ran_out_is_reported_with_a_fix(there: Path, forked_runs: ForkedRuns) -> None:
+    code, printed = failing(forked_runs, there, "MemoryError('9 GB wanted')")
     assert code == 1
-    assert matches("error: memory ran out: 9 GB wanted; use a smaller --micro_batch_size …\n", said)
+    assert matches("error: memory ran out: 9 GB wanted; use a smaller --micro_batch_size …\n", printed)
 
 
 @pytest.mark.parametrize("switch", [["--debug"], ["--debug", "true"], ["--debug=true"]])
 def test_debug_shows_the_traceback_and_the_line(there: Path, forked_runs: ForkedRuns, switch: list[str]) -> None:
-    code, said = failing(forked_runs, there, "KeyError('rows')", *switch)
+    code, printed = failing(forked_runs, there, "KeyError('rows')", *switch)
     assert code == 1
-    assert said.startswith("Traceback (most recent call last):\n")
-    assert said.splitlines()[-1].startswith("error: KeyError: 'rows' in fail")
+    assert printed.startswith("Traceback (most recent call last):\n")
+    assert printed.splitlines()[-1].startswith("error: KeyError: 'rows' in fail")
 
 
-def test_debug_false_is_no_debug(there: Path, forked_runs: ForkedRuns) -> None:
-    _, said = failing(forked_runs, there, "KeyError('rows')", "--debug", "false")
-    assert "Traceback" not in said
+def test_debug_false_shows_no_traceback(there: Path, forked_runs: ForkedRuns) -> None:
+    _, printed = failing(forked_runs, there, "KeyError('rows')", "--debug", "false")
+    assert "Traceback" not in printed
 
 
 # --------------------------------------------------------------------------------------------------------- anything
@@ -855,7 +856,7 @@ PROGRAMS = (TrainArguments, TokenizeArguments, ConvertArguments, GenerateArgumen
 
 
 def names_of(program: type) -> list[str]:
-    """The names of a program's arguments."""
+    """Return the names of a program's arguments."""
     hints = get_type_hints(program)
     groups = list(hints.values()) if all(map(is_dataclass, hints.values())) else [program]
     return [argument.name for group in groups for argument in fields(group)]
@@ -863,14 +864,14 @@ def names_of(program: type) -> list[str]:
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_whatever_value_an_argument_is_given_it_is_taken_or_refused_in_a_line(data: st.DataObject) -> None:
+def test_every_value_is_accepted_or_refused_in_one_line(data: st.DataObject) -> None:
     program = data.draw(st.sampled_from(PROGRAMS))
     names = data.draw(st.lists(st.sampled_from(names_of(program)), min_size=1, max_size=4))
     line = [word for name in names for word in (f"--{name}", data.draw(VALUES))]
-    said: tuple[str, ...] = ("taken",)
+    faults: tuple[str, ...] = ("accepted",)
     try:
         parse(program, line)
     except InputError as error:
-        said = error.faults
-    assert said
-    assert not any("\n" in fault for fault in said)
+        faults = error.faults
+    assert faults
+    assert not any("\n" in fault for fault in faults)

@@ -1,6 +1,4 @@
-"""Data and models of strangers run no code and lead out of no folder; secrets are written nowhere; files belong to the
-user's umask.
-"""
+"""Data and models from others run no code and read no other files; secrets are not written; files follow the umask."""
 
 import http.server
 import json
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support.bad_input_folder import MODULES, Payload, edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
+from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
 pytestmark = pytest.mark.slow
@@ -33,7 +32,7 @@ Start = Callable[..., ForkedRun]
 
 @pytest.fixture
 def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Path:
-    """A folder with a model, a token dataset, texts, and a secret and its like outside of all of them."""
+    """A folder with a model, a token dataset and texts, and a secret outside of them."""
     shutil.copytree(tiny_model_dir, tmp_path / "model")
     shutil.copytree(tiny_tokens_dir, tmp_path / "tokens")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "Text number {n}, and on."}}\n' for n in range(40)))
@@ -59,7 +58,7 @@ def train(more: str, model: str = "model", data: str = "tokens") -> str:
 
 
 def fault(run: ForkedRun) -> str:
-    """What the run was refused for, in one line."""
+    """Return the one line with the fault for which the run was refused."""
     assert run.codes()[0] == 2, run.report()
     lines = [line for line in run.stderr().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, run.report()
@@ -67,7 +66,7 @@ def fault(run: ForkedRun) -> str:
     return lines[0].removeprefix("error: ")
 
 
-# ------------------------------------------------------------------------------------------------ no code of others
+# ------------------------------------------------------------------------------------------ no code from others
 
 
 @pytest.mark.parametrize("form", ["pytorch_model.bin", "sharded", "protocol 0"])
@@ -97,7 +96,7 @@ def test_plain_tensors_in_a_pickle_are_read(place: Path, start: Start) -> None:
     assert run.codes() == [0], run.report()
 
 
-def test_code_that_a_model_brings_does_not_run(place: Path, start: Start) -> None:
+def test_code_in_a_model_folder_does_not_run(place: Path, start: Start) -> None:
     code = f"import os\nos.system('touch {place}/ran')\n"
     (place / "model" / "code.py").write_text(code)
     names = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.A", "code.B"]}
@@ -106,9 +105,9 @@ def test_code_that_a_model_brings_does_not_run(place: Path, start: Start) -> Non
         place / "model" / "tokenizer_config.json",
         lambda content: content.update(tokenizer_class="Own", auto_map=names),
     )
-    said = "--model_name model: it brings Python code of its own, which is never run here; "
-    assert fault(start("train", train(""))).startswith(said)
-    assert fault(start("generate", "--model_name model --prompt Hello")).startswith(said)
+    refusal = "--model_name model: it brings Python code of its own, which is never run here; "
+    assert fault(start("train", train(""))).startswith(refusal)
+    assert fault(start("generate", "--model_name model --prompt Hello")).startswith(refusal)
     (place / "model" / "tokenizer.json").rename(place / "model" / "vocab.json")
     (place / "model" / "merges.txt").touch()
     start("tokenize", "--dataset texts.jsonl --tokenizer_name model --output_dir out --num_proc 1")
@@ -125,24 +124,24 @@ def test_a_chat_template_reaches_no_python(place: Path, start: Start) -> None:
     assert not (place / "ran").exists()
 
 
-# ----------------------------------------------------------------------------------- no name leads out of its folder
+# ------------------------------------------------------------------------------- no name leads out of its folder
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/PLACE/secret.safetensors", "a/../../secret.safetensors"])
 def test_an_index_that_names_a_file_elsewhere_is_refused(place: Path, start: Start, name: str) -> None:
-    (place / "model" / "model.safetensors").rename(place / "secret.safetensors")  # readable, and the right tensors
+    (place / "model" / "model.safetensors").rename(place / "secret.safetensors")  # readable, with the right tensors
     name = name.replace("/PLACE", str(place))
     weights = load_file(place / "secret.safetensors")
     index = place / "model" / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, name)}))
-    said = f"model/{index.name}: it names {name!r}, which lies not beside it: damaged or forged; fetch it again"
-    assert fault(start("train", train(""))) == said
-    assert fault(start("generate", "--model_name model --prompt Hello")) == said
+    refusal = f"model/{index.name}: it names {name!r}, outside its folder: damaged or forged; fetch it again"
+    assert fault(start("train", train(""))) == refusal
+    assert fault(start("generate", "--model_name model --prompt Hello")) == refusal
     index.rename(place / "model" / "pytorch_model.bin.index.json")
     assert "pytorch_model.bin.index.json: it names " in fault(start("train", train("")))
 
 
-def test_an_index_of_the_hub_that_names_a_file_elsewhere_is_refused(place: Path, start: Start) -> None:
+def test_an_index_in_the_hub_cache_that_names_a_file_elsewhere_is_refused(place: Path, start: Start) -> None:
     repository = place / "hub" / "models--owner--name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -156,7 +155,7 @@ def test_an_index_of_the_hub_that_names_a_file_elsewhere_is_refused(place: Path,
         f"constants.HF_HUB_CACHE = hub.TRANSFORMERS_CACHE = {str(place / 'hub')!r}"
     )
     run = start("generate", "--model_name owner/name --prompt Hello", before=before)
-    assert "it names '../secret.safetensors', which lies not beside it" in fault(run)
+    assert "it names '../secret.safetensors', outside its folder" in fault(run)
 
 
 def forge_splits(tokens: Path) -> None:
@@ -183,18 +182,18 @@ def test_a_token_dataset_that_names_files_elsewhere_is_refused(
     shutil.copyfile(next((place / "tokens" / "train").glob("*.arrow")), place / "x.arrow")
     forge(place / "tokens")
     for program, line in (("train", train("")), ("inspect", "tokens"), ("merge", "other tokens --output_dir out")):
-        assert "which lies not beside it: damaged or forged" in fault(start(program, line))
+        assert "outside its folder: damaged or forged" in fault(start(program, line))
     if forge is not forge_manifest:
         line = "--dataset tokens --tokenizer_name model --output_dir out --num_proc 1"
-        assert "which lies not beside it: damaged or forged" in fault(start("tokenize", line))
+        assert "outside its folder: damaged or forged" in fault(start("tokenize", line))
 
 
 def test_a_link_out_of_a_tokenizer_folder_is_not_copied(place: Path, start: Start) -> None:
     (place / "tokens" / "tokenizer" / "notes.txt").symlink_to("../../secret.txt")
     shutil.copytree(place / "tokens", place / "other", symlinks=True)
-    said = "tokens/tokenizer/notes.txt: a link to ../../secret.txt, out of its folder; put the file itself there"
-    assert fault(start("train", train(""))) == said
-    assert fault(start("merge", "tokens other --output_dir out")) == said
+    refusal = "tokens/tokenizer/notes.txt: a link to ../../secret.txt, outside its folder; put the file itself there"
+    assert fault(start("train", train(""))) == refusal
+    assert fault(start("merge", "tokens other --output_dir out")) == refusal
     assert not (place / "run").exists()
     assert not (place / "out").exists()
 
@@ -202,33 +201,33 @@ def test_a_link_out_of_a_tokenizer_folder_is_not_copied(place: Path, start: Star
 def test_a_link_out_of_a_checkpoint_is_not_exported(place: Path, start: Start) -> None:
     checkpoint = write_full(place / "step-00000001", place / "model", trained_weights(place / "model"), step=1)
     (checkpoint / "tokenizer" / "notes.txt").symlink_to("../../secret.txt")
-    assert "notes.txt: a link to ../../secret.txt, out of its folder" in fault(
+    assert "notes.txt: a link to ../../secret.txt, outside its folder" in fault(
         start("convert", "--checkpoint step-00000001 --output_dir out")
     )
     assert not (place / "out").exists()
 
 
-# ------------------------------------------------------------------------------------------------- secrets and rights
+# -------------------------------------------------------------------------------------- secrets and permissions
 
 
 def files_with(folder: Path, secrets: list[str]) -> list[str]:
-    """The files below a folder that hold one of the secrets, in their name or content."""
+    """Return the files below a folder with one of the secrets in their name or content."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     return [str(file) for file in files if any(s.encode() in file.read_bytes() or s in file.name for s in secrets)]
 
 
-def test_keys_of_the_environment_are_in_nothing_that_a_run_writes_or_says(place: Path, start: Start) -> None:
+def test_no_key_of_the_environment_is_written_or_printed(place: Path, start: Start) -> None:
     run = start("train", train("--loggers csv tensorboard wandb"), env=SECRETS)
     assert run.codes() == [0], run.report()
     assert (place / "run" / "wandb").is_dir()
-    exported = start("convert", "--checkpoint run --output_dir out", env=SECRETS)
+    exported = start("convert", "--checkpoint run --output_dir out", env=SECRETS, before=VERIFY_IN_PROCESS)
     assert exported.codes() == [0], exported.report()
     assert not files_with(place, list(SECRETS.values()))
     for ended in (run, exported):
         assert not any(secret in ended.stdout() + ended.stderr() for secret in SECRETS.values())
 
 
-def test_a_secret_in_an_error_is_not_said(place: Path, start: Start) -> None:
+def test_a_secret_in_an_error_is_not_printed(place: Path, start: Start) -> None:
     before = (
         "import fabric_train.tokenization.inspect.__main__ as program, os\n"
         "address = 'https://me:pazzword@host/a?sig=zignature'\n"
@@ -249,7 +248,7 @@ def server(place: Path) -> Iterator[str]:
             super().__init__(*args, directory=str(place))
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as served:
         threading.Thread(target=served.serve_forever, daemon=True).start()
@@ -257,7 +256,7 @@ def server(place: Path) -> Iterator[str]:
         served.shutdown()
 
 
-def test_the_password_of_an_address_is_in_no_manifest_and_no_message(place: Path, start: Start, server: str) -> None:
+def test_the_password_of_a_url_is_in_no_manifest_and_no_message(place: Path, start: Start, server: str) -> None:
     address = f"http://me:pazzword@{server}/texts.jsonl?signature=zignature"
     options = "--tokenizer_name model --num_proc 1 --max_length 16 --output_dir"
     run = start("tokenize", f"--dataset {address} --validation_dataset {address} {options} out")
@@ -274,7 +273,7 @@ def test_the_password_of_an_address_is_in_no_manifest_and_no_message(place: Path
 
 
 @pytest.mark.parametrize("umask", [0o027, 0o077])
-def test_all_that_is_written_has_the_rights_of_the_users_umask(place: Path, start: Start, umask: int) -> None:
+def test_all_files_have_the_permissions_of_the_umask(place: Path, start: Start, umask: int) -> None:
     shutil.copytree(place / "tokens", place / "other")
     lines = {
         "tokenize": "--dataset texts.jsonl --tokenizer_name model --num_proc 1 --max_length 16 --output_dir made",
@@ -284,15 +283,16 @@ def test_all_that_is_written_has_the_rights_of_the_users_umask(place: Path, star
     }
     if umask == 0o077:
         lines = {"train": train("--state_dict_type full")}
+    before = f"import os; os.umask({umask}); {VERIFY_IN_PROCESS}"
     for program, line in lines.items():
-        run = start(program, line, num_ranks=2 if "sharded" in line else 1, before=f"import os; os.umask({umask})")
+        run = start(program, line, num_ranks=2 if "sharded" in line else 1, before=before)
         assert set(run.codes()) == {0}, run.report()
     folders = [place / line.partition("--output_dir ")[2].split()[0] for line in lines.values()]
-    assert not wrong_rights(folders, umask)
+    assert not wrong_permissions(folders, umask)
 
 
-def wrong_rights(folders: list[Path], umask: int) -> dict[str, str]:
-    """Files and folders with other rights than the umask's; links, which have none, aside."""
+def wrong_permissions(folders: list[Path], umask: int) -> dict[str, str]:
+    """Return files and folders with other permissions than the umask gives; links have none."""
     paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
     return {

@@ -1,4 +1,4 @@
-"""A folder with inputs for every program: one good of each kind, and what was broken, emptied or forged."""
+"""A folder with inputs for every program: a good one of each kind, and damaged, empty and forged ones."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ TEXTS = [
 
 
 class Payload:
-    """What runs code when it is unpickled: it makes a file, whose name says that it ran."""
+    """An object that runs code when it is unpickled: it creates the file ``mark``."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -39,7 +39,7 @@ class Payload:
 
 
 def make_folder(folder: Path, model: Path, tokens: Path) -> Path:
-    """Fill ``folder``, which is made, from a tiny model and a token dataset of its tokenizer."""
+    """Create ``folder`` from a tiny model and a token dataset of its tokenizer."""
     shutil.copytree(model, folder / "model")
     shutil.copytree(tokens, folder / "tokens")
     _write_documents(folder)
@@ -61,7 +61,7 @@ def make_folder(folder: Path, model: Path, tokens: Path) -> Path:
 
 
 def write_rows(folder: Path, **splits: dict[str, list]) -> None:
-    """Write a token dataset without manifest."""
+    """Write a token dataset without a manifest."""
     datasets.DatasetDict({name: datasets.Dataset.from_dict(rows) for name, rows in splits.items()}).save_to_disk(
         str(folder)
     )
@@ -77,7 +77,7 @@ def edit_json(file: Path, change: Callable[[Any], Any]) -> None:
 def cut(file: Path, share: float = 0.5) -> None:
     """Keep the first ``share`` of a file."""
     content = file.read_bytes()
-    file.unlink()  # it may be a link into what others use
+    file.unlink()  # it may be a link to a file that others use
     file.write_bytes(content[: int(len(content) * share)])
 
 
@@ -252,7 +252,7 @@ def _break_runs(folder: Path) -> None:
     (checkpoint("no-weights") / "model.safetensors").unlink()
     (checkpoint("no-config") / "config.json").unlink()
     (checkpoint("cut-config") / "config.json").write_text("{")
-    for name in ("list-trainer", "bare-trainer", "cut-config"):  # as if it had been written so
+    for name in ("list-trainer", "bare-trainer", "cut-config"):  # as if they had been written like this
         write_checksums(folder / "runs" / name / "checkpoints" / "step-00000007")
     (folder / "runs" / "unsaved").mkdir()
     (folder / "runs" / "unsaved" / "metrics.csv").write_text("step\n1\n")

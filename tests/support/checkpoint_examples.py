@@ -1,14 +1,14 @@
-"""A run for the tests of weights, export and generation: a full checkpoint, and one sharded by two FSDP2 ranks."""
+"""Checkpoints for the tests of weights, export and generation: a full one, and one sharded by two FSDP2 ranks."""
 
 import json
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint.checksums import CHECKSUMS, hash_file, join_parts, write_part
 from fabric_train.checkpoint.trainer_state import FORMAT, TrainerState
+from tests.support.forked_runs import ForkedRuns
 
 NUM_RANKS = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -24,7 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message[
 
 
 def trained_weights(model_dir: Path) -> dict[str, torch.Tensor]:
-    """Return the model's weights as if trained for a while: none is what the base model has, tied ones appear once."""
+    """Return weights that all differ from the model's, as after some training; tied weights appear once."""
     torch.manual_seed(1)
     weights = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
     return {
@@ -32,18 +33,21 @@ def trained_weights(model_dir: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def run_with_two_checkpoints(sessions_folder: Path, model_dir: Path) -> Path:
-    """Return a run, full at step 1 and sharded at step 2, with the same weights; made once, never to be written to."""
-    run = sessions_folder / "run-with-two-checkpoints"
+def run_with_two_checkpoints(session_folder: Path, model_dir: Path, runs: ForkedRuns) -> Path:
+    """Return a run with the same weights in a full checkpoint at step 1 and a sharded one at step 2.
+
+    It is made once for each ``session_folder``; do not write into it.
+    """
+    run = session_folder / "run-with-two-checkpoints"
     if not run.exists():
         weights = trained_weights(model_dir)
         write_full(run / "checkpoints" / "step-00000001", model_dir, weights, step=1)
-        write_sharded(run / "checkpoints" / "step-00000002", model_dir, weights, step=2)
+        write_sharded(run / "checkpoints" / "step-00000002", model_dir, weights, step=2, runs=runs)
     return run
 
 
 def write_full(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int) -> Path:
-    """Write a checkpoint of the full kind."""
+    """Write a full checkpoint."""
     _write_description(folder, model_dir, "full", step)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "optimizer").mkdir()
@@ -51,28 +55,29 @@ def write_full(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], 
     return folder
 
 
-def write_sharded(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int) -> Path:
-    """Write a checkpoint of the sharded kind from two processes that hold the model under FSDP2."""
+def write_sharded(folder: Path, model_dir: Path, weights: dict[str, torch.Tensor], step: int, runs: ForkedRuns) -> Path:
+    """Write a sharded checkpoint from two ranks that hold the model under FSDP2."""
     _write_description(folder, model_dir, "sharded", step)
     (folder / "optimizer").mkdir()
     source = folder / "weights-to-shard.safetensors"
     save_file(weights, source)
-    mp.spawn(_save_rank, args=(model_dir, source, folder), nprocs=NUM_RANKS)
-    for leftover in folder.glob("weights-to-shard*"):
-        leftover.unlink()
+    runs.start([model_dir, source, folder], NUM_RANKS, program=__name__).finish()
+    source.unlink()
     write_checksums(folder)
     return folder
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files there are."""
+    """Write the checksums of all files in ``folder``."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS]
     write_part(folder, 0, {path.relative_to(folder).as_posix(): hash_file(path) for path in files})
     join_parts(folder)
 
 
-def _save_rank(rank: int, model_dir: Path, source: Path, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{source}.store", rank=rank, world_size=NUM_RANKS)
+def main() -> None:
+    """Write this rank's part of a sharded checkpoint: ``MODEL_DIR WEIGHTS CHECKPOINT``."""
+    model_dir, source, folder = map(Path, sys.argv[1:])
+    dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.load_state_dict(load_file(source), strict=False)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))

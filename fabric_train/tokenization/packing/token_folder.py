@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fabric_train.cli.errors import InputError, absent_folder, first_line
-from fabric_train.files.safe_paths import plain_name
+from fabric_train.cli.errors import InputError, first_line, missing_folder
+from fabric_train.files.safe_paths import check_file_name
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, whatever the batches are that the files were written in
 
@@ -72,7 +72,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
     """
     listing = folder / "dataset_dict.json"
     if not folder.is_dir():
-        raise InputError(f"{folder}: {absent_folder(folder)}; give the --output_dir of tokenize_dataset.py")
+        raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
     if not listing.is_file():
         inside = " but those of one split; give the folder above it" if (folder / "state.json").is_file() else ""
         mend = inside or "; give the --output_dir of tokenize_dataset.py"
@@ -80,7 +80,7 @@ def open_splits(folder: Path) -> dict[str, Split]:
     names = _read_list(listing, "splits")
     if not names:
         raise InputError(f"{listing}: damaged, it names no split; tokenize again")
-    return {plain_name(name, listing): _open_split(folder, name) for name in names}
+    return {check_file_name(name, listing): _open_split(folder, name) for name in names}
 
 
 def refuse_foreign_files(folder: Path, mend: str) -> None:
@@ -91,10 +91,10 @@ def refuse_foreign_files(folder: Path, mend: str) -> None:
     """
     listing, splits = folder / "dataset_dict.json", [folder]
     if listing.is_file():
-        splits = [folder / plain_name(name, listing) for name in _read_list(listing, "splits", mend)]
+        splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", mend)]
     for split in splits:
         for file in _read_list(split / "state.json", "_data_files", mend):
-            plain_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
+            check_file_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
 
 
 def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
@@ -118,7 +118,7 @@ def _open_split(folder: Path, name: str) -> Split:
     _read_json(listing, "_fingerprint")
     listed = _read_list(listing, "_data_files")
     try:
-        files = tuple(folder / name / plain_name(file["filename"], listing) for file in listed)
+        files = tuple(folder / name / check_file_name(file["filename"], listing) for file in listed)
     except (TypeError, KeyError):
         raise InputError(f"{listing}: damaged, it names no files; tokenize again") from None
     schema, num_rows = pa.schema([]), 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.cli.redaction import redacted
+from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
 from fabric_train.tokenization.reading.files import (
@@ -259,7 +259,7 @@ def _open_url(name: str, option: str, downloads: Path) -> FileSource:
     from fabric_train.tokenization.reading.url_download import download
 
     files = download(name, option, downloads)
-    return FileSource(name=redacted(name), root=downloads, files=files)
+    return FileSource(name=redact(name), root=downloads, files=files)
 
 
 def _open_saved(name: str, option: str, folder: Path) -> DatasetSource:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.redaction import redacted
+from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.progress import Pulse
 from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
 
@@ -53,7 +53,7 @@ def _fetch(system: Any, path: str, folder: Path) -> Path:
     with system.open(path, "rb") as remote, part.open("wb") as local:
         while piece := remote.read(1 << 22):
             local.write(piece)
-            pulse(f"fetching {redacted(path)}: {local.tell() / 1e6:,.0f} MB")
+            pulse(f"fetching {redact(path)}: {local.tell() / 1e6:,.0f} MB")
     part.rename(target)
     return target
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.files.git_lfs import refuse_pointer
+from fabric_train.files.git_lfs import check_not_pointer
 from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
@@ -139,7 +139,7 @@ def _find(name: str) -> tuple[Path, Path | None]:
     if is_hub_name(name):
         path = _from_hub(name)
     if path.is_file():
-        refuse_pointer(path)
+        check_not_pointer(path)
         if path.name == "tokenizer.json":
             return path.parent, None
         if path.suffix == ".json":
@@ -150,7 +150,7 @@ def _find(name: str) -> tuple[Path, Path | None]:
     if (path / "tokenizer.json").is_file() or (path / "merges.txt").is_file():
         return path, None
     if (path / "tokenizer.model").is_file():
-        refuse_pointer(path / "tokenizer.model")
+        check_not_pointer(path / "tokenizer.model")
         return path, path / "tokenizer.model"
     raise InputError(f"--tokenizer_name {name}: no tokenizer.json and no tokenizer.model in it; give another folder")
 
@@ -175,7 +175,7 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
         _read_json(folder / name)  # for a clearer error than transformers gives
     try:
         if file.is_file():
-            refuse_pointer(file)
+            check_not_pointer(file)
             fast = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,0 +1,27 @@
+"""Verify exports without a fresh process, whose start takes seconds, where it is not the claim."""
+
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from fabric_train.export import verification
+
+VERIFY_IN_PROCESS = "from tests.support import exports; exports.verify_in_this_process().__enter__()"
+"""Source that a forked run executes first."""
+
+
+def verify_in_this_process() -> AbstractContextManager[Any]:
+    """Return a context in which exports are verified by calling ``verification.main``."""
+    return patch.object(verification, "subprocess", SimpleNamespace(run=_run))
+
+
+def _run(command: list[str], check: bool) -> "subprocess.CompletedProcess[str]":
+    with patch.object(sys, "argv", command[2:]):  # without python -m
+        try:
+            verification.main()
+        except SystemExit as end:
+            return subprocess.CompletedProcess(command, int(end.code or 0))
+    raise AssertionError("main ends with an exit code")
