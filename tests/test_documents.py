@@ -1,0 +1,96 @@
+"""README, CONTRIBUTING and docs/ name only tests, files, links and options that exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    path
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+    if path.is_file()
+]
+FOLDERS = ("fabric_train", "tests", "configs", "docs", "benchmarks", "launch", "docker", "demo", "sample_data")
+FOREIGN_OPTIONS = {"help", "main-port", "max-restarts", "time", "init", "rm"}  # of every program, torchrun, docker
+
+_TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
+_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+_LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+
+
+def lines(*documents: Path) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every line of some documents."""
+    for path in documents:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{path.relative_to(ROOT)}:{number}", line
+
+
+@cache
+def names_of_tests(file: str) -> set[str] | None:
+    """Return the test functions of a file, named relative to tests/ or to the root; None if there is no such file."""
+    path = next((path for path in (ROOT / "tests" / file, ROOT / file) if path.is_file()), None)
+    if path is None:
+        return None
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    missing = []
+    for place, line in lines(*DOCUMENTS):
+        file = "(no file named before it)"
+        for found in _TEST.finditer(line):
+            file = found["file"] or found["alone"] or file  # a bare ::test_x is in the file named last
+            names = names_of_tests(file)
+            if names is None:
+                missing.append(f"{place}: {file}" + (f"::{found['name']}" if found["name"] else ""))
+            elif found["name"] and found["name"] not in names:
+                missing.append(f"{place}: {file}::{found['name']}")
+    assert not missing, "tests that do not exist:\n" + "\n".join(missing)
+
+
+def test_every_file_that_a_document_names_exists() -> None:
+    subpackages = [path.name for path in (ROOT / "fabric_train").iterdir() if path.is_dir()]
+    ours = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./*-]*")
+    modules = re.compile(rf"(?<![\w./-])(?:{'|'.join(subpackages)})/[\w/]*\.py")
+    missing = []
+    for path in DOCUMENTS:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        for code in _CODE.findall(text):
+            for named in ours.findall(code):
+                if not any(ROOT.glob(named.rstrip("./"))):
+                    missing.append(f"{name}: {named}")
+            for named in modules.findall(code):
+                if "/test_" not in named and not (ROOT / "fabric_train" / named).is_file():
+                    missing.append(f"{name}: fabric_train/{named}")
+    assert not missing, "files that do not exist:\n" + "\n".join(missing)
+
+
+def test_every_relative_link_leads_to_a_file() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in DOCUMENTS
+        for target in _LINK.findall(path.read_text(encoding="utf-8"))
+        if not (path.parent / target).exists()
+    ]
+    assert not missing, "links that lead nowhere:\n" + "\n".join(missing)
+
+
+def test_every_option_that_the_documents_name_exists() -> None:
+    classes = ast.parse((ROOT / "arguments.py").read_text(encoding="utf-8")).body
+    fields = [node for kind in classes if isinstance(kind, ast.ClassDef) for node in kind.body]
+    known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    known |= FOREIGN_OPTIONS | {"config", "debug"}
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    missing = [
+        f"{place}: --{option}"
+        for place, line in lines(*documents)
+        for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", line)
+        if option not in known
+    ]
+    assert not missing, "options that no program has:\n" + "\n".join(missing)
