@@ -63,7 +63,7 @@ def test_every_file_that_a_document_names_exists() -> None:
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
         for code in _CODE.findall(text):
             for named in ours.findall(code):
-                if not any(ROOT.glob(named.rstrip("./"))):
+                if "NAME" not in named and not any(ROOT.glob(named.rstrip("./"))):  # NAME is a placeholder
                     missing.append(f"{name}: {named}")
             for named in modules.findall(code):
                 if "/test_" not in named and not (ROOT / "fabric_train" / named).is_file():
