@@ -16,10 +16,10 @@ from rich.table import Table
 
 from arguments import TrainArguments, parse
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
-from benchmarks.plan import write_rows
 from benchmarks.report import Report
 from fabric_train.cli.errors import InputError
 from fabric_train.model.init_weights import new_shape
+from tests.support.plan_accuracy import write_rows
 
 REPETITIONS = 2
 STEPS, WARM_UP_STEPS = 10, 4

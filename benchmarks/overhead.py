@@ -12,7 +12,6 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
-from benchmarks.plan import write_model, write_rows
 from benchmarks.report import Report
 from benchmarks.training import (
     BARE,
@@ -26,6 +25,7 @@ from benchmarks.training import (
     run_peer,
 )
 from sample_data import real_data
+from tests.support.plan_accuracy import write_model, write_rows
 
 REPETITIONS = 3
 STARTED, LOADED = "start: fabric_train", "start: transformers"

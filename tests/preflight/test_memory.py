@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from arguments import TrainArguments, parse
-from benchmarks import plan as benchmark
-from benchmarks.plan import Case
 from fabric_train.cli.errors import InputError
 from fabric_train.files.sizes import parse_size
 from fabric_train.model.hf_model import ModelShape, read_shape
@@ -21,7 +19,9 @@ from fabric_train.preflight.memory.forecast import RunRequest
 from fabric_train.preflight.memory.model_layout import Layout, Units
 from fabric_train.preflight.memory.traffic import collectives_of_step
 from fabric_train.training.prepared_run import StepPlan
+from tests.support import plan_accuracy
 from tests.support.forked_runs import ForkedRuns
+from tests.support.plan_accuracy import Case
 from tests.support.unequal_rows import argv, write_model, write_rows
 
 UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)
@@ -231,10 +231,10 @@ def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
 def test_the_plan_is_within_15_percent_of_what_real_ranks_have_resident(
     forked_runs: ForkedRuns, tmp_path: Path, case: Case
 ) -> None:
-    model, tokens = benchmark.write_model(tmp_path / "model"), benchmark.write_rows(tmp_path / "tokens")
-    planned = benchmark.plan_of(forked_runs, case, model, tokens, tmp_path / "run")
-    measured = benchmark.resident(forked_runs, case, model, tokens, tmp_path / "run")
-    assert planned == pytest.approx(measured, rel=benchmark.TOLERANCE)
+    model, tokens = plan_accuracy.write_model(tmp_path / "model"), plan_accuracy.write_rows(tmp_path / "tokens")
+    planned = plan_accuracy.plan_of(forked_runs, case, model, tokens, tmp_path / "run")
+    measured = plan_accuracy.resident(forked_runs, case, model, tokens, tmp_path / "run")
+    assert planned == pytest.approx(measured, rel=plan_accuracy.TOLERANCE)
 
 
 def test_chosen_steps_are_traced_and_the_losses_are_the_same(forked_runs: ForkedRuns, tmp_path: Path) -> None:
