@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
-from fabric_train.model.weight_files import refuse_unreadable_weights, shard_names
+from fabric_train.model.weight_files import check_weight_files, shard_names
 
 _TEXTS = re.compile(r"[^/]+\.(json|jinja|txt|md|model|tiktoken)|LICENSE[^/]*|NOTICE[^/]*|USE_POLICY[^/]*", re.ASCII)
 _INDEX = re.compile(r".*\.index(\.[^/]*)?\.json")
@@ -72,7 +72,7 @@ def download(request: DownloadRequest, folder: Path) -> DownloadResult:
         raise InputError(f"{asked}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
     shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub, about this download
     if not request.tokenizer_only:
-        refuse_unreadable_weights(unfinished)
+        check_weight_files(unfinished)
     if folder.is_dir():
         folder.rmdir()
     sync_and_rename(unfinished, folder.absolute())

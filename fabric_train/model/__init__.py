@@ -1,4 +1,5 @@
-"""The Hugging Face model and what is done to it: shape, weights, sharding, attention, the loss in its head, FLOPs.
+"""The Hugging Face model: its configuration, weights, sharding, attention, loss and FLOPs.
 
-Read ``hf_model.py`` first, then ``lm_head_loss.py`` for how a Llama computes its loss.
+Open ``hf_model.py`` first. ``parallelize.py`` shows in order what happens to a model before it trains, and
+``lm_head_loss.py`` how a Llama computes its loss.
 """

@@ -1,4 +1,4 @@
-"""Which implementation of attention can run here, and whether it keeps the documents of a row apart."""
+"""Check that attention can run on this device and keeps the documents of a packed row apart."""
 
 import inspect
 import warnings
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from arguments import TrainArguments
 
 
-def refuse_unusable(arguments: "TrainArguments", accelerator: str) -> None:
-    """Refuse an implementation that cannot compute on this device, or not in this precision.
+def check_attention(arguments: "TrainArguments", accelerator: str) -> None:
+    """Check that ``--attention`` works on this accelerator and in this precision.
 
     Raises:
-        InputError: naming another that can.
+        InputError: It does not. The message names an implementation that does.
     """
     chosen = arguments.model.attention
     if chosen == "flash_attention_2" and accelerator == "cpu":
         raise InputError("--attention flash_attention_2 needs a GPU; use --attention sdpa on CPU")
     if chosen == "flash_attention_2" and arguments.model.precision == "32-true":
         raise InputError(
-            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true: "
-            "use --precision bf16-mixed, or --attention sdpa"
+            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true; "
+            "use --precision bf16-mixed or --attention sdpa"
         )
     if chosen == "flex_attention" and accelerator == "cpu" and not arguments.evaluation.eval_only:
         raise InputError(
@@ -41,25 +41,25 @@ def refuse_unusable(arguments: "TrainArguments", accelerator: str) -> None:
 
 
 @torch.no_grad()
-def refuse_leaking(fabric: Fabric, model: Any, source: str) -> None:
-    """Refuse a model in which a document sees another of its row whatever its positions say; all ranks call it.
+def check_isolation(fabric: Fabric, model: Any, source: str) -> None:
+    """Check that documents of one row do not see each other when their positions restart. All ranks call it.
 
-    Families differ in that, and say nothing: some build their masks without the positions, and recurrent layers have
-    no mask at all. So two rows are tried that differ in their first document alone; the second one's logits must not.
+    Some model families ignore positions when they build masks, and recurrent layers have no mask. So this runs two rows
+    that differ only in their first document. The logits of the second document must be the same.
 
     Args:
-        fabric: that the model was set up by.
-        model: in training mode, and left in it.
-        source: the model's name, for the message.
+        fabric: The Fabric that set up the model.
+        model: The model in training mode; it stays in training mode.
+        source: The model's name, for the message.
 
     Raises:
-        InputError: where they do differ.
+        InputError: The documents see each other.
     """
     takes_positions = "position_ids" in inspect.signature(model.module.forward).parameters
     if not takes_positions or _second_document_changes(fabric, model):
         raise InputError(
-            f"--isolate_documents true: in {source}, a {model.config.model_type}, documents of a row see each other "
-            "whatever their positions are; give --isolate_documents false"
+            f"--isolate_documents true: {source} ({model.config.model_type}) cannot keep the documents of a row apart; "
+            "give --isolate_documents false"
         )
 
 
@@ -67,7 +67,7 @@ def _second_document_changes(fabric: Fabric, model: Any) -> bool:
     input_ids = np.array([[1, 2, 3, 4], [5, 6, 3, 4]])
     batch = isolate(input_ids, input_ids.copy(), [np.array([0, 2])] * 2).to(fabric.device)
     model.eval()
-    # flex attention would be compiled for these four tokens; left as it is, it warns
+    # flex attention is not compiled for these four tokens, and warns about it
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, second = forward(model, batch.input_ids, batch.documents).logits[:, 2:].float()

@@ -1,8 +1,10 @@
-"""Cross entropy of a linear head, a chunk of tokens at a time, so that no more than a chunk's logits ever exist.
+"""Cross entropy of a linear head, computed chunk by chunk so that only one chunk's logits exist at a time.
 
-The gradients are computed along with the loss, while a chunk's logits are at hand: three matrix products in all, as
-with whole logits, where computing them in the backward pass would take a fourth (as in arXiv:2410.10989). They are
-those of the plain sum, and the backward pass only multiplies them by what that sum weighs.
+The forward pass also computes the gradients, while it has a chunk's logits (as in arXiv:2410.10989). This takes three
+matrix products, as many as with full logits; computing the gradients in the backward pass would take a fourth. The
+backward pass only multiplies them by the gradient of the sum.
+
+Shapes: N supervised tokens, H hidden size, V vocabulary.
 """
 
 import functools
@@ -13,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""Of a chunk's logits in fp32, at most. Every chunk reads the weight and reads and writes its gradient once more; so
-few large ones are faster, until their logits are what memory is short of.
+"""The most bytes that a chunk's logits take in fp32. Each chunk reads the weight, and reads and writes its gradient. So
+a few large chunks are faster, as long as their logits fit in memory.
 """
 
 
@@ -26,23 +28,23 @@ def summed_cross_entropy(
     targets: torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross entropy of ``hidden @ weight.T + bias`` at some positions, summed over them.
+    """Return the cross entropy of ``hidden @ weight.T + bias``, summed over the given positions.
 
-    Under autocast the products are computed in its type, as a linear layer's are.
+    Under autocast, the matrix products use its dtype, as in a linear layer.
 
     Args:
-        hidden: [..., H], what enters the head.
+        hidden: [..., H], the input of the head.
         weight: [V, H].
         bias: [V], or None.
-        positions: [N] int64, in ``hidden`` flattened to [positions, H], each at most once.
-        targets: [N] int64, the ids to predict there.
-        scale: what the caller is going to multiply the sum by, 0-dim, on the same device. With it the gradient is
-            added to ``weight.grad`` here and now, and not by the backward pass: autograd would hold back that of a
-            weight which is also the embedding's until the embedding's is there, at the end. Only for a parameter
-            that no strategy waits for the gradient of.
+        positions: [N] int64, indices into ``hidden`` flattened to [positions, H], without repeats.
+        targets: [N] int64, the token ids to predict there.
+        scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, this function
+            adds the gradient to ``weight.grad`` at once. Autograd would keep the gradient of a weight that is tied to
+            the embedding in memory until the end of the backward pass. Use it only if no strategy (DDP, FSDP) waits
+            for this gradient.
 
     Returns:
-        A 0-dim fp64 tensor, the sum of fp32 losses. It can be differentiated once.
+        The sum of the fp32 losses, a 0-dim fp64 tensor. It can be differentiated once.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -54,8 +56,9 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """See ``summed_cross_entropy``; ``dtype`` is that of the products, and ``has_backward`` says whether gradients are
-    asked for at all.
+    """The autograd function of ``summed_cross_entropy``.
+
+    ``dtype`` is the dtype of the matrix products; ``has_backward`` is whether gradients are enabled.
     """
 
     @staticmethod
@@ -79,19 +82,19 @@ class _SummedCrossEntropy(torch.autograd.Function):
             for tensor, is_wanted in zip((hidden, weight if in_place is None else None, bias), wanted, strict=True)
         )
         total = grad_weight if in_place is None else weight.grad
-        factors = weight.to(dtype)
+        cast_weight = weight.to(dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        rows = _rows_of_chunk(len(targets), len(weight), hidden.device.type)
-        buffer = torch.empty(rows, len(weight), dtype=dtype, device=hidden.device)
-        for begin in range(0, len(targets), rows):
-            chunk = slice(begin, begin + rows)
+        chunk_size = _chunk_size(len(targets), len(weight), hidden.device.type)
+        buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
+        for begin in range(0, len(targets), chunk_size):
+            chunk = slice(begin, begin + chunk_size)
             inputs = hidden.index_select(0, positions[chunk]).to(dtype)
-            logits = torch.mm(inputs, factors.t(), out=buffer[: len(inputs)])
+            logits = torch.mm(inputs, cast_weight.t(), out=buffer[: len(inputs)])
             if bias is not None:
                 logits += bias
             losses[chunk], grad_logits = _token_losses(logits, targets[chunk], any(wanted))
             if grad_hidden is not None:
-                grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ factors).float())
+                grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ cast_weight).float())
             if total is not None:
                 _add_product(total, grad_logits.t(), inputs if in_place is None else inputs * in_place)
             if grad_bias is not None:
@@ -112,15 +115,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-def _rows_of_chunk(num_rows: int, vocabulary: int, kind: str) -> int:
-    """Rows of a chunk, so that chunks are nearly equal."""
-    most = max(1, _CHUNK_BYTES.get(kind, _CHUNK_BYTES["cuda"]) // (4 * vocabulary))
-    num_chunks = max(1, -(-num_rows // most))
-    return max(1, -(-num_rows // num_chunks))
+def _chunk_size(num_tokens: int, vocab_size: int, device_type: str) -> int:
+    """Return the tokens of a chunk; chunks have nearly equal sizes."""
+    most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (4 * vocab_size))
+    num_chunks = max(1, -(-num_tokens // most))
+    return max(1, -(-num_tokens // num_chunks))
 
 
 def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a weight's gradient as autograd does."""
+    """Add to ``weight.grad`` as autograd does."""
     if weight.grad is None:
         weight.grad = gradient
     else:
@@ -130,12 +133,13 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
 def _token_losses(
     logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses, fp32 [N], of logits [N, V], and the gradient of their sum in the logits' type, which may be
-    written over them; without ``wants_gradient``, the logits or anything else.
+    """Return the fp32 losses [N] of logits [N, V] and the gradient of their sum in the logits' dtype.
+
+    The gradient may overwrite the logits. Without ``wants_gradient``, the second tensor has no meaning.
     """
     if logits.is_cuda and _has_liger():
         return _liger_losses(logits, targets, wants_gradient)
-    if logits.dtype == torch.float32:  # row by row, so that it can be written over what it reads
+    if logits.dtype == torch.float32:  # it works row by row, so it can write over its input
         log_probabilities = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
     else:
         log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
@@ -156,8 +160,9 @@ def _has_liger() -> bool:
 def _liger_losses(
     logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by liger-kernel's Triton kernel, which reads the logits twice and writes the gradient over them. Its own
-    function for the whole head waits for the device in every call, and sums the losses in fp32.
+    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel, which writes the gradient over the logits.
+
+    liger-kernel's own function for the whole head waits for the device in every call and sums the losses in fp32.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 
@@ -176,7 +181,7 @@ def _liger_losses(
         predicted_tokens_ptr=None,
         predicted_tokens_stride=0,
         n_cols=logits.shape[1],
-        n_non_ignore=1,  # what a mean would be divided by, read on the host
+        n_non_ignore=1,  # the divisor of a mean
         sum_non_ignore_weight=1,
         weight_sum=0.0,
         ignore_index=-100,
@@ -197,7 +202,7 @@ def _liger_losses(
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``left @ right`` to a total in fp32."""
+    """Add ``left @ right`` to an fp32 total."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

@@ -1,9 +1,8 @@
-"""Model FLOPs utilization: the operations that the model needs for its tokens over those that the devices could do.
+"""Model FLOPs and device peaks, for the model FLOPs utilization (MFU).
 
-Counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: 6 a token and parameter that it is multiplied with, 2
-forward and 4 backward, and for attention 12 a layer, unit of width and token of context, causal or not. What is
-computed twice, as under activation checkpointing, counts once: it tells how fast the model learns, not how busy a
-device is.
+FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: for each token, 6 per parameter that it is
+multiplied with (2 forward, 4 backward), and for attention 12 per layer, unit of width and token of context, causal or
+not. Recomputed activations count once: MFU measures how fast the model learns, not how busy a device is.
 """
 
 import re
@@ -24,8 +23,9 @@ _EXPERT = re.compile(r"\.experts\.")
 
 @dataclass(frozen=True)
 class Attention:
-    """``num_layers`` of ``width`` (heads times their size), in which a token sees at most ``window`` tokens; None: its
-    whole document.
+    """Attention layers of one kind.
+
+    ``width`` is the number of heads times their size. A token sees at most ``window`` tokens; None: its whole document.
     """
 
     num_layers: int
@@ -35,15 +35,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a token costs. ``num_used`` counts the parameters that it is multiplied with: without the embeddings, which
-    are looked up, but with those that are the head too; of a mixture's experts as many as a token goes to.
+    """The FLOPs that a model needs per token.
+
+    ``num_used`` counts the parameters that a token is multiplied with. It leaves out embeddings that are only looked
+    up, and counts the share of the experts that a token is routed to.
     """
 
     num_used: int
     attention: tuple[Attention, ...]
 
     def of(self, lengths: Iterable[int]) -> float:
-        """Floating-point operations of a forward and backward pass over documents of so many tokens each."""
+        """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
         counts = Counter(lengths)
         total = 6.0 * self.num_used * sum(length * count for length, count in counts.items())
         for part in self.attention:
@@ -60,7 +62,7 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Read a model's cost off its parameters and configuration; it may lie on the meta device."""
+    """Count a model's FLOPs from its parameters and configuration. The model may be on the meta device."""
     head = model.get_output_embeddings()
     looked_up = {
         id(module.weight)
@@ -77,11 +79,11 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _share_of_experts(config: Any) -> float:
-    """Return which share of its experts a token goes to; 1 where there are none."""
-    chosen = getattr(config, "num_experts_per_tok", None)
+    """Return the share of the experts that a token is routed to; 1 if there are none."""
+    num_chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    there = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    return chosen / there if chosen and there else 1.0
+    num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return num_chosen / num_experts if num_chosen and num_experts else 1.0
 
 
 def _attention(config: Any) -> tuple[Attention, ...]:
@@ -98,9 +100,9 @@ def _attention(config: Any) -> tuple[Attention, ...]:
 
 # ------------------------------------------------------------------------------------------------------- devices
 
-# Dense peak TFLOP/s from NVIDIA's data sheets, whose larger figures are with sparsity: of tensor cores with bf16 and
-# fp16 (GeForce: with fp32 accumulation, as torch multiplies), and of fp32 outside of tensor cores, where torch's
-# default keeps it. The first pattern that fits a name counts.
+# Dense peak TFLOP/s from NVIDIA's data sheets (their larger figures are with sparsity). bf16 and fp16: on tensor cores
+# (GeForce: with fp32 accumulation, as torch multiplies). fp32: outside of tensor cores, torch's default. The first
+# pattern that matches a name counts.
 _PEAKS: tuple[tuple[str, float | None, float | None, float], ...] = (
     # name               bf16     fp16     fp32
     (r"GB200", 2500.0, 2500.0, 80.0),
@@ -133,10 +135,10 @@ _OTHER_CHIPS = re.compile(r"Laptop|Max-Q|MIG|RTX (30|40|50)90 (D|Ti)\b")  # slow
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return a device's dense peak in FLOP/s for matrix products in ``dtype``; None where it is not known.
+    """Return a device's dense peak in FLOP/s for matrix products in ``dtype``, or None if it is not known.
 
     Args:
-        name: as ``torch.cuda.get_device_name`` gives it.
+        name: The name that ``torch.cuda.get_device_name`` returns.
         dtype: float32, float16 or bfloat16.
     """
     if _OTHER_CHIPS.search(name):
@@ -149,8 +151,11 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops_of_run(fabric: Fabric, precision: str) -> float | None:
-    """Return what all devices together could do in a second, if they are as this rank's; None where it is not known."""
+    """Return the peak FLOP/s of all devices of the run, or None if it is not known.
+
+    All devices are taken to be of this rank's kind.
+    """
     if fabric.device.type != "cuda":
         return None
-    of_one = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))
-    return of_one * fabric.world_size if of_one else None
+    per_device = peak_flops(torch.cuda.get_device_name(fabric.device), compute_dtype(precision))
+    return per_device * fabric.world_size if per_device else None

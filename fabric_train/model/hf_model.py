@@ -1,6 +1,4 @@
-"""The Hugging Face causal language model: what its configuration says before it is built, and the model with its
-weights.
-"""
+"""The Hugging Face causal language model: read its configuration, build it and load its weights."""
 
 import logging
 from dataclasses import dataclass
@@ -26,18 +24,17 @@ from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.model.flops import ModelFlops, model_flops
-from fabric_train.model.weight_files import refuse_unreadable_weights, shard_names
+from fabric_train.model.weight_files import check_weight_files, shard_names
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model from its configuration alone.
+    """What the configuration of a model determines.
 
-    ``num_parameters`` counts tied weights once; ``flops`` is what tokens cost; ``layer_classes`` are the classes of the
-    repeated layer, FSDP's unit; ``max_positions`` is None where the model names no limit; ``is_new`` is a model that
-    has no weights yet.
+    ``num_parameters`` counts tied weights once. ``layer_classes`` are the classes of the decoder layers, FSDP's units.
+    ``max_positions`` is None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
     """
 
     source: str
@@ -51,41 +48,40 @@ class ModelShape:
 
 
 def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None) -> ModelShape:
-    """Read the configuration of a hub name or folder and build the model without memory, on the meta device.
+    """Read a configuration and return the shape of its model, built on the meta device.
 
     Args:
-        source: hub name or folder.
-        layer_class: of the repeated layer.
-        attention: implementation of attention, which goes into ``config``; None leaves it to transformers.
+        source: Hub name or folder.
+        layer_class: Name of the decoder layer's class.
+        attention: Implementation of attention, written into ``config``; None: transformers chooses.
 
     Raises:
-        InputError: where there is no such model, it is no causal language model, has no layer of class
-        ``layer_class``, or cannot compute attention so.
+        InputError: There is no such model, it is not a causal language model, it has no layer of class
+            ``layer_class``, or it does not support this implementation of attention.
     """
     quiet_transformers()
-    return shape_of(_read_config(source), source, layer_class, attention)
+    return shape_from_config(_read_config(source), source, layer_class, attention)
 
 
-def shape_of(
+def shape_from_config(
     config: PretrainedConfig, source: str, layer_class: str, attention: str | None, is_new: bool = False
 ) -> ModelShape:
-    """Build the model of a configuration without memory and return its shape; see :func:`read_shape`."""
-    said = source if is_new else f"--model_name {source}"
+    """Return the shape of a configuration's model, built on the meta device; see :func:`read_shape`."""
+    name = source if is_new else f"--model_name {source}"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = getattr(config, "model_type", type(config).__name__)
-        raise InputError(f"{said}: a {kind} is not a causal language model: give one that is")
+        raise InputError(f"{name}: a {kind} is not a causal language model; give one that is")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
-        mend = "give other sizes" if is_new else "fetch it again"
-        asked = "these sizes say" if is_new else "its config.json says"
-        raise InputError(f"{said}: no model can be built as {asked} ({reason}); {mend}") from error
+        cause, advice = ("these sizes", "give other sizes") if is_new else ("its config.json", "fetch it again")
+        raise InputError(f"{name}: cannot build a model from {cause} ({reason}); {advice}") from error
     except (ImportError, ValueError) as error:
-        wanted = f" with --attention {attention}" if attention else ""
-        mend = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
-        raise InputError(f"{said}{wanted}: {first_line(error).rstrip('.')}; {mend}") from error
+        option = f" with --attention {attention}" if attention else ""
+        advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
+        raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
     return ModelShape(
         source=source,
         config=config,
@@ -98,15 +94,15 @@ def shape_of(
     )
 
 
-def refuse_unreadable(source: str) -> None:
-    """Refuse weights of a hub name or folder that cannot be read, as far as it is seen without reading them.
+def check_readable(source: str) -> None:
+    """Check that the weights of a hub name or folder can be read, without reading the tensors.
 
     Raises:
-        InputError: naming the file.
+        InputError: A file cannot be read.
     """
     folder = Path(source)
     if folder.is_dir():
-        refuse_unreadable_weights(folder)
+        check_weight_files(folder)
         return
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         index = cached_file(
@@ -120,12 +116,12 @@ def refuse_unreadable(source: str) -> None:
 
 
 def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the pretrained weights in ``dtype`` on the CPU; rotary frequencies and other computed buffers stay fp32.
+    """Load the pretrained model in ``dtype`` on the CPU. Rotary frequencies and other computed buffers stay fp32.
 
     Raises:
-        InputError: where the weights are missing or are not those of the configuration.
+        InputError: Weights are missing or do not fit the configuration.
     """
-    refuse_unreadable(shape.source)
+    check_readable(shape.source)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             shape.source,
@@ -134,7 +130,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
             trust_remote_code=False,
             weights_only=True,  # of a pickle
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, in one line
+            ignore_mismatched_sizes=True,  # check_loaded_weights reports them in one line
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise InputError(
@@ -143,40 +139,40 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
     model, report = loaded
     mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
-    refuse_wrong_weights(shape.source, [*report["missing_keys"], *mismatched])
+    check_loaded_weights(shape.source, [*report["missing_keys"], *mismatched])
     return model
 
 
 def build_model(shape: ModelShape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of ``shape`` with the given full CPU tensors (tied duplicates may be absent) in ``dtype``.
+    """Build the model of ``shape`` in ``dtype`` from full CPU tensors by name; tied duplicates may be absent.
 
     Raises:
-        InputError: where a weight is missing, unknown or of another shape.
+        InputError: A weight is missing, unknown or of another shape.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
-    refuse_misfit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
+    check_weights_fit(shape.source, model, {name: tensor.shape for name, tensor in weights.items()})
     return type(model).from_pretrained(None, config=shape.config, state_dict=weights, dtype=dtype)
 
 
-def refuse_wrong_weights(source: str, wrong: list[str]) -> None:
-    """Refuse a pretrained model of whose weights some are wrong.
+def check_loaded_weights(source: str, wrong: list[str]) -> None:
+    """Check that no weight of a pretrained model is wrong; ``wrong`` names those that are missing or misshapen.
 
     Raises:
-        InputError: with their number and the first name.
+        InputError: ``wrong`` is not empty.
     """
     if wrong:
         raise InputError(
-            f"--model_name {source}: {len(wrong)} weights are missing or of another shape than config.json "
-            f"says, {min(wrong)} first; fetch the model again, or give another"
+            f"--model_name {source}: {len(wrong)} weights are missing or do not have the shape in config.json, "
+            f"{min(wrong)} first; fetch the model again, or give another"
         )
 
 
-def refuse_misfit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
-    """Refuse weights, of which the names and shapes are known, that are not the model's (tied ones may be absent).
+def check_weights_fit(source: str, model: PreTrainedModel, shapes: dict[str, torch.Size]) -> None:
+    """Check that the names and shapes of weights are those of the model. Tied duplicates may be absent.
 
     Raises:
-        InputError: where a weight is missing, unknown or of another shape.
+        InputError: A weight is missing, unknown or of another shape.
     """
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
@@ -186,7 +182,7 @@ def refuse_misfit(source: str, model: PreTrainedModel, shapes: dict[str, torch.S
 
 
 def tied_weight_names(model: PreTrainedModel) -> set[str]:
-    """Names in the state dict that are another parameter under a second name, such as a tied ``lm_head.weight``."""
+    """Return the names in the state dict that are second names of a parameter, such as a tied ``lm_head.weight``."""
     seen: dict[int, str] = {}
     tied = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -196,7 +192,7 @@ def tied_weight_names(model: PreTrainedModel) -> set[str]:
 
 
 def quiet_transformers() -> None:
-    """Leave transformers' errors and drop its advice and bars, which would drown our own lines on every rank."""
+    """Silence the warnings and progress bars of transformers and the hub, which every rank would print."""
     disable_progress_bars()
     hub_logging.set_verbosity(hub_logging.CRITICAL)
     transformers_logging.set_verbosity_error()
@@ -208,29 +204,31 @@ def _read_config(source: str) -> PretrainedConfig:
     folder = Path(source)
     is_checkpoint = (folder / "trainer.json").is_file()
     name = source if is_checkpoint else f"--model_name {source}"
-    mend = "use another checkpoint" if is_checkpoint else "give a Hugging Face model folder"
+    advice = "use another checkpoint" if is_checkpoint else "give a Hugging Face model folder"
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(f"{name}: the folder has no config.json; {mend}")
+        raise InputError(f"{name}: the folder has no config.json; {advice}")
     if folder.is_file():
-        raise InputError(f"{name}: a file; give the folder that holds the model's config.json and weights")
+        raise InputError(f"{name}: this is a file; give the folder that holds the model's config.json and weights")
     if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):
         raise InputError(f"{name}: no such folder")  # no hub name looks like this
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except StrictDataclassError as error:  # its first line names the field, the last what is wrong with it
+    except StrictDataclassError as error:  # the first line of its text names the field, the last line the fault
         reason = " ".join(str(error).split())
-        raise InputError(f"{name}: its config.json cannot be: {reason}; {mend}") from error
+        raise InputError(f"{name}: its config.json is invalid: {reason}; {advice}") from error
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         reason = first_line(error).rstrip(".")
         if "trust_remote_code" in str(error):
-            reason = "it brings Python code of its own, which is never run here"
-        hint = "" if folder.is_dir() else "no such folder, and the hub does not give it: "
-        advice = mend if folder.is_dir() else "check the name, and the network"
-        raise InputError(f"{name}: {hint}{reason}; {advice}") from error
+            reason = "the model comes with Python code, which is never run here"
+        if folder.is_dir():
+            raise InputError(f"{name}: {reason}; {advice}") from error
+        raise InputError(
+            f"{name}: no such folder, and the hub does not provide it: {reason}; check the name and the network"
+        ) from error
 
 
 def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozenset[type[nn.Module]]:
-    """Return the class named, or for another family than the default's the layers that the model says not to split."""
+    """Return the class called ``wanted``, or the model's own layer classes if ``wanted`` is the default of Llama."""
     classes = {type(module).__name__: type(module) for module in model.modules()}
     if wanted in classes:
         return frozenset([classes[wanted]])
@@ -238,6 +236,6 @@ def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozense
     if wanted == DEFAULT_LAYER_CLASS and own:
         return own
     if not own:
-        raise InputError(f"--model_name {source}: no decoder layer is found in it; give another model")
+        raise InputError(f"--model_name {source}: it has no decoder layers; give another model")
     names = ", ".join(sorted(kind.__name__ for kind in own))
-    raise InputError(f"--auto_wrap_policy {wanted}: {source} has no such layer; its decoder layers: {names}")
+    raise InputError(f"--auto_wrap_policy {wanted}: {source} has no such layer; its decoder layers are {names}")

@@ -1,14 +1,14 @@
-"""A model of given sizes whose random weights are a function of the seed and the parameter's name alone.
+"""Random weights for ``--from_scratch``: a function of the seed and the parameter's name only.
 
-What transformers would draw a parameter from is noted while its own initialization runs over a model without memory.
-The numbers are then drawn in chunks that have a random stream each, so that every rank draws no more than its part of a
-parameter, the same as one process that draws all of it.
+transformers' own initialization runs on a model on the meta device, while this module records the distribution of each
+parameter. The numbers are then drawn in chunks. Each chunk has its own random stream, so each rank draws only its part
+of a parameter, and gets the same numbers as a single process that draws all of it.
 """
 
 import difflib
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.model.hf_model import ModelShape, shape_of, tied_weight_names
-from fabric_train.model.load_weights import Unread, without_memory
+from fabric_train.model.hf_model import ModelShape, shape_from_config, tied_weight_names
+from fabric_train.model.load_weights import MetaModel, build_on_meta
 
 if TYPE_CHECKING:
     from arguments import ModelArguments
 
-_CHUNK = 1 << 18  # elements; another number gives other weights
-_SIZES = {  # what a size may be called in a family's configuration
+_CHUNK = 1 << 18  # elements; a different number changes the weights
+_SIZES = {  # names of a size in the configurations of model families
     "hidden_width": ("hidden_size",),
     "num_layers": ("num_hidden_layers",),
     "num_heads": ("num_attention_heads",),
@@ -39,16 +39,16 @@ _SIZES = {  # what a size may be called in a family's configuration
 def new_shape(
     arguments: "ModelArguments", layer_class: str, bos_token_id: int | None = None, eos_token_id: int | None = None
 ) -> ModelShape:
-    """Return the shape of a model of the sizes in ``arguments``.
+    """Return the shape of a model with the family and sizes in ``arguments``.
 
     Args:
-        arguments: with a family and its sizes.
-        layer_class: of the repeated layer.
-        bos_token_id: with which documents begin, where that is known.
-        eos_token_id: with which they end, where that is known.
+        arguments: The model's arguments, with a family.
+        layer_class: Name of the decoder layer's class.
+        bos_token_id: The token that begins a document, if known.
+        eos_token_id: The token that ends a document, if known.
 
     Raises:
-        InputError: where there is no such family, or it cannot have these sizes.
+        InputError: There is no such family, or it cannot have these sizes.
     """
     family = str(arguments.family)
     try:
@@ -70,45 +70,46 @@ def new_shape(
             raise InputError(f"--{size} {given}: a {family} has no such size; leave it out")
         values[name] = given
     if hasattr(default, "head_dim"):
-        assert arguments.hidden_width is not None  # or the arguments would have been refused
+        assert arguments.hidden_width is not None  # the arguments are checked
         assert arguments.num_heads is not None
         values["head_dim"] = arguments.hidden_width // arguments.num_heads
     if eos_token_id is not None:
         values |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    values |= _known(arguments.architecture or {}, default, family)
+    _check_names(arguments.architecture or {}, default, family)
+    values |= arguments.architecture or {}
     try:
         config = AutoConfig.for_model(family, **values)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"--from_scratch {family}: no model can have these sizes: {first_line(error)}") from error
-    return shape_of(config, f"--from_scratch {family}", layer_class, arguments.attention, is_new=True)
+    return shape_from_config(config, f"--from_scratch {family}", layer_class, arguments.attention, is_new=True)
 
 
-def open_new(shape: ModelShape, dtype: torch.dtype, seed: int) -> Unread:
-    """Build the model of ``shape`` in ``dtype``, and random weights for it.
+def open_new(shape: ModelShape, dtype: torch.dtype, seed: int) -> MetaModel:
+    """Build the model of ``shape`` in ``dtype`` on the meta device, with random weights to read.
 
     Raises:
-        InputError: where transformers initializes its weights in another way than is known here.
+        InputError: transformers initializes a weight with an operation that this module does not support.
     """
-    model = without_memory(shape, dtype)
-    return Unread(model, RandomWeights(model, shape.source, seed))
+    model = build_on_meta(shape, dtype)
+    return MetaModel(model, RandomWeights(model, shape.source, seed))
 
 
 @dataclass(frozen=True)
 class _Values:
-    """What the elements from ``begin`` to ``end`` of a flattened parameter are: constant, or drawn."""
+    """How to fill the elements from ``begin`` to ``end`` of a flattened parameter."""
 
     kind: str  # "constant", "normal" or "uniform"
-    numbers: tuple[float, ...]  # the constant; mean and standard deviation; bounds
+    numbers: tuple[float, ...]  # the constant; mean and standard deviation; lower and upper bound
     begin: int
     end: int
 
 
 class RandomWeights:
-    """Random weights for a model whose parameters are on the meta device; see ``weights.Weights``."""
+    """Random weights of a model whose parameters are on the meta device; implements ``weight_files.Weights``."""
 
     def __init__(self, model: PreTrainedModel, source: str, seed: int) -> None:
         self._seed = seed
-        self._values = _note_initialization(model, source)
+        self._values = _record_initialization(model, source)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -152,22 +153,21 @@ class RandomWeights:
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self._seed, digest, chunk])))
 
 
-def _known(given: Mapping[str, Any], default: PreTrainedConfig, family: str) -> Mapping[str, Any]:
+def _check_names(names: Iterable[str], default: PreTrainedConfig, family: str) -> None:
     known = default.to_dict()
-    for name in given:
+    for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise InputError(f"--architecture {name}: the configuration of a {family} has no such value{hint}")
-    return given
 
 
-class _Notes(TorchDispatchMode):
-    """Notes what is written into parameters without memory."""
+class _InitRecorder(TorchDispatchMode):
+    """A dispatch mode that records what is written into parameters on the meta device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        # a view of a parameter, such as the row of padding, is known by its storage
+        # by storage, because views of a parameter, such as the padding token's row, are written to as well
         self._names = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
         self._numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
         self.values: dict[str, list[_Values]] = {name: [] for name in self._names.values()}
@@ -177,19 +177,19 @@ class _Notes(TorchDispatchMode):
         target = args[0] if args else None
         operation = func.overloadpacket.__name__
         if isinstance(target, torch.Tensor) and target.is_meta and operation.endswith("_"):
-            self._note(target, operation, args[1:], kwargs or {})
+            self._record(target, operation, args[1:], kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _note(self, target: torch.Tensor, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _record(self, target: torch.Tensor, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = self._names.get(target.untyped_storage()._cdata)
         if name is None:
             return
         place = (int(target.storage_offset()), int(target.storage_offset()) + target.numel())
         if operation == "normal_":
-            mean, std = _two(args, kwargs, {"mean": 0.0, "std": 1.0})
+            mean, std = _two_arguments(args, kwargs, {"mean": 0.0, "std": 1.0})
             values = _Values("normal", (mean, std), *place)
         elif operation == "uniform_":
-            low, high = _two(args, kwargs, {"from": 0.0, "to": 1.0})
+            low, high = _two_arguments(args, kwargs, {"from": 0.0, "to": 1.0})
             values = _Values("uniform", (low, high), *place)
         elif operation in ("fill_", "zero_") and target.is_contiguous():
             values = _Values("constant", (float(args[0]) if args else 0.0,), *place)
@@ -200,27 +200,27 @@ class _Notes(TorchDispatchMode):
         self.values[name] = [values] if covers else [*self.values[name], values]
 
 
-def _two(args: Sequence[Any], kwargs: Mapping[str, Any], defaults: dict[str, float]) -> list[float]:
-    """Return two arguments of an operation, each given by its place, by its name, or not at all."""
-    by_place = dict(zip(defaults, args, strict=False))
-    return [float((defaults | dict(kwargs) | by_place)[name]) for name in defaults]
+def _two_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], defaults: dict[str, float]) -> list[float]:
+    """Return two arguments of an operation, each positional, by keyword, or from ``defaults``."""
+    positional = dict(zip(defaults, args, strict=False))
+    return [float((defaults | dict(kwargs) | positional)[name]) for name in defaults]
 
 
-def _note_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
-    """Let transformers initialize the model and return what it gives each parameter."""
+def _record_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
+    """Let transformers initialize the model and return how it fills each parameter."""
     for module in model.modules():
         module._is_hf_initialized = False
     for parameter in model.parameters():
         parameter._is_hf_initialized = False
-    for name in tied_weight_names(model):  # the embedding's weight is not the head's to begin
+    for name in tied_weight_names(model):  # the embedding initializes the tied weight, not the head
         model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
-    notes = _Notes(model)
-    with notes:
+    recorder = _InitRecorder(model)
+    with recorder:
         model.initialize_weights()
-    unknown = notes.unknown + [name for name, values in notes.values.items() if not values]
+    unknown = recorder.unknown + [name for name, values in recorder.values.items() if not values]
     if unknown:
         raise InputError(
-            f"{source}: it is not known how {len(unknown)} of its weights begin, {unknown[0]} first; "
+            f"{source}: cannot initialize {len(unknown)} of its weights, {unknown[0]} first; "
             "train another family, or start from a pretrained model"
         )
-    return notes.values
+    return recorder.values

@@ -1,8 +1,8 @@
-"""A causal language model that returns its loss: computed inside its head, where alone the head's weight is whole under
-FSDP, and without logits.
+"""Make a causal language model return its loss, computed in its head without full logits.
 
-A family's own ``forward`` stays what it is. Only its head, a linear layer, is told what is to be predicted, and gives
-the loss back in the place of logits; so whatever a family does to its logits must be nothing at all.
+Under FSDP, the head's full weight exists only inside the head's forward pass. So the loss is computed there: the head,
+a linear layer, gets the targets and returns the loss instead of logits. The model's own ``forward`` stays as it is.
+This works only if the model returns the head's output unchanged.
 """
 
 import functools
@@ -16,27 +16,28 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
 
 
-def let_head_compute_loss(model: Any, at_once: bool = False) -> bool:
-    """Let ``model(..., positions=, targets=)`` return the summed cross entropy of ``targets`` [N] int64 at
-    ``positions`` [N] int64 of the flattened batch, a 0-dim fp64 tensor, and leave other calls as they are.
+def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
+    """Make ``model(..., positions=, targets=)`` return the summed cross entropy, a 0-dim fp64 tensor.
 
-    Call it before the model is wrapped; its weights need not be there. Under FSDP the head may be a unit or the root's.
+    ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. Other calls of
+    the model stay as they are. Call this before the model is wrapped; its weights may still be on the meta device.
 
     Args:
-        model: see above.
-        at_once: whether a ``scale`` that is given too goes to ``summed_cross_entropy``; where nothing wraps the model.
+        model: A causal language model of transformers.
+        grad_in_place: Whether to pass ``scale=``, if the model gets it, to ``summed_cross_entropy``. Only if nothing
+            wraps the model.
 
     Returns:
-        Whether it is so: not where the logits are not just ``head(hidden)``, because they are capped or scaled, or
-        where that cannot be found out. The model is left alone then.
+        Whether the model was changed. It is left alone if its logits are not exactly ``head(hidden)``, for example
+        because they are capped or scaled, or if this cannot be determined.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:
         return False
-    in_head: Any = _InHead(head)
+    in_head: Any = _HeadForward(head)
     forward: Callable[..., Any] = model.forward
     head.forward = in_head  # type: ignore[method-assign]
-    if not _returns_what_head_returns(model, in_head):
+    if not _returns_head_output(model, in_head):
         del head.forward
         return False
 
@@ -51,7 +52,7 @@ def let_head_compute_loss(model: Any, at_once: bool = False) -> bool:
         if positions is None or targets is None:
             return forward(*args, **kwargs)
         in_head.compute = lambda hidden: summed_cross_entropy(
-            hidden, head.weight, head.bias, positions, targets, scale if at_once else None
+            hidden, head.weight, head.bias, positions, targets, scale if grad_in_place else None
         )
         try:
             return forward(*args, **kwargs).logits
@@ -59,20 +60,20 @@ def let_head_compute_loss(model: Any, at_once: bool = False) -> bool:
             in_head.compute = None
 
     model.forward = forward_with_loss
-    model.returns_loss = True
+    model.has_loss_in_head = True
     return True
 
 
-def returns_loss(model: Any) -> bool:
-    """Whether a model, wrapped by Fabric or not, has been changed by ``let_head_compute_loss``."""
-    return getattr(model, "returns_loss", False)
+def has_loss_in_head(model: Any) -> bool:
+    """Return whether ``compute_loss_in_head`` changed a model, wrapped by Fabric or not."""
+    return getattr(model, "has_loss_in_head", False)
 
 
-def add_rows_of_tokens(model: Any) -> None:
-    """Have the gradient of an fp32 embedding that is also the head, which computes its own ``at_once``, added to the
-    head's in the rows of a batch's tokens alone, without a matrix of the vocabulary's size.
+def use_sparse_embedding_grad(model: Any) -> None:
+    """Add the gradient of a tied fp32 embedding only to the rows of the batch's tokens.
 
-    On a GPU the rows would be added in any order, so that the last bits would not be the same twice.
+    This avoids a gradient matrix [V, H] in addition to the head's, which ``grad_in_place`` has written. Not for a GPU:
+    it adds the rows in any order, so the last bits would differ from run to run.
     """
     embedding = model.get_input_embeddings()
     weight = model.get_output_embeddings().weight
@@ -80,8 +81,8 @@ def add_rows_of_tokens(model: Any) -> None:
         embedding.sparse = True  # autograd adds a sparse gradient to a dense one in place
 
 
-class _InHead:
-    """Stands in for a head's ``forward``; ``compute`` is what it does instead in this call, None for logits."""
+class _HeadForward:
+    """A replacement of a head's ``forward``. It calls ``compute`` if that is set, else it returns logits."""
 
     def __init__(self, head: nn.Linear) -> None:
         self._forward = head.forward
@@ -92,15 +93,15 @@ class _InHead:
 
 
 class _HiddenStates(BaseModelOutputWithPast):
-    """What a base model returns, of which nothing but the hidden states is there."""
+    """The output of a base model, with hidden states only."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 @torch.no_grad()
-def _returns_what_head_returns(model: Any, in_head: _InHead) -> bool:
-    """Whether the model's logits are its head's result itself, and not computed from it."""
+def _returns_head_output(model: Any, in_head: _HeadForward) -> bool:
+    """Return whether the model's logits are the head's output itself, and not computed from it."""
     base, weight = model.base_model, model.get_output_embeddings().weight
     if base is model:
         return False

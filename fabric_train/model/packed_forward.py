@@ -1,8 +1,8 @@
-"""The forward pass over packed rows: what a model is told about documents, so that none attends to another.
+"""Run the forward pass over packed rows, so that documents of one row do not attend to each other.
 
-transformers looks for document borders in the positions and waits for the device to do so: once a forward pass, and
-with flash-attention again in every layer. The loader already knows the borders, so the search is replaced here. This is
-the one place that patches transformers.
+transformers searches the positions for document borders, which waits for the device: once per forward pass, and with
+flash-attention in every layer. The data loader knows the borders, so this module replaces the search. It is the only
+place that patches transformers.
 """
 
 from typing import Any
@@ -12,22 +12,22 @@ from transformers import masking_utils
 
 from fabric_train.data.batch import Documents
 
-_search_borders = masking_utils.find_packed_sequence_indices
+_find_borders = masking_utils.find_packed_sequence_indices
 _has_borders: bool | None = None
-"""Whether rows of the running forward pass hold several documents; None outside of :func:`forward`."""
+"""Whether rows of the current forward pass hold several documents; None outside of :func:`forward`."""
 
 
 def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **more: Any) -> Any:
-    """Return what the model returns for packed rows.
+    """Return the model's output for packed rows.
 
     Args:
-        model: causal language model, wrapped or not.
+        model: Causal language model, wrapped or not.
         input_ids: [B, T] int64.
-        documents: the document borders; a token sees only earlier tokens of its document. None: of its row.
-        more: further arguments of the model.
+        documents: The document borders; a token sees only earlier tokens of its document. None: of its row.
+        more: Further arguments of the model.
     """
     global _has_borders
-    # with a cache, transformers takes restarting positions for one sequence, and documents see each other
+    # with a cache, transformers treats restarting positions as one sequence, and documents see each other
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
     if documents is not None:
         arguments["position_ids"] = documents.position_ids
@@ -41,7 +41,7 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
 
 
 def _flash_arguments(input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
-    """Return the borders of the sequences that flash-attention keeps apart: documents, or rows."""
+    """Return flash-attention's arguments for the sequences that it keeps apart: documents, or rows."""
     if documents is not None:
         borders, longest = documents.borders, documents.longest
     else:
@@ -51,12 +51,13 @@ def _flash_arguments(input_ids: torch.Tensor, documents: Documents | None) -> di
 
 
 def _known_borders(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Number the documents of each row, int64 [B, T], without waiting for the device; None if a row is one document.
+    """Return the number of each token's document in its row, int64 [B, T]; None if every row is one document.
 
-    A document begins where a position is not one more than the last. Outside of :func:`forward` transformers searches.
+    A document begins where a position is not one more than the previous one. This does not wait for the device. Outside
+    of :func:`forward`, transformers' own search runs.
     """
     if _has_borders is None:
-        return _search_borders(position_ids)
+        return _find_borders(position_ids)
     if not _has_borders:
         return None
     return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)

@@ -1,4 +1,4 @@
-"""What is done to a model before it trains: its head, layers and sharding, in the order in which they must happen."""
+"""Prepare a model for training: loss in the head, float8, tensor parallelism, compilation, sharding, weights."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from fabric_train.distributed.fsdp import FSDP2Strategy, Materialization
 from fabric_train.distributed.precision import average_in_fp32, compute_dtype
 from fabric_train.distributed.strategy import LayerClasses
 from fabric_train.distributed.tensor_parallel import cut_layers
-from fabric_train.model.lm_head_loss import add_rows_of_tokens, let_head_compute_loss
+from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
 
@@ -33,21 +33,23 @@ def setup_model(
     weights: Weights | None = None,
     any_length: bool = False,
 ) -> Any:
-    """Hand the model to Fabric: sharded or replicated, on its device, and before it with what is asked for: 8-bit
-    products, cut matrices, compiled layers, activation checkpointing.
+    """Return the model set up by Fabric, sharded or replicated, on its device. The steps depend on their order.
 
     Args:
-        fabric: from :func:`build_fabric`.
-        model: on the CPU, or with its parameters on the meta device where ``weights`` are given.
-        layer_classes: the units that are sharded, checkpointed and compiled.
-        arguments: of the run.
-        weights: what each rank then reads its part of the model from.
-        any_length: see ``compile_layers``.
+        fabric: From ``build_fabric``.
+        model: On the CPU, or with its parameters on the meta device if ``weights`` are given.
+        layer_classes: The classes of the layers that are sharded, checkpointed and compiled.
+        arguments: The run's arguments.
+        weights: Each rank reads its part of the model from them.
+        any_length: See ``compile_layers``.
+
+    Raises:
+        InputError: The GPU is too old for ``--float8``.
     """
-    if arguments.model.precision != "16-mixed":  # whose small gradients of logits are lost unless they are scaled first
-        is_alone = isinstance(fabric.strategy, SingleDeviceStrategy)
-        if let_head_compute_loss(model, at_once=is_alone) and is_alone and fabric.device.type == "cpu":
-            add_rows_of_tokens(model)
+    if arguments.model.precision != "16-mixed":  # fp16 gradients of the logits underflow unless the loss is scaled
+        is_single = isinstance(fabric.strategy, SingleDeviceStrategy)
+        if compute_loss_in_head(model, grad_in_place=is_single) and is_single and fabric.device.type == "cpu":
+            use_sparse_embedding_grad(model)
     if arguments.model.float8:
         refuse_older_gpu(fabric.device)
         convert_layers(_layers(model, layer_classes))
@@ -73,20 +75,21 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses
         mesh,
         _layers(model, layer_classes),
         precision=MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
-        reshards=arguments.fsdp.sharding_strategy != "SHARD_GRAD_OP",
-        offloads=arguments.fsdp.cpu_offload,
+        reshard_after_forward=arguments.fsdp.sharding_strategy != "SHARD_GRAD_OP",
+        cpu_offload=arguments.fsdp.cpu_offload,
     )
     model.apply(Materialization(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
-    model._apply(lambda tensor: tensor)  # FSDP2 then looks up the new parameters
+    model._apply(lambda tensor: tensor)  # makes FSDP2 look up the new parameters
 
 
 def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_length: bool) -> None:
-    """Compile the layers and let them recompute activations, as is asked for.
+    """Compile the layers and checkpoint their activations, as the arguments ask for.
 
-    The compiler plans itself what it keeps of a selective budget; full recomputation runs what is compiled again.
+    With selective checkpointing, the compiler itself chooses what to keep. Full checkpointing runs the compiled layer
+    again.
     """
-    kept = {"none": 1.0, "full": 0.0, "selective": arguments.activation_memory_budget}
-    budget = kept[arguments.activation_checkpointing]
+    budgets = {"none": 1.0, "full": 0.0, "selective": arguments.activation_memory_budget}
+    budget = budgets[arguments.activation_checkpointing]
     if arguments.compile:
         compile_layers(layers, any_length, budget if arguments.activation_checkpointing == "selective" else 1.0)
     if budget < 1 and not (arguments.compile and arguments.activation_checkpointing == "selective"):
@@ -100,43 +103,43 @@ def _layers(model: nn.Module, layer_classes: LayerClasses) -> list[nn.Module]:
 def shard_model(
     model: Any,
     mesh: DeviceMesh,
-    units: list[nn.Module],
+    layers: list[nn.Module],
     *,
     precision: MixedPrecisionPolicy,
-    reshards: bool,
-    offloads: bool,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
 ) -> None:
-    """Shard each of ``units`` by itself, and the rest of the model.
+    """Apply ``fully_shard`` to each layer, to an untied input embedding, and to the rest of the model.
 
-    The rest, and an input embedding that is no head too, are cut among the ranks of the tensor dimension as well:
-    these all have the same gradients, so that the mean that FSDP takes over them is theirs.
+    With tensor parallelism, the embedding and the rest are sharded over the ranks of the tensor dimension too. These
+    ranks have equal gradients, so FSDP's mean over them is correct.
 
     Args:
-        model: of transformers.
-        mesh: of ``FSDP2Strategy``.
-        units: decoder layers, in the order in which they are computed.
-        precision: of computing and of reducing gradients.
-        reshards: whether a unit's weights are dropped between forward and backward pass.
-        offloads: whether all is kept in host memory between uses.
+        model: A model of transformers.
+        mesh: The mesh of ``FSDP2Strategy``.
+        layers: The decoder layers, in the order of the forward pass.
+        precision: Dtypes of the computation and of the gradient reduction.
+        reshard_after_forward: Whether to free a layer's full weights between forward and backward pass.
+        cpu_offload: Whether to keep the shards in host memory between uses.
     """
     options: dict[str, Any] = {
         "mp_policy": precision,
-        "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
-    num_copies, num_shards, tensor_parallel_size = mesh.shape
-    among = ("replicate", "shard") if num_copies > 1 else ("shard",)
-    whole = mesh
+    num_replicas, num_shards, tensor_parallel_size = mesh.shape
+    dims = ("replicate", "shard") if num_replicas > 1 else ("shard",)
+    flat_mesh = mesh
     if tensor_parallel_size > 1:
-        everyone = (num_copies, num_shards * tensor_parallel_size)
-        whole = init_device_mesh(mesh.device_type, everyone, mesh_dim_names=("replicate", "shard"))
-    for unit in units:
-        fully_shard(unit, mesh=mesh[among], reshard_after_forward=reshards, **options)
+        shape = (num_replicas, num_shards * tensor_parallel_size)
+        flat_mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh[dims], reshard_after_forward=reshard_after_forward, **options)
     embedding = model.get_input_embeddings()
     if embedding.weight is not model.get_output_embeddings().weight:
-        fully_shard(embedding, mesh=whole[among], reshard_after_forward=reshards, **options)
-    # the backward pass begins with the head
-    fully_shard(model, mesh=whole[among], reshard_after_forward=False, **options)
-    for unit, following in pairwise(units):
-        assert isinstance(unit, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])
+        fully_shard(embedding, mesh=flat_mesh[dims], reshard_after_forward=reshard_after_forward, **options)
+    # not resharded, because the backward pass begins with the head
+    fully_shard(model, mesh=flat_mesh[dims], reshard_after_forward=False, **options)
+    for layer, next_layer in pairwise(layers):
+        assert isinstance(layer, FSDPModule)
+        assert isinstance(next_layer, FSDPModule)
+        layer.set_modules_to_forward_prefetch([next_layer])

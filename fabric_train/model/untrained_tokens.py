@@ -1,24 +1,24 @@
-"""Tokens whose embedding was never trained, such as Llama-3 base's ``<|eot_id|>``, the end of every turn of a chat."""
+"""Find tokens whose embedding was never trained, such as ``<|eot_id|>``, the end of a chat turn, in Llama-3 base."""
 
 import torch
 from tokenizers import Tokenizer
 
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.model.load_weights import Unread
+from fabric_train.model.load_weights import MetaModel
 
-# A row that got no gradient has decayed to almost nothing, or lies where all such rows lie. In SmolLM2, eleven reserved
-# tokens and four others are within 0.003 of the median norm of each other; of the rest none is shorter than half of the
-# median, and only one pair is nearer than 0.05.
-_SMALL = 0.1
-_SAME = 0.01
-_ROWS_AT_ONCE = 8192
+# A row without gradients decays to almost nothing, or stays next to the other untrained rows. In SmolLM2, eleven
+# reserved tokens and four others are within 0.003 of the median norm of each other. Of the other rows, none has less
+# than half of the median norm, and only one pair is closer than 0.05.
+_SMALL_NORM = 0.1
+_SMALL_DISTANCE = 0.01
+_CHUNK_ROWS = 8192
 
 
-def note_on_end_of_turn(unread: Unread, dataset: TokenDataset) -> str | None:
-    """Return what to tell the user of a model that never learnt the token that ends every turn of the dataset."""
+def note_on_end_of_turn(meta_model: MetaModel, dataset: TokenDataset) -> str | None:
+    """Return a note for the user if the model was never trained on the token that ends the dataset's chat turns."""
     manifest = dataset.manifest
     token_id = manifest.tokenizer.end_of_turn_token_id if manifest else None
-    if token_id is None or not untrained(unread, [token_id]):
+    if token_id is None or not find_untrained(meta_model, [token_id]):
         return None
     token = Tokenizer.from_file(str(dataset.folder / "tokenizer" / "tokenizer.json")).id_to_token(token_id)
     return (
@@ -28,28 +28,28 @@ def note_on_end_of_turn(unread: Unread, dataset: TokenDataset) -> str | None:
     )
 
 
-def untrained(unread: Unread, token_ids: list[int]) -> list[int]:
-    """Return those of ``token_ids`` whose row of the input embedding or the output layer was never trained.
+def find_untrained(meta_model: MetaModel, token_ids: list[int]) -> list[int]:
+    """Return the token ids whose row in the input embedding or the output layer was never trained.
 
-    Such a row has less than a tenth of the rows' median norm, or two other rows lie within a hundredth of it: what
-    training moves, it moves apart. A few rows are read at a time.
+    A row counts as untrained if its norm is less than a tenth of the median norm, or if two other rows are closer than
+    a hundredth of the median norm, because training moves rows apart. The matrices are read in chunks.
     """
-    model = unread.model
+    model = meta_model.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
-    matrices = {names[id(layer.weight)] for layer in layers}  # one where they are tied
-    return [token_id for token_id in token_ids if any(_is_untrained(unread, name, token_id) for name in matrices)]
+    matrices = {names[id(layer.weight)] for layer in layers}  # one if they are tied
+    return [token_id for token_id in token_ids if any(_is_untrained(meta_model, name, token_id) for name in matrices)]
 
 
-def _is_untrained(unread: Unread, name: str, token_id: int) -> bool:
-    """Return whether row ``token_id`` of the matrix [V, hidden size] of that name was never trained."""
-    row = unread.read_rows(name, token_id, token_id + 1).float()
+def _is_untrained(meta_model: MetaModel, name: str, token_id: int) -> bool:
+    """Return whether row ``token_id`` of the matrix ``name`` [V, hidden size] was never trained."""
+    row = meta_model.read_rows(name, token_id, token_id + 1).float()
     norms, distances = [], []
-    num_rows = unread.model.get_parameter(name).shape[0]
-    for begin in range(0, num_rows, _ROWS_AT_ONCE):
-        rows = unread.read_rows(name, begin, min(begin + _ROWS_AT_ONCE, num_rows)).float()
+    num_rows = meta_model.model.get_parameter(name).shape[0]
+    for begin in range(0, num_rows, _CHUNK_ROWS):
+        rows = meta_model.read_rows(name, begin, min(begin + _CHUNK_ROWS, num_rows)).float()
         norms.append(rows.norm(dim=1))
         distances.append((rows - row).norm(dim=1))
     median = torch.cat(norms).median()
-    near = int((torch.cat(distances) < _SAME * median).sum())
-    return bool(row.norm() < _SMALL * median) or near > 2  # itself is one
+    num_close = int((torch.cat(distances) < _SMALL_DISTANCE * median).sum())
+    return bool(row.norm() < _SMALL_NORM * median) or num_close > 2  # one is the row itself

@@ -1,14 +1,14 @@
-"""The tensors of a checkpoint read one at a time: from one safetensors file, several, or the shards that ranks wrote.
+"""Read tensors one at a time from safetensors files, also from the shards of a sharded checkpoint.
 
-Sharded files are those of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: plain safetensors, whose header
-says under ``DCP_SHARDING_INFO`` where in the full tensor each piece begins. Reading them here instead of through
-``torch.distributed.checkpoint`` lets a 70B model be exported with one tensor in memory.
+Sharded files have the format of torch's ``HuggingFaceStorageWriter(save_distributed=True)``: safetensors whose header
+has under ``DCP_SHARDING_INFO`` the offsets of each piece in the full tensor. Unlike ``torch.distributed.checkpoint``,
+this module can export a 70B model with one tensor in memory.
 """
 
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from fabric_train.files.git_lfs import check_not_pointer
 from fabric_train.files.safe_paths import check_file_name
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""Where a header says in which place of the full tensor each piece begins."""
+"""The key in a header's metadata for the offsets of each piece in the full tensor."""
 _OPEN_FILES = 2
 DTYPES = {
     "F64": torch.float64,
@@ -37,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a tensor: the file that holds it, where the block begins in the full tensor, and its shape."""
+    """A block of a tensor in a file; ``offsets`` are those of the block in the full tensor."""
 
     file: Path
     offsets: tuple[int, ...]
@@ -46,38 +46,36 @@ class _Piece:
 
 
 class Weights(Protocol):
-    """Where a rank reads its part of a model's weights; ``name`` is the parameter's in the model."""
+    """A source of a model's weights, by the names of its parameters."""
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU, not to be written
-        into.
-        """
+        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU. Do not change it."""
         ...
 
 
 class CheckpointTensors:
-    """Tensors by name over safetensors files, whole or in pieces; a tensor is read when it is asked for.
+    """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
-    What was read of a file stays in memory while the file is open, so only the last few are.
+    Pages of an open file that were read stay in memory, so only the last few files stay open.
 
     Args:
-        files: in any order.
-        mend: what the user can do about a file that cannot be read.
+        files: Paths, in any order.
+        advice: What the user can do if a file cannot be read, for the error message.
 
     Raises:
-        InputError: a file cannot be read, or pieces of a tensor are missing.
+        InputError: A file cannot be read, or pieces of a tensor are missing.
     """
 
-    def __init__(self, files: list[Path], mend: str = "take another checkpoint") -> None:
+    def __init__(self, files: list[Path], advice: str = "use another checkpoint") -> None:
         self._pieces: dict[str, list[_Piece]] = {}
-        self._mend = mend
-        self._opened = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_opened, mend=mend))
+        self._advice = advice
+        self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
         for path in files:
-            self._open(path)
+            self._add_pieces(path)
         self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
         for name, pieces in self._pieces.items():
             if sum(math.prod(piece.shape) for piece in pieces) != math.prod(self._shapes[name]):
-                raise InputError(f"{files[0].parent}: pieces of {name} are missing: a file of the checkpoint was lost")
+                raise InputError(f"{files[0].parent}: pieces of {name} are missing, so a file was lost; {advice}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
@@ -99,37 +97,35 @@ class CheckpointTensors:
         return self.read_block(name, (0,) * len(shape), shape)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, reading no more than it.
+        """Read only the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU.
 
-        Where one file has it all, it is a view of the file, which writing into it does not change.
+        A block from one file is a view of the file's mapping. Writing into it does not change the file.
         """
         pieces = self._pieces[name]
         if len(pieces) == 1 and shape and 0 not in shape:
             slices = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
-            return self._opened(pieces[0].file).get_slice(name)[slices]
+            return self._file(pieces[0].file).get_slice(name)[slices]
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
         for piece in pieces:
-            common = [
+            overlap = [
                 (max(begin, piece_begin), min(begin + size, piece_begin + piece_size))
                 for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True)
             ]
-            if all(begin < end for begin, end in common):
-                here = tuple(slice(b - origin, e - origin) for (b, e), origin in zip(common, offsets, strict=True))
-                there = tuple(
-                    slice(b - origin, e - origin) for (b, e), origin in zip(common, piece.offsets, strict=True)
-                )
-                block[here] = self._opened(piece.file).get_slice(name)[there]
+            if all(begin < end for begin, end in overlap):
+                in_block = _relative(overlap, offsets)
+                in_piece = _relative(overlap, piece.offsets)
+                block[in_block] = self._file(piece.file).get_slice(name)[in_piece]
         return block
 
-    def _open(self, path: Path) -> None:
-        file = self._opened(path)
+    def _add_pieces(self, path: Path) -> None:
+        file = self._file(path)
         begins = json.loads((file.metadata() or {}).get(SHARDING_INFO, "{}"))
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             header = file.get_slice(name)
             shape = tuple(header.get_shape())
             offsets = tuple(begins[name]["saved_offsets"]) if name in begins else (0,) * len(shape)
             if header.get_dtype() not in DTYPES:
-                raise InputError(f"{path}: {name} is of type {header.get_dtype()}, which is not read; {self._mend}")
+                raise InputError(f"{path}: {name} has the unsupported type {header.get_dtype()}; {self._advice}")
             self._pieces.setdefault(name, []).append(_Piece(path, offsets, shape, DTYPES[header.get_dtype()]))
 
 
@@ -137,7 +133,7 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
     """Open the weights of a full or sharded checkpoint, or of a Hugging Face folder. Tied duplicates may be absent.
 
     Raises:
-        InputError: the folder holds no weights, or not all of them.
+        InputError: The folder has no weights, or pieces are missing.
     """
     sharded = (checkpoint / "model").is_dir()
     files = sorted((checkpoint / "model").glob("*.safetensors")) if sharded else safetensors_files(checkpoint)
@@ -146,28 +142,27 @@ def open_weights(checkpoint: Path) -> CheckpointTensors:
     return CheckpointTensors(files)
 
 
-def refuse_unreadable_weights(folder: Path) -> None:
-    """Refuse a Hugging Face folder whose weights are absent, cut off or listed under names that lead out of it, as far
-    as the files' headers tell; what is read in a moment is found before anything is started.
+def check_weight_files(folder: Path) -> None:
+    """Check that a Hugging Face folder has weights and that the headers of its files can be read. This is fast.
 
     Raises:
-        InputError: naming the file.
+        InputError: Weights are absent or truncated, or the index names files outside of the folder.
     """
-    pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # which torch reads safely
+    pickled = [folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"]  # read with weights_only=True
     files = safetensors_files(folder)
     if not files and not any(file.is_file() for file in pickled):
         raise InputError(f"{folder}: no weights in it (model.safetensors); fetch the model again")
     for file in files:
-        _opened(file, "fetch the model again")
+        _open_file(file, "fetch the model again")
     if pickled[1].is_file():
         shard_names(pickled[1])
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the files that a ``*.index.json`` of sharded weights names.
+    """Return the file names in a ``*.index.json`` of sharded weights.
 
     Raises:
-        InputError: it is damaged, or names a file elsewhere.
+        InputError: The index is damaged, or names a file in another folder.
     """
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -178,10 +173,10 @@ def shard_names(index: Path) -> list[str]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights of a Hugging Face folder; none where it has other weights, or none at all.
+    """Return the safetensors files of a Hugging Face folder, which may be none.
 
     Raises:
-        InputError: the index of the files is damaged.
+        InputError: The index of the files is damaged.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -189,14 +184,19 @@ def safetensors_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model.safetensors"))
 
 
-def _opened(path: Path, mend: str) -> Any:
+def _open_file(path: Path, advice: str) -> Any:
     try:
         check_not_pointer(path)
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise InputError(f"{path}: the file is missing; {mend}") from None
+        raise InputError(f"{path}: the file is missing; {advice}") from None
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not a complete safetensors file ({first_line(error)}); {mend}") from error
+        raise InputError(f"{path}: not a complete safetensors file ({first_line(error)}); {advice}") from error
+
+
+def _relative(ranges: Iterable[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """Return ranges of the full tensor as slices of a block that begins at ``offsets``."""
+    return tuple(slice(begin - offset, end - offset) for (begin, end), offset in zip(ranges, offsets, strict=True))
 
 
 def _full_shape(pieces: list[_Piece]) -> torch.Size:

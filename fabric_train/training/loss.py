@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fabric_train.data.batch import Documents, Targets, find_targets
-from fabric_train.model.lm_head_loss import returns_loss
+from fabric_train.model.lm_head_loss import has_loss_in_head
 from fabric_train.model.packed_forward import forward
 
 
@@ -44,7 +44,7 @@ def summed_loss(
         on how rows are split into batches.
     """
     targets = targets or find_targets(labels)
-    if not returns_loss(model):
+    if not has_loss_in_head(model):
         return _loss_of_logits(forward(model, input_ids, documents).logits, targets)
     return forward(model, input_ids, documents, positions=targets.positions, targets=targets.ids, scale=scale)
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.model import chunked_cross_entropy as chunked_loss
 from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
-from fabric_train.model.lm_head_loss import add_rows_of_tokens, let_head_compute_loss, returns_loss
+from fabric_train.model.lm_head_loss import compute_loss_in_head, has_loss_in_head, use_sparse_embedding_grad
 from fabric_train.training.loss import summed_loss
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 40
@@ -78,7 +78,7 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
     model = build(family, **OF_HEAD[family])
     names = list(model.state_dict())
     loss, gradients = loss_and_gradients(model)
-    assert let_head_compute_loss(model, at_once)
+    assert compute_loss_in_head(model, at_once)
     loss_and_gradients(model)
     found, found_gradients = loss_and_gradients(model)
     assert found == pytest.approx(loss, rel=1e-6)
@@ -93,8 +93,8 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
 def test_a_family_that_goes_on_computing_with_its_logits_keeps_them(family: str) -> None:
     model = build(family, **COMPUTED_FURTHER[family])
     loss, _ = loss_and_gradients(model)
-    assert not let_head_compute_loss(model)
-    assert not returns_loss(model)
+    assert not compute_loss_in_head(model)
+    assert not has_loss_in_head(model)
     assert loss_and_gradients(model)[0] == loss
     ids, labels = rows()
     logits = model(ids).logits[:, :-1].flatten(0, 1)
@@ -104,13 +104,13 @@ def test_a_family_that_goes_on_computing_with_its_logits_keeps_them(family: str)
 def test_logits_can_still_be_had() -> None:
     model = build("llama")
     before = model(rows()[0]).logits
-    assert let_head_compute_loss(model)
+    assert compute_loss_in_head(model)
     torch.testing.assert_close(model(rows()[0]).logits, before, rtol=0, atol=0)
 
 
 def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
     model = build("llama", vocab_size=4001)
-    assert let_head_compute_loss(model)
+    assert compute_loss_in_head(model)
     ids, _ = rows()
     with LargestTensor() as largest:
         summed_loss(model, ids, ids).backward()
@@ -120,7 +120,7 @@ def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
 
 def test_at_once_the_gradient_of_the_head_is_added_to_what_is_there_before_the_backward_pass() -> None:
     model = build("llama")
-    assert let_head_compute_loss(model, at_once=True)
+    assert compute_loss_in_head(model, grad_in_place=True)
     scale = torch.tensor(0.5, dtype=torch.float64)
     summed_loss(model, *rows(), scale=scale)
     place, once = model.lm_head.weight.grad.data_ptr(), model.lm_head.weight.grad.clone()
@@ -135,8 +135,8 @@ def test_at_once_the_gradient_of_the_head_is_added_to_what_is_there_before_the_b
 def test_the_gradient_of_a_tied_embedding_is_added_in_the_rows_of_its_tokens() -> None:
     model = build("llama", tie_word_embeddings=True, vocab_size=4001)
     expected = loss_and_gradients(model)[1]["model.embed_tokens.weight"]
-    assert let_head_compute_loss(model, at_once=True)
-    add_rows_of_tokens(model)
+    assert compute_loss_in_head(model, grad_in_place=True)
+    use_sparse_embedding_grad(model)
     loss_and_gradients(model)
     model.zero_grad()
     ids, labels = rows()
@@ -151,21 +151,21 @@ def test_the_gradient_of_a_tied_embedding_is_added_in_the_rows_of_its_tokens() -
 
 def test_an_embedding_of_its_own_has_a_dense_gradient() -> None:
     model = build("llama")
-    assert let_head_compute_loss(model, at_once=True)
-    add_rows_of_tokens(model)
+    assert compute_loss_in_head(model, grad_in_place=True)
+    use_sparse_embedding_grad(model)
     loss_and_gradients(model)
     assert not model.model.embed_tokens.weight.grad.is_sparse
 
 
 def test_on_the_meta_device_it_is_found_out_too() -> None:
     with torch.device("meta"):
-        assert let_head_compute_loss(build("llama"))
-        assert not let_head_compute_loss(build("gemma2", **COMPUTED_FURTHER["gemma2"]))
+        assert compute_loss_in_head(build("llama"))
+        assert not compute_loss_in_head(build("gemma2", **COMPUTED_FURTHER["gemma2"]))
 
 
 def test_nothing_supervised_costs_nothing_and_gives_every_weight_a_gradient() -> None:
     model = build("llama")
-    assert let_head_compute_loss(model)
+    assert compute_loss_in_head(model)
     ids, _ = rows()
     loss = summed_loss(model, ids, torch.full_like(ids, IGNORED_LABEL))
     loss.backward()

@@ -14,7 +14,7 @@ _MEASURE = """
 import ctypes
 import fabric_train.training.build_run as building
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.model.load_weights import Unread
+from fabric_train.model.load_weights import MetaModel
 from fabric_train.model.hf_model import load_model
 
 def status(name):
@@ -29,7 +29,7 @@ def measured_read(run):
     # what is freed goes back to the system, as that of a real model's large tensors does
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     before = status("VmRSS")
-    return Unread(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)
+    return MetaModel(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)
 def measured_set_up(*args):
     model = set_up(*args)
     print("grown by", status("VmHWM") - before)

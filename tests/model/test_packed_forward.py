@@ -34,9 +34,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
-from fabric_train.model.attention import refuse_leaking, refuse_unusable
+from fabric_train.model.attention import check_attention, check_isolation
 from fabric_train.model.hf_model import load_model, read_shape
-from fabric_train.model.lm_head_loss import let_head_compute_loss
+from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.model.packed_forward import forward
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loop import accumulate
@@ -257,7 +257,7 @@ def test_a_window_is_computed_without_waiting_for_the_device(
     batches = [rows.__getitems__([0, 1]), rows.__getitems__([2]), rows.__getitems__([3])]
     batches = [replace(batch, targets=find_targets(batch.labels)) for batch in batches]  # as where memory is pinned
     if computes_loss_in_head:
-        let_head_compute_loss(model, at_once=True)
+        compute_loss_in_head(model, grad_in_place=True)
     fabric = Fabric(accelerator="cpu", devices=1)
     wrapped = fabric.setup_module(model)
     with WaitsForDevice() as waits:
@@ -381,11 +381,11 @@ def test_a_family_whose_documents_see_each_other_whatever_the_positions_say_is_r
     fabric = Fabric(accelerator="cpu", devices=1)
     model = fabric.setup_module(AutoModelForCausalLM.from_config(config)).train()
     if not leaks:
-        refuse_leaking(fabric, model, "model")
+        check_isolation(fabric, model, "model")
         assert model.training
         return
     with pytest.raises(InputError, match=f"^--isolate_documents true: in model, a {config.model_type}, documents of a"):
-        refuse_leaking(fabric, model, "model")
+        check_isolation(fabric, model, "model")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_a_family_whose_documents_see_each_other_whatever_the_positions_say_is_r
         (
             ["--attention", "flash_attention_2", "--precision", "32-true"],
             "cuda",
-            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true: use",
+            "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true; use",
         ),
         (["--attention", "flex_attention"], "cpu", "--attention flex_attention cannot train on CPU: torch has no"),
     ],
@@ -403,21 +403,21 @@ def test_a_family_whose_documents_see_each_other_whatever_the_positions_say_is_r
 def test_attention_that_cannot_run_here_is_refused(options: list[str], accelerator: str, fault: str) -> None:
     given = ["--train_data_dir", "tokens", "--output_dir", "run"]
     with pytest.raises(InputError) as error:
-        refuse_unusable(parse(TrainArguments, [*given, *options]), accelerator)
+        check_attention(parse(TrainArguments, [*given, *options]), accelerator)
     assert str(error.value).startswith(fault)
     assert "\n" not in str(error.value)
 
 
 def test_flex_attention_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", "--eval_only", "true"])
-    refuse_unusable(arguments, "cpu")
+    check_attention(arguments, "cpu")
     arguments = parse(
         TrainArguments,
         ["--train_data_dir", "t", "--output_dir", "r", "--eval_only", "true", "--attention", "flex_attention"],
     )
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match="finds no compiler no-such-compiler; install"):
-        refuse_unusable(arguments, "cpu")
+        check_attention(arguments, "cpu")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")

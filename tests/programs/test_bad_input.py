@@ -203,7 +203,7 @@ CASES: dict[str, Case] = {
     "a layer class that the model does not have": Case(
         "train",
         "--auto_wrap_policy LamaDecoderLayer",
-        "--auto_wrap_policy LamaDecoderLayer: model has no such layer; its decoder layers: LlamaDecoderLayer",
+        "--auto_wrap_policy LamaDecoderLayer: model has no such layer; its decoder layers are LlamaDecoderLayer",
     ),
     "evaluation without validation rows": Case(
         "train",
@@ -279,7 +279,7 @@ CASES: dict[str, Case] = {
     "a model that is not on the hub": Case(
         "generate",
         "--model_name nobody/nothing",
-        "--model_name nobody/nothing: no such folder, and the hub does not give it: …; check the name, and the network",
+        "--model_name nobody/nothing: no such folder, and the hub does not provide it: …; check the name …",
     ),
     "a model without config.json": Case(
         "train",
@@ -295,7 +295,7 @@ CASES: dict[str, Case] = {
     "a config.json of wrong types": Case(
         "train",
         "--model_name models/text-for-number",
-        "--model_name models/text-for-number: its config.json cannot be: … 'hidden_size' expected int, …; give …",
+        "--model_name models/text-for-number: its config.json is invalid: … 'hidden_size' expected int, …; give …",
     ),
     "a config.json that makes no model": Case(
         "generate",
@@ -310,12 +310,12 @@ CASES: dict[str, Case] = {
     "a model that is not a language model": Case(
         "train",
         "--model_name models/vision",
-        "--model_name models/vision: a vit is not a causal language model: give one that is",
+        "--model_name models/vision: a vit is not a causal language model; give one that is",
     ),
     "a model without layers": Case(
         "train",
         "--model_name models/negative-layers",
-        "--model_name models/negative-layers: no decoder layer is found in it; give another model",
+        "--model_name models/negative-layers: it has no decoder layers; give another model",
     ),
     "a model without weights": Case(
         "train",
@@ -351,7 +351,7 @@ CASES: dict[str, Case] = {
     "weights of another model": Case(
         "generate",
         "--model_name models/deeper",
-        "--model_name models/deeper: 9 weights are missing or of another shape than config.json says, … first; fetch …",
+        "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, … first; fetch …",
     ),
     # ------------------------------------------------------------------------------------------------ token datasets
     "no token dataset": Case(
@@ -616,7 +616,7 @@ CASES: dict[str, Case] = {
         "train", "--checkpoint pickled.pt", "pickled.pt: a file, not a folder; checkpoints are …"
     ),
     "a pickle as model": Case(
-        "generate", "--model_name pickled.ckpt", "--model_name pickled.ckpt: a file; give the folder …"
+        "generate", "--model_name pickled.ckpt", "--model_name pickled.ckpt: this is a file; give the folder …"
     ),
     "a pickle as text": Case(
         "tokenize", "--dataset pickled.pt", "--dataset pickled.pt: cannot read .pt; readable are …"

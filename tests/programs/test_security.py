@@ -105,7 +105,7 @@ def test_code_in_a_model_folder_does_not_run(place: Path, start: Start) -> None:
         place / "model" / "tokenizer_config.json",
         lambda content: content.update(tokenizer_class="Own", auto_map=names),
     )
-    refusal = "--model_name model: it brings Python code of its own, which is never run here; "
+    refusal = "--model_name model: the model comes with Python code, which is never run here; "
     assert fault(start("train", train(""))).startswith(refusal)
     assert fault(start("generate", "--model_name model --prompt Hello")).startswith(refusal)
     (place / "model" / "tokenizer.json").rename(place / "model" / "vocab.json")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Targets
 from fabric_train.distributed.activation_checkpoint import checkpoint_layers
-from fabric_train.model.lm_head_loss import let_head_compute_loss
+from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         _freeze_vocabulary(model)
         _drop_gradients(model, layers, live)
         if arguments.model.precision != "16-mixed":  # as model.parallelize.setup_model does
-            let_head_compute_loss(model)
+            compute_loss_in_head(model)
         if arguments.fsdp.activation_checkpointing == "full":
             checkpoint_layers(layers)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
