@@ -1,5 +1,5 @@
-"""From the rows of a token dataset, or a stream of texts, to the micro-batches of each optimizer step.
+"""Token datasets and streams: read rows and make the micro-batches of each optimizer step.
 
-Read ``step_sampler.py`` first: the order of the rows and how a window is cut among ranks. ``batch.py`` is what one
-forward pass gets.
+Open ``step_sampler.py`` first: it defines the order of the rows and how they are split among ranks. ``batch.py`` makes
+the input of one forward pass.
 """

@@ -1,6 +1,6 @@
-"""The batch of one forward pass: its rows padded, its documents kept apart, its targets found.
+"""Make the batch of one forward pass: padded rows, document borders and prediction targets.
 
-Shapes: B rows, T tokens a row, N supervised tokens.
+Shapes: B rows, T tokens per row, N supervised tokens.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ IGNORED_LABEL = -100
 
 
 class PickledAsArrays:
-    """Base of dataclasses with CPU tensors, which are pickled by value, as NumPy arrays.
+    """A base class for dataclasses whose CPU tensors are pickled by value, as NumPy arrays.
 
-    Data workers send batches through a pipe. For each tensor torch would share a file instead, which takes a socket,
-    one or two milliseconds, and room in shared memory.
+    Data workers send batches through a pipe. By default, torch shares a file for each tensor instead. That takes a
+    socket, one or two milliseconds, and shared memory.
     """
 
     def __reduce__(self) -> tuple[Any, tuple[type, list[Any]]]:
@@ -28,11 +28,12 @@ class PickledAsArrays:
 
 @dataclass(frozen=True)
 class Documents(PickledAsArrays):
-    """Where documents lie in a batch [B, T]; a row is at least one, and none goes from one row into the next.
+    """The documents of a batch [B, T]. Every row has at least one, and no document spans two rows.
 
-    ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: where
-    they begin when the rows are laid end to end, and the end of all; ``longest`` is the length of the longest one.
-    Flash-attention takes the latter two, the other implementations see a new document in positions that restart.
+    ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: the
+    start of each document in the flattened batch, and the end of the batch (flash-attention's ``cu_seqlens``).
+    ``longest`` is the length of the longest document. Flash-attention uses ``borders`` and ``longest``; the other
+    implementations of attention recognize a new document by positions that restart.
     """
 
     position_ids: torch.Tensor
@@ -40,11 +41,11 @@ class Documents(PickledAsArrays):
     longest: int
 
     def pin_memory(self) -> "Documents":
-        """Return the same in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return Documents(self.position_ids.pin_memory(), self.borders.pin_memory(), self.longest)
 
     def to(self, device: torch.device) -> "Documents":
-        """Return the same on a device."""
+        """Return a copy on a device."""
         return Documents(
             self.position_ids.to(device, non_blocking=True), self.borders.to(device, non_blocking=True), self.longest
         )
@@ -52,30 +53,32 @@ class Documents(PickledAsArrays):
 
 @dataclass(frozen=True)
 class Targets(PickledAsArrays):
-    """What is predicted in a batch [B, T]: ``ids`` int64 [N], the supervised tokens, and ``positions`` int64 [N], where
-    in the flattened batch each is predicted.
+    """The supervised tokens of a batch [B, T].
+
+    ``ids`` int64 [N] are the tokens to predict, ``positions`` int64 [N] the positions in the flattened batch that
+    predict them.
     """
 
     positions: torch.Tensor
     ids: torch.Tensor
 
     def pin_memory(self) -> "Targets":
-        """Return the same in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return Targets(self.positions.pin_memory(), self.ids.pin_memory())
 
     def to(self, device: torch.device) -> "Targets":
-        """Return the same on a device."""
+        """Return a copy on a device."""
         return Targets(self.positions.to(device, non_blocking=True), self.ids.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
 class Batch(PickledAsArrays):
-    """Rows of one forward pass on one rank.
+    """The rows of one forward pass on one rank.
 
-    ``input_ids`` and ``labels`` are [B, T] int64. ``documents`` keeps documents apart that share a row; None where no
-    row holds more than one, or all shall see each other. A rank that has no row left in a window gets a row without
-    supervised tokens. ``targets``, those of the labels, are found before the batch goes to a device. ``lengths`` are
-    how many tokens see each other: of each document, or of each row where they are not kept apart, without padding.
+    ``input_ids`` and ``labels`` are int64 [B, T]. ``documents`` is None if no row has more than one document, or if the
+    documents of a row may see each other. ``targets`` are computed from the labels before the batch goes to a device.
+    ``lengths`` are the numbers of tokens that see each other, without padding: of each document, or of each row if
+    documents are not kept apart. A rank without rows left in a window gets one row without supervised tokens.
     """
 
     input_ids: torch.Tensor
@@ -100,12 +103,14 @@ class Batch(PickledAsArrays):
 def pad_rows(
     input_ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], document_starts: Sequence[np.ndarray]
 ) -> Batch:
-    """Make a batch of rows, shorter ones padded at the end with unsupervised tokens; of none, that of a rank which has
-    no row left. See ``isolate`` for ``document_starts``; without any, a row is one document.
+    """Make a batch of rows, with shorter rows padded at the end by unsupervised tokens.
+
+    Without rows, return the batch of a rank that has no row left. For ``document_starts`` see ``isolate``; if it is
+    empty, each row is one document.
     """
     if not input_ids:
-        nothing = torch.zeros(1, 2, dtype=torch.int64)
-        return Batch(nothing, torch.full_like(nothing, IGNORED_LABEL))
+        empty = torch.zeros(1, 2, dtype=torch.int64)
+        return Batch(empty, torch.full_like(empty, IGNORED_LABEL))
     ends = list(map(content_end, input_ids, labels))
     return make_batch(_padded(input_ids, 0), _padded(labels, IGNORED_LABEL), document_starts, ends)
 
@@ -113,20 +118,21 @@ def pad_rows(
 def make_batch(
     input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray], ends: Sequence[int]
 ) -> Batch:
-    """Make a batch that keeps documents apart where a row holds more than one; see ``isolate`` for the arguments.
+    """Make a batch that keeps documents apart if any row has more than one; for the arguments see ``isolate``.
 
-    ``ends`` [B] are where each row's padding begins.
+    ``ends`` [B] are the positions at which each row's padding begins.
     """
     lengths = document_lengths(document_starts, ends)
-    if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second is above
+    if any(start for row in document_starts for start in row[:2]):  # the first may be 0, the second may not
         return replace(isolate(input_ids, labels, document_starts), lengths=lengths)
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), lengths=lengths)
 
 
 def content_end(input_ids: np.ndarray, labels: np.ndarray) -> int:
-    """Return where a row's padding begins: with its last run of one unsupervised token, of two tokens or more.
+    """Return where a row's padding begins.
 
-    A single one may as well be a token that is not supervised, and counts as content.
+    Padding is a run of at least two equal, unsupervised tokens at the row's end. A single unsupervised token at the end
+    counts as content.
     """
     differ = np.flatnonzero((labels != IGNORED_LABEL) | (input_ids != input_ids[-1:]))
     end = int(differ[-1]) + 1 if len(differ) else 0
@@ -134,8 +140,9 @@ def content_end(input_ids: np.ndarray, labels: np.ndarray) -> int:
 
 
 def document_lengths(document_starts: Sequence[np.ndarray], ends: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens of each piece that documents cut rows of ``ends`` [B] tokens into, or of the rows where there
-    are no ``document_starts``.
+    """Return the number of tokens of each document in rows of ``ends`` [B] tokens.
+
+    Without ``document_starts``, return the rows' own lengths.
     """
     if not len(document_starts):
         return tuple(ends)
@@ -146,23 +153,23 @@ def document_lengths(document_starts: Sequence[np.ndarray], ends: Sequence[int])
 
 
 def isolate(input_ids: np.ndarray, labels: np.ndarray, document_starts: Sequence[np.ndarray]) -> Batch:
-    """Make a batch in which no document sees another, and none's first token is predicted from another's last.
+    """Make a batch in which no document sees another, and no document's first token is predicted from another's last.
 
-    Rows of 5 in which documents begin at 3, and at 0, 1 and 4::
+    Two rows of 5 tokens, with documents that begin at 3 in the first row, and at 0, 1 and 4 in the second::
 
         position_ids  0 1 2 0 1    borders  0 3 5 6 9 10    labels  . . . -100 .
                       0 0 1 2 0                                     . -100 . . -100
 
     Args:
         input_ids: int64 [B, T].
-        labels: int64 [B, T]; those at the documents' starts are overwritten.
-        document_starts: integers [any number] for each row, ascending: the positions at which documents begin.
+        labels: int64 [B, T]; changed in place: the labels at document starts become -100.
+        document_starts: For each row, the positions at which documents begin, ascending integers [any number].
     """
     num_rows, length = input_ids.shape
     rows = np.repeat(np.arange(num_rows), [len(starts) for starts in document_starts])
     columns = np.concatenate(document_starts)
     begins = np.zeros((num_rows, length), dtype=np.int64)
-    begins[rows, columns] = columns  # the largest one up to a token is where its document begins
+    begins[rows, columns] = columns  # a token's document begins at the largest of these up to the token
     position_ids = np.arange(length) - np.maximum.accumulate(begins, axis=1)
     labels[rows[columns > 0], columns[columns > 0]] = IGNORED_LABEL
     borders = np.append(np.flatnonzero(position_ids == 0), num_rows * length).astype(np.int32)
@@ -179,13 +186,14 @@ def _padded(rows: Sequence[np.ndarray], filler: int) -> np.ndarray:
 
 
 def next_token_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Shift labels [B, T] so that position t holds the token to predict there; the last position predicts nothing."""
+    """Shift labels [B, T] so that position t has the token to predict there. The last position predicts nothing."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 def find_targets(labels: torch.Tensor) -> Targets:
-    """Return what is predicted in a batch with labels [B, T]. On a GPU it would wait for the device: their number
-    decides the shapes.
+    """Return the supervised tokens of labels [B, T].
+
+    Call it on the CPU: on a GPU it waits for the device, because the shapes depend on the labels.
     """
     ids = next_token_labels(labels).flatten()
     positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
@@ -193,7 +201,7 @@ def find_targets(labels: torch.Tensor) -> Targets:
 
 
 def count_supervised(labels: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of labels [B, T] are predicted: a 0-dim int64 tensor, on the labels' device."""
+    """Return the number of supervised tokens of labels [B, T], a 0-dim int64 tensor on the labels' device."""
     return (labels[:, 1:] != IGNORED_LABEL).sum()
 
 

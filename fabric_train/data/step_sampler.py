@@ -1,12 +1,17 @@
-"""Rows → the micro-batches of each window, the rows that one optimizer step consumes over all ranks.
+"""Choose the rows of each optimizer step and split them into the micro-batches of each rank.
 
-The order of the rows is a function of (seed, epoch) and the window a function of the step, both without regard to the
-ranks.
-A window of 5 rows, micro-batches of 1 row, 2 ranks:
+Legend:
+
+- row: a row of the token dataset, or of a stream.
+- window: the rows that one optimizer step consumes over all ranks. The last window of an epoch may be shorter.
+- micro-batch: the rows of one forward pass on one rank. All ranks have equally many micro-batches in a window.
+
+The order of the rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the
+number of ranks. Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
 
     rows in order   17 4 23 8 11
     rank 0          [17] [23] [11]
-    rank 1          [4]  [8]  []      an empty micro-batch: the rank takes part, and counts nothing
+    rank 1          [4]  [8]  []      an empty micro-batch: the rank takes part without supervised tokens
 """
 
 import functools
@@ -26,12 +31,12 @@ from fabric_train.distributed.signals import leave_signals_to_rank
 
 @dataclass(frozen=True)
 class Window:
-    """What one rank computes in one optimizer step.
+    """The data of one optimizer step on one rank.
 
-    ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all
-    ranks], are the window's rows in their order: indices into the train split, or a stream's lanes. ``cursors`` are
-    where a stream goes on, see ``stream.StreamBatch``; None where the step alone tells. ``rows_hash`` is that of the
-    order after this window; None for a stream.
+    ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
+    indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
+    stream's positions after this window, see ``streaming.StreamBatch``; None for a token dataset, where the step is
+    enough. ``rows_hash`` is the hash of all rows up to this window; None for a stream.
     """
 
     step: int
@@ -45,31 +50,35 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all ranks."""
+        """The number of rows over all ranks."""
         return len(self.rows)
 
     def rows_of(self, batch: int, world_size: int, rank: int) -> list[int]:
-        """Return which of ``rows`` are micro-batch number ``batch`` of a rank."""
-        place = positions(batch, self.micro_batch_size, world_size, rank)
-        return self.rows[place.start : place.stop].tolist()
+        """Return the rows of a rank's micro-batch number ``batch``, counted from 0."""
+        indices = positions(batch, self.micro_batch_size, world_size, rank)
+        return self.rows[indices.start : indices.stop].tolist()
 
 
 class WindowSource(Protocol):
-    """Where the loop gets its windows from."""
+    """A source of windows for the training loop."""
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
 
 
 def positions(batch: int, micro_batch_size: int, world_size: int, rank: int) -> range:
-    """Return which rows of a full window are micro-batch number ``batch`` of a rank."""
+    """Return the positions in a full window of the rows in a rank's micro-batch number ``batch``, counted from 0."""
     begin = (batch * world_size + rank) * micro_batch_size
     return range(begin, begin + micro_batch_size)
 
 
 @dataclass(frozen=True)
 class WindowOrder:
-    """Which rows every rank takes at every step."""
+    """The rows of every window and micro-batch, as functions of the step, the seed and the rank.
+
+    ``rows_per_window`` and ``micro_batch_size`` count rows, the latter on one rank. ``world_size`` and ``rank`` are
+    those of the data ranks.
+    """
 
     num_rows: int
     rows_per_window: int
@@ -80,45 +89,45 @@ class WindowOrder:
 
     @property
     def windows_per_epoch(self) -> int:
-        """The last window of an epoch holds what is left."""
+        """The number of windows in an epoch; the last one has the remaining rows."""
         return math.ceil(self.num_rows / self.rows_per_window)
 
     def epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the rows [num_rows] of an epoch in their order, each once: a function of seed and epoch alone."""
+        """Return the row indices of an epoch in order: a permutation [num_rows] that depends on seed and epoch."""
         return _permutation(self.num_rows, self.seed, epoch)
 
     def num_rows_in(self, window: int) -> int:
-        """Rows of the epoch's window ``window``, over all ranks."""
+        """Return the number of rows in an epoch's window, counted from 0, over all ranks."""
         return min(self.rows_per_window, self.num_rows - window * self.rows_per_window)
 
     def rows_in(self, epoch: int, window: int) -> np.ndarray:
-        """The rows of a window, over all ranks."""
+        """Return the row indices of an epoch's window, counted from 0, over all ranks."""
         start = window * self.rows_per_window
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
 
     def rows_hash(self, step: int) -> str:
-        """Hash the rows of all windows up to a step, in their order: the same whatever the ranks and micro-batches."""
+        """Hash the rows of all steps up to ``step`` in order. The hash does not depend on ranks and micro-batches."""
         rows_hash = ""
         for done in range(step):
             rows_hash = hash_of(self.rows_in(*divmod(done, self.windows_per_epoch)), rows_hash)
         return rows_hash
 
     def num_batches_in(self, window: int) -> int:
-        """Micro-batches of the window on each rank, the same on all since they compute together."""
+        """Return the number of micro-batches in a window, which is the same on every rank."""
         return math.ceil(self.num_rows_in(window) / (self.micro_batch_size * self.world_size))
 
     def batches(self, epoch: int, first_window: int) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches, as row indices, from a window of an epoch to the epoch's end."""
+        """Yield the row indices of this rank's micro-batches from a window to the end of the epoch."""
         for window in range(first_window, self.windows_per_epoch):
             rows = self.rows_in(epoch, window)
             for batch in range(self.num_batches_in(window)):
-                place = positions(batch, self.micro_batch_size, self.world_size, self.rank)
-                yield rows[place.start : place.stop].tolist()
+                indices = positions(batch, self.micro_batch_size, self.world_size, self.rank)
+                yield rows[indices.start : indices.stop].tolist()
 
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a run on this rank, read ahead by ``num_workers`` processes."""
+    """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes."""
 
     rows: Rows
     order: WindowOrder
@@ -151,8 +160,9 @@ class TrainBatches:
 def validation_batches(
     rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, num_workers: int
 ) -> DataLoader:
-    """Return this rank's share of a split, each row once over all ranks; as many batches on every rank, at most
-    ``limit``.
+    """Return a loader of this rank's rows of a split.
+
+    The ranks together read each row once. All ranks have equally many batches, at most ``limit``.
     """
     num_batches = math.ceil(len(rows) / (batch_size * world_size))
     starts = [(batch * world_size + rank) * batch_size for batch in range(min(num_batches, limit or num_batches))]
@@ -175,15 +185,15 @@ def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int,
         rows,
         batch_sampler=indices,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         pin_memory=pin_memory,
         prefetch_factor=8 if num_workers else None,
         worker_init_fn=leave_signals_to_rank,
     )
 
 
-def _as_it_is(batch: Any) -> Any:
-    """``Rows.__getitems__`` has made the batch already."""
+def _identity(batch: Any) -> Any:
+    """Return the batch, which ``Rows.__getitems__`` has already made."""
     return batch
 
 

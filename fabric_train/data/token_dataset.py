@@ -1,4 +1,4 @@
-"""Token dataset on disk → its splits, whose rows come as batches."""
+"""Open a token dataset on disk and read its rows as batches."""
 
 import functools
 import hashlib
@@ -22,9 +22,9 @@ VALIDATION_NAMES = ("validation", "valid")
 
 
 class Rows(torch.utils.data.Dataset):
-    """One split of a token dataset: its rows by index, an index list at a time.
+    """The rows of one split, read as batches of a list of indices.
 
-    With ``isolate_documents``, and where the split has ``document_starts``, the batches keep its documents apart.
+    With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``.
     """
 
     def __init__(self, split: datasets.Dataset, isolate_documents: bool = True) -> None:
@@ -40,19 +40,19 @@ class Rows(torch.utils.data.Dataset):
         return len(self.split)
 
     def longest(self) -> int:
-        """Tokens in the longest row."""
+        """Return the number of tokens in the longest row."""
         return int(self._lengths.max())
 
     def shortest(self) -> int:
-        """Tokens in the shortest row."""
+        """Return the number of tokens in the shortest row."""
         return int(self._lengths.min())
 
     def lengths(self) -> set[int]:
-        """The different numbers of tokens that rows have."""
+        """Return the distinct row lengths, in tokens."""
         return set(np.unique(self._lengths).tolist())
 
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
-        """Lowest and highest token id there is in a column, unsupervised labels left out; reads the whole split."""
+        """Return the lowest and highest token id in a column, without unsupervised labels. Reads the whole column."""
         extremes = []
         for chunk in self.split.data.column(column).chunks:
             tokens = chunk.flatten()
@@ -63,7 +63,10 @@ class Rows(torch.utils.data.Dataset):
         return min(extremes, default=0), max(extremes, default=0)
 
     def row_with_borders_outside(self) -> int | None:
-        """The first row in which documents begin elsewhere than at its tokens, in order; reads all their beginnings."""
+        """Return the first row whose ``document_starts`` are not ascending or lie outside of the row, or None.
+
+        Reads the whole column.
+        """
         if not self.has_borders:
             return None
         first = 0
@@ -78,7 +81,7 @@ class Rows(torch.utils.data.Dataset):
         return None
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the rows as one batch, shorter rows padded at the end with unsupervised tokens."""
+        """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
         table = self._table[list(indices)]
         labels = _lists(table, "labels" if self.has_labels else "input_ids")
         starts = _lists(table, "document_starts") if self.isolates else []
@@ -87,7 +90,7 @@ class Rows(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A token dataset on disk: ``train`` and, where it was split, ``validation``."""
+    """A token dataset on disk: its ``train`` split and, if it has one, its ``validation`` split."""
 
     folder: Path
     train: Rows
@@ -95,7 +98,7 @@ class TokenDataset:
 
     @functools.cached_property
     def manifest(self) -> Manifest | None:
-        """What ``manifest.json`` says; None for an older folder without one. See ``read_manifest`` for the errors."""
+        """The content of ``manifest.json``; None for an older folder without it. For errors see ``read_manifest``."""
         return read_manifest(self.folder)
 
     @property
@@ -105,7 +108,7 @@ class TokenDataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the manifest, or for an older folder without one the train split's fingerprint in ``datasets``."""
+        """The SHA-256 of the manifest; for an older folder without one, the fingerprint of ``datasets``."""
         manifest = self.folder / "manifest.json"
         if manifest.is_file():
             return hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -113,38 +116,33 @@ class TokenDataset:
 
     @property
     def attachments(self) -> tuple[Path, ...]:
-        """What a checkpoint copies, so that it can be exported and used on its own."""
+        """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
         return tuple(path for path in (self.folder / "manifest.json", self.folder / "tokenizer") if path.exists())
 
 
 def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
-    """Open the folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
+    """Open a folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
 
     Args:
-        folder: of the token dataset.
-        isolate_documents: whether batches keep the documents of a row apart, where the folder says where they begin.
+        folder: The token dataset.
+        isolate_documents: Whether batches keep the documents of a row apart, if the dataset has ``document_starts``.
 
     Raises:
-        InputError: where it is no such folder, has no rows or columns that hold no tokens.
+        InputError: The folder is not a token dataset, is damaged, has no rows, or has columns that are not tokens.
     """
     path = Path(folder)
     if not (path / "dataset_dict.json").is_file():
-        there = "the folder holds no dataset_dict.json" if path.is_dir() else missing_folder(path)
-        raise InputError(f"--train_data_dir {folder}: {there}; make one with tokenize_dataset.py --output_dir {folder}")
+        cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
+        raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
     refuse_foreign_files(path, "tokenize again")
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
-    except (
-        ArithmeticError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # what datasets raises for JSON of another shape
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # raised by datasets for unexpected JSON
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--train_data_dir {folder}: damaged, {reason}; tokenize again") from error
-    except IndexError as error:  # what datasets raises for a split that it saved without rows, and so without a file
+    except IndexError as error:  # raised by datasets for a split without rows, which has no file
         raise InputError(f"--train_data_dir {folder}: a split has no rows; leave it out or tokenize again") from error
     if "train" not in splits:
         raise InputError(
@@ -159,12 +157,12 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
     has_validation = validation is not None and len(validation) > 0
     held_out = Rows(validation, isolate_documents) if has_validation else None
-    check_links(path / "tokenizer")  # checkpoints get a copy
+    check_links(path / "tokenizer")  # checkpoints copy this folder
     return TokenDataset(path, Rows(splits["train"], isolate_documents), held_out)
 
 
 def _fault_of_columns(split: datasets.Dataset) -> str | None:
-    """Name what keeps a split's columns from being tokens and, where there are any, their labels."""
+    """Return what is wrong with a split's columns of tokens, labels and document starts; None if they are right."""
     if "input_ids" not in split.column_names:
         return f"no column input_ids, only {', '.join(split.column_names)}"
     columns = [name for name in ("input_ids", "labels", "document_starts") if name in split.column_names]

@@ -1,4 +1,4 @@
-"""AdamW and the learning rate. Read ``optimizer.py`` first.
+"""AdamW and the learning rate schedule.
 
-``low_precision_adamw.py`` keeps weights or moments in fewer bits than it computes in.
+Open ``optimizer.py`` first. ``low_precision_adamw.py`` keeps weights or moments in bfloat16 or 8 bits.
 """

@@ -342,7 +342,7 @@ def refusal(folder: Path | str) -> str:
 
 def test_a_folder_that_is_no_token_dataset_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "missing").startswith("no such folder; make one with tokenize_dataset.py")
-    assert refusal(tmp_path).startswith("the folder holds no dataset_dict.json; make one with")
+    assert refusal(tmp_path).startswith("the folder has no dataset_dict.json; make one with")
     good = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     assert refusal(save(tmp_path / "a", test=good)) == "no train split, only test; make one with tokenize_dataset.py"
     text = datasets.Dataset.from_dict({"text": ["a"]})

@@ -366,7 +366,7 @@ CASES: dict[str, Case] = {
     "a folder that is not a token dataset": Case(
         "train",
         "--train_data_dir model",
-        "--train_data_dir model: the folder holds no dataset_dict.json; "
+        "--train_data_dir model: the folder has no dataset_dict.json; "
         "make one with tokenize_dataset.py --output_dir model",
     ),
     "no train split": Case("train", "--train_data_dir datasets/no-train", "… no train split, only test; make …"),
