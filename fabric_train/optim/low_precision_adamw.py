@@ -1,8 +1,8 @@
-"""AdamW whose weights or moments are kept in fewer bits than it computes in.
+"""AdamW that computes in fp32 and stores weights or moments in bfloat16 or 8 bits.
 
-It computes in fp32, piece by piece with torch's fused kernel, and rounds what it keeps. torchao's AdamW does the same,
-but compiles itself for every shape of a parameter, and draws from the rank's stream of random numbers: replicas would
-drift apart, and a resumed or otherwise cut run would draw others.
+It updates a parameter in chunks with torch's fused kernel and rounds the results, so no fp32 copy of a full parameter
+exists. torchao's AdamW also does this, but it compiles for every shape of a parameter and draws from the rank's stream
+of random numbers. So its replicas would drift apart, and a resumed or resharded run would draw other numbers.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from fabric_train.distributed.host_memory import to_device_async
-from fabric_train.optim.blockwise_8bit import BLOCK, EightBits
-from fabric_train.optim.compiled_adamw import compiled_step, factors
-from fabric_train.optim.stochastic_rounding import Place, random_bits, round_by_chance, salt
+from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
+from fabric_train.optim.compiled_adamw import compiled_adamw_step, step_factors
+from fabric_train.optim.stochastic_rounding import LocalElements, random_bits, round_stochastically, salt
 
-# elements computed at a time: what they take in fp32 fits a core's cache, or is little of a GPU's memory
-_PIECE = {"cpu": 2**16, "cuda": 2**24}
-assert not any(size % BLOCK for size in _PIECE.values())
+# elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
+_CHUNK = {"cpu": 2**16, "cuda": 2**24}
+assert not any(size % BLOCK for size in _CHUNK.values())
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """AdamW (arXiv:1711.05101) that keeps its moments in a type of their own."""
+    """AdamW (arXiv:1711.05101) whose moments have their own dtype."""
 
     def __init__(
         self,
@@ -35,81 +35,82 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         lr: float,
         betas: tuple[float, float],
         moments_dtype: torch.dtype,
-        in_eight_bits: Collection[nn.Parameter] = (),
-        rounds_by_chance: bool,
+        in_8bit: Collection[nn.Parameter] = (),
+        stochastic_rounding: bool,
         names: Mapping[nn.Parameter, str],
-        places: Mapping[nn.Parameter, Place],
+        elements: Mapping[nn.Parameter, LocalElements],
         seed: int,
         compiles: bool = False,
     ) -> None:
-        """Take parameter groups as torch's AdamW does.
+        """Set up the optimizer with parameter groups, as torch's AdamW.
 
         Args:
-            groups: of parameters, with their weight decay.
-            lr: learning rate.
-            betas: decay of both moments.
+            groups: Parameter groups, each with its weight decay.
+            lr: Learning rate.
+            betas: Decay of both moments.
             moments_dtype: float32 or bfloat16.
-            in_eight_bits: parameters whose moments are kept in 8 bits instead.
-            rounds_by_chance: whether what is kept in bfloat16 is rounded stochastically, instead of to the nearest.
-            names: of the parameters, before anything wrapped them.
-            places: which part of a parameter this rank has.
-            seed: of the rounding.
-            compiles: take the step of what is not kept in 8 bits in one compiled kernel.
+            in_8bit: Parameters whose moments are stored in 8 bits instead.
+            stochastic_rounding: Whether to round to bfloat16 stochastically instead of to the nearest.
+            names: The parameters' names before anything wrapped the model.
+            elements: The elements of each parameter that this rank has.
+            seed: The seed of the rounding.
+            compiles: Whether to update parameters in one compiled kernel, except those with moments in 8 bits.
         """
         super().__init__(groups, lr=lr, betas=betas)
         self.moments_dtype = moments_dtype
-        self._in_eight_bits = {id(parameter) for parameter in in_eight_bits}
-        self._rounds_by_chance = rounds_by_chance
-        self._places = places
+        self._in_8bit = {id(parameter) for parameter in in_8bit}
+        self._stochastic_rounding = stochastic_rounding
+        self._elements = elements
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
-        self._counts: dict[nn.Parameter, int] = {}  # of steps; known to the host without asking the device
+        self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
         self._compiles = compiles
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Change every parameter that has a gradient."""
-        changing = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
-        keys = self._keys([parameter for parameter, _ in changing])
-        by: dict[tuple[int, int], torch.Tensor] = {}
-        for (parameter, group), key in zip(changing, keys, strict=True):
+        """Update every parameter that has a gradient."""
+        updated = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        keys = self._keys([parameter for parameter, _ in updated])
+        factors: dict[tuple[int, int], torch.Tensor] = {}
+        for (parameter, group), key in zip(updated, keys, strict=True):
             if not self.state[parameter]:
                 self.state[parameter] = self._new_state(parameter)
-            if self._compiles and id(parameter) not in self._in_eight_bits:
+            if self._compiles and id(parameter) not in self._in_8bit:
                 step = self._counts.get(parameter, 0) + 1
-                if (id(group), step) not in by:
-                    of_step = factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
-                    by[id(group), step] = to_device_async(torch.tensor(of_step), key.device)
-                self._update_compiled(parameter, by[id(group), step], key)
+                if (id(group), step) not in factors:
+                    numbers = step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
+                    factors[id(group), step] = to_device_async(torch.tensor(numbers), key.device)
+                self._update_compiled(parameter, factors[id(group), step], key)
             else:
                 self._update(parameter, group, key)
             self.state[parameter]["step"] += 1
             self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return this rank's part of a parameter's moments, flat; those in 8 bits as fp32 copies in host memory. There
-        are none before the first step.
+        """Return this rank's part of a parameter's moments, flat. Before the first step there are none.
+
+        Moments in 8 bits are returned as fp32 copies on the CPU.
         """
-        kept = {key: self.state[parameter][key] for key in MOMENTS if key in self.state[parameter]}
+        stored = {key: self.state[parameter][key] for key in MOMENTS if key in self.state[parameter]}
         return {
-            key: moment.read(0, len(moment)).cpu() if isinstance(moment, EightBits) else _flat(moment)
-            for key, moment in kept.items()
+            key: moment.read(0, len(moment)).cpu() if isinstance(moment, Blockwise8Bit) else _flat(moment)
+            for key, moment in stored.items()
         }
 
-    def adopt(self, parameter: nn.Parameter, count: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
-        """Go on from moments, each cut as the parameter is, after ``count`` steps."""
+    def restore(self, parameter: nn.Parameter, count: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
+        """Set a parameter's moments, each sharded like the parameter, and its ``count`` of steps."""
         state = self._new_state(parameter)
         state["step"].copy_(count)
         for key, moment in moments.items():
-            kept = state[key]
-            if isinstance(kept, EightBits):
-                kept.write(0, _flat(moment).float())
+            stored = state[key]
+            if isinstance(stored, Blockwise8Bit):
+                stored.write(0, _flat(moment).float())
             else:
-                kept.copy_(moment)
+                stored.copy_(moment)
         self.state[parameter] = state
         self._counts[parameter] = int(count)
 
     def _keys(self, parameters: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
-        """Return what the next step's chance of each parameter hangs on: 0-dim int32 tensors."""
+        """Return the random key of each parameter's next step, 0-dim int32 tensors."""
         if not parameters:
             return ()
         counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
@@ -119,64 +120,64 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         for key in MOMENTS:
-            if id(parameter) in self._in_eight_bits:
+            if id(parameter) in self._in_8bit:
                 local = _local(parameter)
-                state[key] = EightBits(local.numel(), signed=key == "exp_avg", device=local.device)
+                state[key] = Blockwise8Bit(local.numel(), signed=key == "exp_avg", device=local.device)
             else:
                 state[key] = torch.zeros_like(parameter, dtype=self.moments_dtype)
         return state
 
-    def _update_compiled(self, parameter: nn.Parameter, by: torch.Tensor, key: torch.Tensor) -> None:
+    def _update_compiled(self, parameter: nn.Parameter, factors: torch.Tensor, key: torch.Tensor) -> None:
         state = self.state[parameter]
-        kept = (_flat(parameter), *(_flat(state[each]) for each in MOMENTS))
+        stored = (_flat(parameter), *(_flat(state[each]) for each in MOMENTS))
         gradient = _local(parameter.grad).reshape(-1)
-        for begin in range(0, len(gradient), _PIECE["cuda"]):  # the numbers of the elements are written out
-            piece = slice(begin, begin + _PIECE["cuda"])
-            part, numbers = gradient[piece], None
-            if self._rounds_by_chance:
-                numbers = self._places[parameter].numbers(begin, len(part), part.device)
-            compiled_step()([each[piece] for each in kept], part, by, numbers, key)
+        for begin in range(0, len(gradient), _CHUNK["cuda"]):  # in chunks, because the elements' indices take memory
+            chunk = slice(begin, begin + _CHUNK["cuda"])
+            part, indices = gradient[chunk], None
+            if self._stochastic_rounding:
+                indices = self._elements[parameter].indices(begin, len(part), part.device)
+            compiled_adamw_step()([each[chunk] for each in stored], part, factors, indices, key)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: torch.Tensor) -> None:
         state = self.state[parameter]
         weights, gradient = _flat(parameter), _local(parameter.grad).reshape(-1)
-        kept = (weights, *(state[key] if isinstance(state[key], EightBits) else _flat(state[key]) for key in MOMENTS))
-        size = _PIECE[weights.device.type]
+        moments = [state[key] if isinstance(state[key], Blockwise8Bit) else _flat(state[key]) for key in MOMENTS]
+        size = _CHUNK[weights.device.type]
         for begin in range(0, weights.numel(), size):
             count = min(size, weights.numel() - begin)
-            computed = [_read(each, begin, count) for each in kept]
+            computed = [_read(each, begin, count) for each in (weights, *moments)]
             _adamw(computed, gradient[begin : begin + count].float(), state["step"], group)
-            chances: tuple[torch.Tensor | None, ...] = (None, None, None)
-            if self._rounds_by_chance:
-                bits = random_bits(self._places[parameter].numbers(begin, count, weights.device), key)
+            random: tuple[torch.Tensor | None, ...] = (None, None, None)
+            if self._stochastic_rounding:
+                bits = random_bits(self._elements[parameter].indices(begin, count, weights.device), key)
                 lower = bits & 0xFFFF
-                chances = ((bits >> 16).bitwise_and_(0xFFFF), lower, lower)
-            for each, values, chance in zip(kept, computed, chances, strict=True):
-                _write(each, begin, values, chance)
+                random = ((bits >> 16).bitwise_and_(0xFFFF), lower, lower)
+            for stored, values, bits_of_each in zip((weights, *moments), computed, random, strict=True):
+                _write(stored, begin, values, bits_of_each)
 
 
-def _read(kept: torch.Tensor | EightBits, begin: int, count: int) -> torch.Tensor:
-    """Return ``count`` elements in fp32: the very memory that they are kept in, if that is fp32."""
-    return kept.read(begin, count) if isinstance(kept, EightBits) else kept[begin : begin + count].float()
+def _read(stored: torch.Tensor | Blockwise8Bit, begin: int, count: int) -> torch.Tensor:
+    """Return ``count`` elements in fp32. If they are stored in fp32, it is a view of the storage."""
+    return stored.read(begin, count) if isinstance(stored, Blockwise8Bit) else stored[begin : begin + count].float()
 
 
-def _write(kept: torch.Tensor | EightBits, begin: int, values: torch.Tensor, chance: torch.Tensor | None) -> None:
-    """Keep what ``_read`` has returned; in bfloat16 rounded by chance, if it is given."""
-    if isinstance(kept, EightBits):
-        kept.write(begin, values)
-    elif kept.dtype != torch.float32:
-        if chance is not None:
-            round_by_chance(values, chance)
-        kept[begin : begin + len(values)] = values
+def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tensor, random: torch.Tensor | None) -> None:
+    """Store the fp32 values that ``_read`` returned. With ``random``, round to bfloat16 stochastically."""
+    if isinstance(stored, Blockwise8Bit):
+        stored.write(begin, values)
+    elif stored.dtype != torch.float32:
+        if random is not None:
+            round_stochastically(values, random)
+        stored[begin : begin + len(values)] = values
 
 
 def moments_dtype(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.dtype:
-    """Return the type that AdamW's moments of a parameter are saved in."""
+    """Return the dtype in which AdamW's moments of a parameter are saved."""
     return optimizer.moments_dtype if isinstance(optimizer, LowPrecisionAdamW) else parameter.dtype
 
 
 def local_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a parameter's moments, flat; there are none before the first step."""
+    """Return this rank's part of a parameter's moments, flat. Before the first step there are none."""
     if isinstance(optimizer, LowPrecisionAdamW):
         return optimizer.moments(parameter)
     state = optimizer.state.get(parameter, {})
@@ -186,30 +187,25 @@ def local_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> 
 def restore_moments(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, count: torch.Tensor, moments: dict[str, torch.Tensor]
 ) -> None:
-    """Let AdamW go on from moments, each cut as the parameter is, after ``count`` steps."""
+    """Set AdamW's moments of a parameter, each sharded like the parameter, and its ``count`` of steps."""
     if isinstance(optimizer, LowPrecisionAdamW):
-        optimizer.adopt(parameter, count, moments)
+        optimizer.restore(parameter, count, moments)
         return
-    kept = {key: moment.to(parameter.dtype) for key, moment in moments.items()}
-    optimizer.state[parameter] = {"step": count.to(parameter.device), **kept}
+    cast = {key: moment.to(parameter.dtype) for key, moment in moments.items()}
+    optimizer.state[parameter] = {"step": count.to(parameter.device), **cast}
 
 
-def _adamw(
-    computed: list[torch.Tensor],
-    gradient: torch.Tensor,
-    steps_before: torch.Tensor,
-    group: dict[str, Any],
-) -> None:
-    """Take the step in fp32, in place; ``computed`` are weights, first and second moment."""
+def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
+    """Update fp32 weights, first and second moment in place, in one step."""
     beta1, beta2 = group["betas"]
-    weights, first, second = computed
+    weights, first, second = tensors
     adamw(
         [weights],
         [gradient],
         [first],
         [second],
         [],
-        [steps_before.clone()],  # which it counts up
+        [num_steps.clone()],  # the kernel adds 1 to it
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -222,7 +218,7 @@ def _adamw(
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return what of a tensor is on this rank."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

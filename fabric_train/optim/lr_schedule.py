@@ -7,18 +7,19 @@ if TYPE_CHECKING:
     from arguments import TrainingArguments
 
 _STEP_DECAYS = 3
-"""The ``step`` schedule falls to ``min_lr`` in this many equal stairs (of the logarithm, where min_lr is above 0)."""
+"""The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
 
 
 def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> float:
     """Return the learning rate of optimizer step ``step``, counted from 1, of a run of ``num_steps``.
 
-    It rises linearly over the warm-up steps, reaches ``lr`` at the last of them (or at step 1), decays by the
-    schedule and is exactly ``min_lr`` at the last step. Cosine as in arXiv:1608.03983 without restarts.
+    It rises linearly over the warm-up steps and reaches ``lr`` at the last of them, or at step 1 without warm-up. Then
+    it decays by the schedule, and is exactly ``min_lr`` at the last step. The cosine schedule follows arXiv:1608.03983,
+    without restarts.
     """
     warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
     if step <= warmup:
-        return peak * (step / warmup)  # in this order exactly lr at the last
+        return peak * (step / warmup)  # in this order, exactly lr at the last warm-up step
     if not arguments.lr_decay or arguments.lr_schedule == "constant":
         return peak
     first = max(warmup, 1)  # the step at the peak
@@ -38,6 +39,6 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Give every parameter group this rate."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

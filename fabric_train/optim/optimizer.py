@@ -1,4 +1,4 @@
-"""AdamW over the parameters of a set-up model: its parameter groups, and what its moments are kept in."""
+"""Build AdamW over the parameters of a set-up model, with its parameter groups and the dtype of its moments."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -8,16 +8,16 @@ from torch import nn
 
 from fabric_train.distributed.shards import FlatCut, original_name
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
-from fabric_train.optim.stochastic_rounding import place_of
+from fabric_train.optim.stochastic_rounding import local_elements
 
 if TYPE_CHECKING:
     from arguments import TrainingArguments
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters with weight decay: the matrices. Norms and biases, of one dimension, have none.
+    """Return the names of the parameters with weight decay: those of two or more dimensions, not norms and biases.
 
-    Asked of the model before it is sharded, since FSDP's shards are all flat.
+    Call it before the model is sharded, because FSDP's shards are flat.
     """
     return {name for name, parameter in model.named_parameters() if parameter.dim() >= 2}
 
@@ -33,19 +33,22 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model.
 
+    It is torch's own AdamW if moments and weights have the same dtype and are not rounded stochastically.
+
     Args:
-        named_parameters: of the sharded or replicated model.
-        decayed: from :func:`decayed_names`.
-        arguments: lr, betas, weight decay, and what the moments are kept in and how.
-        fused: one kernel for the whole update; Fabric does not clip for it what an fp16 gradient scaler has scaled.
-        seed: of stochastic rounding.
-        cuts: FSDP1's, from ``own_part.flat_cuts``; None under the other strategies.
-        compiles: see ``LowPrecisionAdamW``.
+        named_parameters: The parameters of the sharded or replicated model.
+        decayed: The parameters with weight decay, from :func:`decayed_names`.
+        arguments: Learning rate, betas, weight decay, and the storage of the moments.
+        fused: Whether torch's AdamW updates with one kernel. Fabric cannot clip its gradients under an fp16 gradient
+            scaler.
+        seed: The seed of stochastic rounding.
+        cuts: FSDP1's shards, from ``shards.flat_cuts``; None under the other strategies.
+        compiles: See ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter, name in names.items():
-        mesh = getattr(parameter, "device_mesh", None)  # one kernel does not take tensors of several meshes
+        mesh = getattr(parameter, "device_mesh", None)  # the fused kernel does not accept tensors of several meshes
         groups.setdefault((name in decayed, mesh), []).append(parameter)
     options = [
         {"params": parameters, "weight_decay": arguments.weight_decay if has_decay else 0.0}
@@ -53,20 +56,20 @@ def build_optimizer(
     ]
     betas = (arguments.beta1, arguments.beta2)
     weights_dtype, states = next(iter(names)).dtype, arguments.optimizer_states
-    in_eight_bits = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
+    in_8bit = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
     moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
-    rounds_by_chance = arguments.stochastic_rounding and torch.bfloat16 in (weights_dtype, moments_dtype)
-    if moments_dtype == weights_dtype and not rounds_by_chance and not in_eight_bits:
+    stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in (weights_dtype, moments_dtype)
+    if moments_dtype == weights_dtype and not stochastic_rounding and not in_8bit:
         return torch.optim.AdamW(options, lr=arguments.lr, betas=betas, fused=fused)
     return LowPrecisionAdamW(
         options,
         lr=arguments.lr,
         betas=betas,
         moments_dtype=moments_dtype,
-        in_eight_bits=in_eight_bits,
-        rounds_by_chance=rounds_by_chance,
+        in_8bit=in_8bit,
+        stochastic_rounding=stochastic_rounding,
         names=names,
-        places={parameter: place_of(parameter, cuts or {}) for parameter in names},
+        elements={parameter: local_elements(parameter, cuts or {}) for parameter in names},
         seed=seed,
         compiles=compiles,
     )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from arguments import TrainingArguments
-from fabric_train.optim.blockwise_8bit import BLOCK, EightBits
+from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
 from tests.support.forked_runs import ForkedRuns
@@ -28,11 +28,11 @@ def numbers(count: int, signed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("count", [1, BLOCK, 5 * BLOCK + 17])
 def test_what_is_read_and_written_back_stays_as_it_is(signed: bool, count: int) -> None:
-    kept = EightBits(count, signed, CPU)
+    kept = Blockwise8Bit(count, signed, CPU)
     assert torch.equal(kept.read(0, count), torch.zeros(count))
     kept.write(0, numbers(count, signed))
     read = kept.read(0, count)
-    again = EightBits(count, signed, CPU)
+    again = Blockwise8Bit(count, signed, CPU)
     again.write(0, read)
     assert torch.equal(again.read(0, count), read)
     if count > 2 * BLOCK:  # in pieces of whole blocks
@@ -45,7 +45,7 @@ def test_what_is_read_and_written_back_stays_as_it_is(signed: bool, count: int) 
 def test_numbers_are_kept_within_a_small_share_of_their_blocks_largest(signed: bool, largest: float) -> None:
     count = 300 * BLOCK
     values = numbers(count, signed)
-    kept = EightBits(count, signed, CPU)
+    kept = Blockwise8Bit(count, signed, CPU)
     kept.write(0, values)
     read, blocks = kept.read(0, count), values.view(-1, BLOCK)
     extremes = blocks.abs().amax(1)
@@ -64,7 +64,7 @@ def test_matrices_are_kept_in_8_bits_and_vectors_in_fp32() -> None:
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
     kept = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
-    assert all(isinstance(kept["matrix"][key], EightBits) for key in ("exp_avg", "exp_avg_sq"))
+    assert all(isinstance(kept["matrix"][key], Blockwise8Bit) for key in ("exp_avg", "exp_avg_sq"))
     assert all(kept["vector"][key].dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq"))
     for name, parameter in parameters.items():  # after the first step all is as it would be in fp32
         moments = optimizer.moments(parameter)

@@ -11,7 +11,7 @@ from torch import nn
 from arguments import TrainingArguments
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
-from fabric_train.optim.stochastic_rounding import Place, random_bits, round_by_chance, salt
+from fabric_train.optim.stochastic_rounding import LocalElements, random_bits, round_stochastically, salt
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def numbers(count: int, begin: int = 0) -> torch.Tensor:
-    return Place(begin, count, count).numbers(0, count, torch.device("cpu"))
+    return LocalElements(begin, count, count).indices(0, count, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [1.0, 1.001, -1.001, 3.14159, 1e-3, -7.7e-21, 1e-40, 0.0, 255.99])
@@ -29,7 +29,7 @@ def test_the_mean_of_many_roundings_is_the_value(value: float) -> None:
     count = 2**18
     values = torch.full((count,), value)
     rounded = values.clone()
-    round_by_chance(rounded, random_bits(numbers(count), 1234) & 0xFFFF)
+    round_stochastically(rounded, random_bits(numbers(count), 1234) & 0xFFFF)
     assert torch.equal(rounded.to(BF16).float(), rounded)
     found = rounded.double().unique()
     nearest = values[0].to(BF16).double()
@@ -47,7 +47,7 @@ def test_what_bfloat16_can_hold_stays_as_it_is() -> None:
     every = every[every.isfinite()]
     for key in range(3):
         rounded = every.float()
-        round_by_chance(rounded, random_bits(numbers(len(every)), key) & 0xFFFF)
+        round_stochastically(rounded, random_bits(numbers(len(every)), key) & 0xFFFF)
         assert torch.equal(rounded.to(BF16).view(torch.int16), every.view(torch.int16))
 
 
@@ -79,9 +79,9 @@ def test_a_part_of_a_tensor_has_the_numbers_that_its_elements_have_in_the_whole(
     whole = torch.arange(7 * 6 * 5).reshape(7, 6, 5)
     cpu = torch.device("cpu")
     rows, columns = whole[2:5].flatten(), whole[2:5, 1:4].flatten()
-    assert torch.equal(Place(60, 90, 90).numbers(3, 80, cpu), rows[3:83].int())
-    assert torch.equal(Place(65, 15, 30).numbers(4, 40, cpu), columns[4:44].int())
-    beyond = Place(2**31 - 2, 8, 8).numbers(0, 8, cpu).tolist()
+    assert torch.equal(LocalElements(60, 90, 90).indices(3, 80, cpu), rows[3:83].int())
+    assert torch.equal(LocalElements(65, 15, 30).indices(4, 40, cpu), columns[4:44].int())
+    beyond = LocalElements(2**31 - 2, 8, 8).indices(0, 8, cpu).tolist()
     assert beyond == [2**31 - 2, 2**31 - 1, *range(-(2**31), -(2**31) + 6)]
 
 
@@ -143,9 +143,9 @@ def test_in_fp32_throughout_it_is_torchs_own() -> None:
         lr=1e-2,
         betas=(0.9, 0.95),
         moments_dtype=torch.float32,
-        rounds_by_chance=False,
+        stochastic_rounding=False,
         names={parameter: name for name, parameter in ours.items()},
-        places={parameter: Place(0, parameter.numel(), parameter.numel()) for parameter in ours.values()},
+        elements={parameter: LocalElements(0, parameter.numel(), parameter.numel()) for parameter in ours.values()},
         seed=0,
     )
     for _ in range(5):
