@@ -1,4 +1,4 @@
-"""Train a model under FSDP and save it several times with ``Checkpoints`` or with torch; print what each save costs.
+"""Train a model under FSDP and save it several times with ``CheckpointManager`` or with torch; print what each save costs.
 
 ``benchmarks/checkpoint.py`` runs this under torchrun. Each rank prints one line of JSON.
 """
@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from arguments import TrainArguments, parse
-from fabric_train.checkpoint import Checkpoints, DataOrder, Description, TrainerState
+from fabric_train.checkpoint import CheckpointManager, DataOrder, Description, TrainerState
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.collectives import StepSync, sync_step
@@ -39,12 +39,14 @@ NUM_TOKENS = 32  # per rank and step
 
 
 class OurSaves:
-    """Saves by ``Checkpoints``, called as the training loop calls it."""
+    """Saves by ``CheckpointManager``, called as the training loop calls it."""
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, folder: Path, kind: str, asynchronous: bool) -> None:
         description = Description(kind, "float32", DataOrder("", 0, 1, 0), {}, {}, ())
         self._fabric = fabric
-        self._checkpoints = Checkpoints(folder, fabric, model, optimizer, description, 1, asynchronous, lambda _: None)
+        self._checkpoints = CheckpointManager(
+            folder, fabric, model, optimizer, description, 1, asynchronous, lambda _: None
+        )
 
     def save(self, step: int) -> None:
         self._checkpoints.save(TrainerState(step))
@@ -55,7 +57,7 @@ class OurSaves:
     def after_step(self) -> float:
         saves = self._checkpoints
         sync = sync_step(self._fabric, StepSync(saving=saves.is_writing, failed=saves.has_failed))
-        return timed(lambda: saves.at_border(sync))
+        return timed(lambda: saves.advance(sync))
 
     def finish(self) -> None:
         self._checkpoints.finish()

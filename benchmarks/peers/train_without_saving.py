@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import fabric_train.__main__ as program
-from fabric_train.checkpoint import Checkpoints
+from fabric_train.checkpoint import CheckpointManager
 from fabric_train.cli.errors import run_program
 
 MEMORY_CHECK = "check_memory"
@@ -16,11 +16,11 @@ MEMORY_CHECK = "check_memory"
 
 def main() -> None:
     """Train with the arguments on the command line."""
-    with patch.object(program, MEMORY_CHECK, lambda _: None), patch.object(Checkpoints, "save", _save_nothing):
+    with patch.object(program, MEMORY_CHECK, lambda _: None), patch.object(CheckpointManager, "save", _save_nothing):
         program.main()
 
 
-def _save_nothing(checkpoints: Checkpoints, state: Any, *_: Any, **__: Any) -> Path:
+def _save_nothing(checkpoints: CheckpointManager, state: Any, *_: Any, **__: Any) -> Path:
     return checkpoints.path(state)
 
 

@@ -1,34 +1,33 @@
-"""Checkpoints: save, find, restore, prune. A folder under its final name is complete; everything else is a function
-of the step.
+"""Checkpoints: save, find, check and restore them. A folder with its final name is a complete checkpoint.
+
+Open ``manager.py`` first for how a checkpoint is written, and ``discovery.py`` for how one is chosen. The files are:
 
 step-00000500/
-  trainer.json                          counters, losses, the data order's identity, arguments, versions
-  checksums.json                        of every other file the size and the hashes of its pieces
+  trainer.json                          counters, losses, the identity of the data order, arguments, versions
+  checksums.json                        size and hashes of every other file
   config.json  generation_config.json   of the model
-  tokenizer/  manifest.json             of the token dataset; of a stream only the tokenizer
-  stream.json                           where every lane of a stream goes on
-  model.safetensors  optimizer/         full: one file each, in which every rank has written its part
-  model/  optimizer/                    sharded: one safetensors file a rank, each knowing its offsets
+  tokenizer/  manifest.json             of the token dataset; for a stream only the tokenizer
+  stream.json                           the position of every lane of a stream
+  model.safetensors  optimizer/         full: one file each, written by all ranks together
+  model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
 """
 
 from fabric_train.checkpoint.discovery import (
     Damages,
     choose_checkpoint,
     describe_damaged,
-    find_checkpoint,
     find_whole_checkpoint,
     newest_checkpoint,
     wrong_content,
 )
-from fabric_train.checkpoint.manager import Checkpoints, SaveError
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.optimizer_state import restore_optimizer
 from fabric_train.checkpoint.trainer_state import (
-    FORMAT,
     DataOrder,
     Description,
     StreamOrder,
     TrainerState,
-    faults_of_data,
+    find_data_changes,
     read_stands,
     read_stream_order,
     read_trainer_json,
@@ -36,18 +35,15 @@ from fabric_train.checkpoint.trainer_state import (
 )
 
 __all__ = [
-    "FORMAT",
-    "Checkpoints",
+    "CheckpointManager",
     "Damages",
     "DataOrder",
     "Description",
-    "SaveError",
     "StreamOrder",
     "TrainerState",
     "choose_checkpoint",
     "describe_damaged",
-    "faults_of_data",
-    "find_checkpoint",
+    "find_data_changes",
     "find_whole_checkpoint",
     "newest_checkpoint",
     "read_stands",

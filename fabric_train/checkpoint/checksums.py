@@ -1,7 +1,7 @@
-"""checksums.json: what every byte of a checkpoint should be, and the check of a checkpoint against it.
+"""Write and check checksums.json, which has the size and the hashes of every file of a checkpoint.
 
-Each file has its size and XXH3-128 hashes of its pieces, as the ranks that wrote them have taken them on the way to the
-disk. So a lost or cut file is found at once, and the contents can be checked by all ranks in parallel.
+The ranks hash the pieces of each file with XXH3-128 while they write them. So a lost or truncated file is found at
+once, and all ranks can check the contents in parallel.
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any
 import xxhash
 
 CHECKSUMS = "checksums.json"
-CHUNK_BYTES = 4 << 20  # hashed and then written, while it is in the processor's cache
+CHUNK_BYTES = 4 << 20  # a chunk is hashed and then written while it is in the processor's cache
 _PART = ".checksums-"
-_PIECE_CHUNKS = 16  # so many chunks have a hash together
+_PIECE_CHUNKS = 16  # chunks per hash
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The XXH3-128 of the bytes ``begin`` to ``end`` of a file."""
+    """The XXH3-128 hash of the bytes ``begin`` to ``end`` of a file."""
 
     begin: int
     end: int
@@ -30,7 +30,7 @@ class Piece:
 
 
 class PieceHasher:
-    """Hashes what is written into one file, in the order of the places it is written to."""
+    """A hasher of the chunks that a rank writes to one file, in ascending order of their offsets."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -38,7 +38,7 @@ class PieceHasher:
         self._hash = xxhash.xxh3_128()
 
     def update(self, begin: int, chunk: Any) -> None:
-        """Take the next chunk, any buffer of bytes, that lies at ``begin``."""
+        """Hash the next chunk, any buffer of bytes, at offset ``begin`` of the file."""
         if begin != self._end or self._end - self._begin >= _PIECE_CHUNKS * CHUNK_BYTES:
             self._close()
             self._begin = self._end = begin
@@ -46,7 +46,7 @@ class PieceHasher:
         self._end += len(chunk)
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces of all that was taken."""
+        """Return the pieces of all chunks."""
         self._close()
         return self._pieces
 
@@ -57,7 +57,7 @@ class PieceHasher:
 
 
 def hash_file(path: Path) -> list[Piece]:
-    """Return the pieces of a file as it is on the disk."""
+    """Return the hashed pieces of a file on disk."""
     hasher = PieceHasher()
     for begin, chunk in _chunks(path, 0, path.stat().st_size):
         hasher.update(begin, chunk)
@@ -65,7 +65,7 @@ def hash_file(path: Path) -> list[Piece]:
 
 
 def write_part(folder: Path, rank: int, files: dict[str, list[Piece]]) -> Path:
-    """Write what one rank has hashed into an unfinished checkpoint, and return the file."""
+    """Write one rank's hashes into an unfinished checkpoint, and return the file."""
     path = folder / f"{_PART}{rank:05d}.json"
     content = {name: [astuple(piece) for piece in pieces] for name, pieces in files.items()}
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -73,15 +73,15 @@ def write_part(folder: Path, rank: int, files: dict[str, list[Piece]]) -> Path:
 
 
 def is_part(path: Path) -> bool:
-    """Whether a file of an unfinished checkpoint is what ``write_part`` writes."""
+    """Return whether ``write_part`` wrote this file of an unfinished checkpoint."""
     return path.name.startswith(_PART)
 
 
 def join_parts(folder: Path) -> Path:
-    """Join what the ranks have hashed into checksums.json and return it.
+    """Join the ranks' hashes into checksums.json, and return that file.
 
     Raises:
-        OSError: bytes of a file were written by nobody, or by two ranks.
+        OSError: Some bytes of a file were written by no rank, or by two.
     """
     pieces: dict[str, list[Piece]] = {}
     parts = sorted(folder.glob(f"{_PART}*.json"))
@@ -103,10 +103,9 @@ def join_parts(folder: Path) -> Path:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Say which file of a checkpoint is lost, has another size than it should, or, tensors apart, another content; None
-    where all are as they should be.
+    """Return what is wrong with the files of a checkpoint, or None: one is missing or has a wrong size or content.
 
-    It takes a moment; for the tensors see ``find_wrong_content``.
+    This is fast, because it does not check the content of tensors; see ``find_wrong_content``.
     """
     try:
         files = _read(checkpoint)
@@ -128,13 +127,13 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
-    """Say which file does not hold what was written; None where all do. Sizes are as they should be.
+    """Return which file of a checkpoint does not have the written content, or None.
 
     Args:
-        checkpoint: of which ``find_damage`` has nothing to say.
-        rank: number of this process; each reads its share of the bytes.
-        num_ranks: how many processes read.
-        optimizer: whether the optimizer's state is checked too.
+        checkpoint: A checkpoint without damage by ``find_damage``.
+        rank: This process's number; each process reads its share of the bytes.
+        num_ranks: The number of processes that read.
+        optimizer: Whether to check the optimizer state too.
     """
     pieces = [
         (name, piece)
@@ -142,7 +141,7 @@ def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, o
         if optimizer or not name.startswith("optimizer/")
         for piece in of_file
     ]
-    pieces.sort(key=lambda item: item[1].begin - item[1].end)  # the largest first, dealt out in turn
+    pieces.sort(key=lambda item: item[1].begin - item[1].end)  # the largest first, so that the shares are even
     with ThreadPoolExecutor(os.cpu_count() if num_ranks == 1 else 1) as threads:
         faults = threads.map(lambda item: _fault(_path(checkpoint, item[0]), *item), pieces[rank::num_ranks])
         return next(filter(None, faults), None)
@@ -165,7 +164,7 @@ def _fault(path: Path, name: str, piece: Piece) -> str | None:
 
 
 def _chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """Read a range of a file; each chunk is good until the next one."""
+    """Yield the offset and the bytes of each chunk in a range of a file. A chunk is valid until the next one."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
@@ -178,11 +177,11 @@ def _chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]
 
 
 def _read(checkpoint: Path) -> dict[str, tuple[int, list[Piece]]]:
-    """Return size and pieces of each file.
+    """Return the size and the pieces of each file.
 
     Raises:
         OSError: checksums.json cannot be read.
-        ValueError: it says nothing that can be used.
+        ValueError: checksums.json is missing or damaged.
     """
     path = checkpoint / CHECKSUMS
     if not path.is_file():
@@ -204,20 +203,20 @@ def _read(checkpoint: Path) -> dict[str, tuple[int, list[Piece]]]:
 
 
 def _is_tiling(pieces: Iterable[Piece], size: int) -> bool:
-    """Whether sorted pieces are the file from its first to its last byte, with nothing twice."""
-    reached = 0
+    """Return whether sorted pieces cover a file without gaps and overlaps."""
+    covered = 0
     for piece in pieces:
-        if piece.begin != reached:
+        if piece.begin != covered:
             return False
-        reached = piece.end
-    return reached == size
+        covered = piece.end
+    return covered == size
 
 
 def _path(checkpoint: Path, name: str) -> Path:
-    """Return the file of a checkpoint that checksums.json names, which must lie in it.
+    """Return the path of a file that checksums.json names.
 
     Raises:
-        ValueError: it would lie elsewhere.
+        ValueError: The file is outside of the checkpoint.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a run, choose the one to start from, and remove those that are no longer wanted."""
+"""Find the checkpoints of a run, choose the one to start from, and remove old ones."""
 
 import math
 import re
@@ -19,14 +19,14 @@ _NAME = re.compile(r"step-\d{8,}")
 _REMOVED = ".removed"
 
 Damages = Mapping[Path, str]
-"""What is wrong with the content of checkpoints, by their resolved path, as far as that has been looked at."""
+"""Known damage to the content of checkpoints, by resolved path."""
 
 
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
-    """Return ``path`` itself where it is a checkpoint, else the newest whole one of the run folder ``path``.
+    """Return ``path`` if it is a checkpoint, else the newest undamaged checkpoint of the run folder ``path``.
 
     Raises:
-        InputError: there is none, or ``path`` is one that is damaged.
+        InputError: There is none, or the checkpoint ``path`` is damaged.
     """
     if _is_checkpoint(path):
         fault = _fault(path, damages or {})
@@ -38,17 +38,18 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
         damaged = describe_damaged(path, None, damages)
         if damaged:
             raise InputError(*damaged)
-        there = "neither a complete checkpoint nor a run folder with one" if path.is_dir() else missing_folder(path)
-        raise InputError(f"{path}: {there}; checkpoints are RUN/checkpoints/step-...")
+        reason = "neither a complete checkpoint nor a run folder with one" if path.is_dir() else missing_folder(path)
+        raise InputError(f"{path}: {reason}; checkpoints are RUN/checkpoints/step-...")
     return newest
 
 
 def find_whole_checkpoint(path: Path) -> Path:
-    """Return what ``find_checkpoint`` does, with the content of its weights checked too; a damaged newest one of a run
-    folder is named on standard error.
+    """Find a checkpoint as ``find_checkpoint`` does, and check the content of its weights too.
+
+    Print a note on standard error for each newer, damaged checkpoint of the run folder.
 
     Raises:
-        InputError: there is none, or ``path`` is one that is damaged.
+        InputError: There is none, or the checkpoint ``path`` is damaged.
     """
     damages: dict[Path, str] = {}
     while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
@@ -60,50 +61,56 @@ def find_whole_checkpoint(path: Path) -> Path:
 
 
 def choose_checkpoint(
-    run: Path, given: str | None, resume: bool, anew: bool, only_reads: bool, damages: Damages | None = None
+    run: Path,
+    given: str | None,
+    *,
+    resume: bool,
+    weights_only: bool,
+    read_only: bool,
+    damages: Damages | None = None,
 ) -> Path | None:
-    """Return the checkpoint that a run into ``run`` starts from, None for the pretrained weights.
+    """Return the checkpoint that a run starts from, or None for the pretrained weights.
 
     Args:
-        run: the run's folder.
-        given: the checkpoint or run folder that the user named.
-        resume: whether to go on from the newest whole one in ``run`` where none is named.
-        anew: whether the run takes weights only and counts from 0.
-        only_reads: whether nothing will be written beside what is there.
-        damages: what is known to be wrong.
+        run: The run's folder.
+        given: The checkpoint or run folder of ``--checkpoint``, if any.
+        resume: Whether to start from the newest undamaged checkpoint in ``run`` if ``given`` is None.
+        weights_only: Whether the run takes only the weights and starts at step 0.
+        read_only: Whether the run writes neither metrics nor checkpoints.
+        damages: Known damage.
 
     Raises:
-        InputError: where there is no such checkpoint, or the run would write over another's metrics and checkpoints.
+        InputError: There is no such checkpoint, or the run would overwrite another run's metrics and checkpoints.
     """
     newest = newest_checkpoint(run, damages)
     chosen = find_checkpoint(Path(given), damages) if given else (newest if resume else None)
-    if only_reads:
+    if read_only:
         return chosen
     if newest is None and (damaged := describe_damaged(run, None, damages)):
         raise InputError(*damaged)
-    goes_on = chosen is not None and not anew and newest is not None and chosen.resolve() == newest.resolve()
-    if newest is not None and not goes_on:
+    continues = chosen is not None and not weights_only and newest is not None and chosen.resolve() == newest.resolve()
+    if newest is not None and not continues:
         raise InputError(
-            f"--output_dir {run} holds a run up to {newest.name}: --resume true goes on from there; "
+            f"--output_dir {run} has a run up to {newest.name}; --resume true continues it, "
             "else give another --output_dir"
         )
     if newest is None and (run / "metrics.csv").exists() and not resume:
         raise InputError(
-            f"--output_dir {run} holds a run that has saved nothing yet: --resume true begins it again; "
+            f"--output_dir {run} has a run that has not saved a checkpoint; --resume true starts it again, "
             "else give another --output_dir"
         )
     return chosen
 
 
 def newest_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
-    """Return the whole checkpoint of a run folder (or of its ``checkpoints/``) with the highest step."""
+    """Return the undamaged checkpoint of a run folder (or of its ``checkpoints/``) with the highest step, or None."""
     newest_first = sorted(_in(run), key=_step, reverse=True)
     return next((checkpoint for checkpoint in newest_first if _fault(checkpoint, damages or {}) is None), None)
 
 
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
-    """Return a line for each damaged checkpoint of a run that is newer than the one that is ``used`` instead."""
-    instead = f"{used.name} is used" if used else "no whole one is there: use another checkpoint"
+    """Return a line for each damaged checkpoint of a run that is newer than ``used``, the one that is used instead."""
+    instead = f"{used.name} is used" if used else "there is no undamaged one; use another checkpoint"
     newer = [
         checkpoint for checkpoint in sorted(_in(run), key=_step) if used is None or _step(checkpoint) > _step(used)
     ]
@@ -112,17 +119,18 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
 
 
 def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
-    """Say on all ranks which file of a checkpoint does not hold what was written, None where all do; each rank reads
-    its share.
+    """Return on all ranks which file of a checkpoint does not have the written content, or None.
+
+    All ranks call it together, and each reads its share.
     """
     return first_text(fabric, find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size))
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Remove the checkpoints beside the ``newest`` one but the ``keep`` newest and the one with the lowest validation
-    loss.
+    """Remove all checkpoints except the ``keep`` newest and the one with the lowest validation loss.
 
-    Damaged ones neither count nor are touched, and those of later steps are damaged: a run goes on from the newest.
+    ``newest`` is the checkpoint that was just saved. Damaged checkpoints are neither counted nor removed. Those of
+    later steps are damaged, because a run continues from the newest undamaged one.
     """
     checkpoints = [other for other in _in(newest.parent) if _step(other) <= _step(newest) and not find_damage(other)]
     checkpoints.sort(key=_step)
@@ -135,19 +143,19 @@ def prune(newest: Path, keep: int) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that is to be removed: at no moment is there half a one under a checkpoint's name."""
+    """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
     return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{_REMOVED}"))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs have left among their checkpoints: unfinished ones, and those being removed."""
+    """Remove the unfinished and half-removed checkpoints of killed runs."""
     for entry in folder.iterdir() if folder.is_dir() else []:
         if is_temporary(entry) or (entry.name.startswith(".") and entry.name.endswith(_REMOVED)):
             shutil.rmtree(entry)
 
 
 def _in(run: Path) -> list[Path]:
-    """All checkpoints of a run folder (or of its ``checkpoints/``), damaged ones too."""
+    """Return all checkpoints of a run folder (or of its ``checkpoints/``), damaged ones too."""
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     return [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)] if folder.is_dir() else []
 
@@ -157,14 +165,14 @@ def _step(checkpoint: Path) -> int:
 
 
 def _fault(checkpoint: Path, damages: Damages) -> str | None:
-    """Say why a checkpoint cannot be used, None where it can."""
+    """Return why a checkpoint cannot be used, or None."""
     found = read_format(checkpoint)
     if found not in (FORMAT, None):
-        return f"is of format {found}, this version reads format {FORMAT}"
+        return f"has format {found}, but this version reads format {FORMAT}"
     damage = damages.get(checkpoint.resolve()) or find_damage(checkpoint)
     return f"is damaged: {damage}" if damage else None
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether this is meant to be a checkpoint, be it damaged; one may have been renamed."""
+    """Return whether a path is a checkpoint, which may be damaged or renamed."""
     return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").is_file())

@@ -1,9 +1,9 @@
-"""Where the tensors of a checkpoint lie in its files: safetensors headers, and which bytes this rank writes where.
+"""Lay out the tensors of a checkpoint in safetensors files: the headers, and which bytes each rank writes.
 
-A full checkpoint has one file for the weights and one for the optimizer's state. As a rank's part of a tensor is
-contiguous, every rank writes its parts straight into the same file. A sharded one has a file a rank, named and laid
-out as torch's ``HuggingFaceStorageWriter(save_distributed=True)`` does it: the header says where in the full tensor
-each block begins.
+A full checkpoint has one file for the weights and one for the optimizer state. A rank's part of a tensor is contiguous,
+so every rank writes its parts directly into these files. A sharded checkpoint has one file per rank, named and laid out
+as torch's ``HuggingFaceStorageWriter(save_distributed=True)`` does: the header has the offsets of each block in the
+full tensor.
 """
 
 import json
@@ -13,36 +13,36 @@ from dataclasses import dataclass
 
 import torch
 
-from fabric_train.checkpoint.local_tensors import Held
+from fabric_train.checkpoint.local_tensors import LocalTensor
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO
 
 _FULL = {"model": "model.safetensors", "optimizer": "optimizer/optimizer.safetensors"}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALIGNMENT = 8  # of the data's begin, as the safetensors library writes it
+_ALIGNMENT = 8  # of the start of the data, as in the safetensors library
 
 
 @dataclass(frozen=True)
 class Write:
-    """A flat tensor on any device, and where its bytes belong."""
+    """A flat tensor on any device, and the file and byte offset to write it to."""
 
     file: str
     offset: int
     data: torch.Tensor
 
 
-def full_writes(part: str, tensors: list[Held], rank: int) -> list[Write]:
-    """Return what this rank writes into the one file of ``part``, "model" or "optimizer"; rank 0 also its header."""
+def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
+    """Return this rank's writes into the file of ``part``, "model" or "optimizer". Rank 0 also writes the header."""
     file = _FULL[part]
     header, offsets = _header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], {"format": "pt"})
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))] if rank == 0 else []
-    for tensor in own(tensors):
-        writes += _in_order(file, offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize, tensor.parts)
+    for tensor in select_owned(tensors):
+        writes += _consecutive(file, offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize, tensor.parts)
     return writes
 
 
-def sharded_writes(part: str, tensors: list[Held], rank: int) -> list[Write]:
-    """Return what this rank writes into its own file of ``part``; ``tensors`` are cut into whole rows."""
-    blocks = {tensor.name: tensor for tensor in own(tensors)}
+def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
+    """Return this rank's writes into its own file of ``part``; its parts of ``tensors`` are whole rows."""
+    blocks = {tensor.name: tensor for tensor in select_owned(tensors)}
     if not blocks:
         return []
     file = f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
@@ -51,26 +51,27 @@ def sharded_writes(part: str, tensors: list[Held], rank: int) -> list[Write]:
     header, offsets = _header(entries, {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"})
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))]
     for name, tensor in blocks.items():
-        writes += _in_order(file, offsets[name], tensor.parts)
+        writes += _consecutive(file, offsets[name], tensor.parts)
     return writes
 
 
-def own(tensors: Iterable[Held]) -> list[Held]:
-    """Return those that this rank writes: of parts that several ranks hold, each is written by one of them, so that
-    all have about the same number of bytes to write.
+def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
+    """Return the tensors whose parts this rank writes.
+
+    If several ranks have the same part, one of them writes it. The bytes are spread evenly over these ranks.
     """
-    written: dict[int, list[int]] = {}  # bytes given to each copy, by the number of copies
-    mine = []
+    written: dict[int, list[int]] = {}  # number of copies → bytes assigned to each copy
+    owned = []
     for tensor in tensors:
         loads = written.setdefault(tensor.num_copies, [0] * tensor.num_copies)
         chosen = loads.index(min(loads))
         loads[chosen] += tensor.numel * tensor.dtype.itemsize
         if tensor.parts and chosen == tensor.copy:
-            mine.append(tensor)
-    return mine
+            owned.append(tensor)
+    return owned
 
 
-def _in_order(file: str, offset: int, parts: Iterable[torch.Tensor]) -> list[Write]:
+def _consecutive(file: str, offset: int, parts: Iterable[torch.Tensor]) -> list[Write]:
     writes = []
     for part in parts:
         writes.append(Write(file, offset, part))
@@ -78,8 +79,8 @@ def _in_order(file: str, offset: int, parts: Iterable[torch.Tensor]) -> list[Wri
     return writes
 
 
-def _block(tensor: Held) -> tuple[list[int], list[int]]:
-    """Where in the full tensor the rows of this rank begin, and their shape."""
+def _block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
+    """Return the offsets in the full tensor of this rank's rows, and their shape."""
     if not tensor.shape:
         return [], []
     row = tensor.shape[1:].numel()
@@ -89,10 +90,10 @@ def _block(tensor: Held) -> tuple[list[int], list[int]]:
 def _header(
     entries: Iterable[tuple[str, torch.dtype, Iterable[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the head of a safetensors file, and where in the file each tensor begins.
+    """Return the header of a safetensors file and the offset of each tensor in the file.
 
-    Tensors keep their order, so that what FSDP1 holds in one piece is one piece of the file; but those of larger types
-    come first, so that all are aligned.
+    Tensors keep their order, so that each flat vector of FSDP1 is contiguous in the file. But larger dtypes come first,
+    so that all tensors are aligned.
     """
     content: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, begin = {}, 0

@@ -1,12 +1,14 @@
-"""Save the checkpoints of a run: written by all ranks under a temporary name, while the run goes on; named by rank 0
-once every rank has written its part; then those are removed that are no longer wanted.
+"""Save the checkpoints of a run, synchronously or in the background.
+
+All ranks write into a folder with a temporary name. When all have written their parts, rank 0 gives the folder its
+final name and removes old checkpoints.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,9 @@ from lightning import Fabric
 from fabric_train.checkpoint.checksums import join_parts
 from fabric_train.checkpoint.discovery import prune, remove_leftovers, set_aside
 from fabric_train.checkpoint.file_layout import Write, full_writes, sharded_writes
-from fabric_train.checkpoint.local_tensors import Held, held_optimizer, held_weights, whole_rows
+from fabric_train.checkpoint.local_tensors import LocalTensor, align_to_rows, local_optimizer_state, local_weights
 from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerState
-from fabric_train.checkpoint.writer import Background, Staging, Writing
+from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
@@ -29,22 +31,25 @@ if TYPE_CHECKING:
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written. Those before it are as they were, and nothing is left of it."""
+    """A failure to write a checkpoint. Its files are removed, and earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
-class _Saving:
-    """The save under way. ``is_written`` says that all ranks have written, and rank 0 is giving it its name."""
+class _PendingSave:
+    """A save in progress. ``is_written``: all ranks have written their parts, and rank 0 completes the checkpoint."""
 
     target: Path
     temporary: Path
     num_bytes: int
-    writing: Writing
+    writer: RankWriter
     is_written: bool = False
 
 
-class Checkpoints:
-    """Writes the checkpoints of one run. All ranks call it together, but for what is said to be of one rank."""
+class CheckpointManager:
+    """A manager that writes the checkpoints of one run.
+
+    All ranks call its methods together, except those whose docstring says that one rank may call them alone.
+    """
 
     def __init__(
         self,
@@ -57,118 +62,124 @@ class Checkpoints:
         asynchronous: bool,
         saved: Callable[[Path], None],
     ) -> None:
-        """Remove what killed runs have left in ``folder``.
+        """Set up the manager and remove unfinished checkpoints from ``folder``.
 
         Args:
-            folder: of the run's checkpoints, used by this run alone.
-            fabric: that model and optimizer are set up with.
-            model: as Fabric gives it.
-            optimizer: as Fabric gives it.
-            description: what every checkpoint says of the run.
-            keep: how many of the newest stay, beside the best by validation loss; None keeps all.
-            asynchronous: whether the run goes on while a checkpoint is written.
-            saved: called on every rank for each checkpoint that is complete.
+            folder: The folder of the run's checkpoints, used by this run only.
+            fabric: The Fabric that set up model and optimizer.
+            model: The model, wrapped by Fabric.
+            optimizer: The optimizer, wrapped by Fabric.
+            description: The description of the run that each checkpoint contains.
+            keep: The number of newest checkpoints to keep, in addition to the one with the lowest validation loss; None
+                keeps all.
+            asynchronous: Whether training continues while a checkpoint is written.
+            saved: A function to call on every rank with each complete checkpoint.
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
         self._description = description
         self._staging = Staging(fabric.device) if asynchronous else None
-        self._saving: _Saving | None = None
-        self._task: Background | None = None
+        self._pending: _PendingSave | None = None
+        self._task: BackgroundTask | None = None
         if fabric.is_global_zero:
             remove_leftovers(folder)
-        self._writer = fabric.broadcast(this_process())
+        self._process = fabric.broadcast(this_process())
 
     def path(self, state: TrainerState) -> Path:
-        """Return where the checkpoint of this state lies, or will."""
+        """Return the path of the checkpoint of a state, which need not exist."""
         return self.folder / f"step-{state.step:08d}"
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still has to do with the save under way."""
+        """Whether this rank's task in the pending save is running."""
         return self._task is not None and self._task.is_running
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's part in the save under way has failed."""
+        """Whether this rank's task in the pending save has failed."""
         return self._task is not None and self._task.error is not None
 
     def save(self, state: TrainerState, cursors: np.ndarray | None = None, waits: bool = False) -> Path:
-        """Begin to write a checkpoint, after the end of one that is still being written.
+        """Begin to write a checkpoint, after finishing a pending save.
 
-        Where saves are synchronous, or with ``waits``, it is complete when this returns. Otherwise the model may change
-        once ``wait_until_copied`` has returned, and ``at_border`` completes it. Then the newest stay, and the best by
-        validation loss. ``cursors`` are those of the last window, see ``stream.StreamBatch``.
+        If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
+        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old checkpoints are then
+        removed. ``cursors`` are the stream's positions after the last window, see ``streaming.StreamBatch``.
 
         Returns:
-            where it will lie.
+            The path of the checkpoint.
 
         Raises:
-            SaveError: this or the save before could not be written; on all ranks.
+            SaveError: This save or the pending one failed; raised on all ranks.
         """
         self.finish()
         target = self.path(state)
-        temporary = temporary_for(target, self._writer)
+        temporary = temporary_for(target, self._process)
         tensors = {
-            "model": held_weights(self._model),
-            "optimizer": held_optimizer(self._model, self._optimizer.optimizer),
+            "model": local_weights(self._model),
+            "optimizer": local_optimizer_state(self._model, self._optimizer.optimizer),
         }
-        writes = [write for part, held in tensors.items() for write in self._writes(part, held)]
+        writes = [write for part, of_part in tensors.items() for write in self._writes(part, of_part)]
         texts = self._texts(state, cursors)
         staging = None if waits else self._staging
-        writing = Writing(
-            temporary, self._fabric.global_rank, writes, staging, lambda folder: self._describe(folder, texts)
+        writer = RankWriter(
+            temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
         )
-        num_bytes = sum(tensor.shape.numel() * tensor.dtype.itemsize for held in tensors.values() for tensor in held)
-        saving = _Saving(target, temporary, num_bytes, writing)
-        self._refuse_full_disk(saving)
-        self._saving, self._task = saving, Background(writing.run)
+        num_bytes = sum(
+            tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors.values() for tensor in of_part
+        )
+        pending = _PendingSave(target, temporary, num_bytes, writer)
+        self._check_disk_space(pending)
+        self._pending, self._task = pending, BackgroundTask(writer.run)
         if staging is None:
             self.finish()
         return target
 
     def wait_until_copied(self) -> None:
-        """Wait until the model and the optimizer may change; of one rank. It is short where the step before was not."""
-        if self._saving is not None:
-            self._saving.writing.wait_until_copied()
+        """Wait until the model and the optimizer may change. One rank may call this alone.
 
-    def at_border(self, border: "StepSync") -> None:
-        """Bring the save under way forward, at a border of steps at which the ranks have told each other of it.
+        The wait is short if the step before took longer than the copy.
+        """
+        if self._pending is not None:
+            self._pending.writer.wait_until_copied()
+
+    def advance(self, sync: "StepSync") -> None:
+        """Continue the pending save after the ranks have exchanged the state of their tasks in ``sync``.
 
         Raises:
-            SaveError: it has failed on a rank; on all ranks.
+            SaveError: The save failed on a rank; raised on all ranks.
         """
-        if self._saving is None or (border.saving and not border.failed):
+        if self._pending is None or (sync.saving and not sync.failed):
             return
-        if border.failed:
-            self._saving.writing.abandon()
-            self._agree()
-        self._advance()
+        if sync.failed:
+            self._pending.writer.abandon()
+            self._wait_for_tasks()
+        self._begin_next_stage()
 
     def finish(self) -> None:
-        """Wait until no save is under way any more.
+        """Wait until the pending save is complete.
 
         Raises:
-            SaveError: it has failed on a rank; on all ranks.
+            SaveError: The save failed on a rank; raised on all ranks.
         """
-        while self._saving is not None:
-            self._agree()
-            self._advance()
+        while self._pending is not None:
+            self._wait_for_tasks()
+            self._begin_next_stage()
 
     def close(self) -> None:
-        """Give up what is not finished, as a run does that ends otherwise than well; of one rank."""
-        if self._saving is not None:
-            self._saving.writing.abandon()
+        """Abandon the pending save, after a run has failed. One rank may call this alone."""
+        if self._pending is not None:
+            self._pending.writer.abandon()
         if self._task is not None:
             self._task.wait()
-        if self._saving is not None and self._fabric.is_global_zero:
-            shutil.rmtree(self._saving.temporary, ignore_errors=True)
-        self._saving = None
+        if self._pending is not None and self._fabric.is_global_zero:
+            shutil.rmtree(self._pending.temporary, ignore_errors=True)
+        self._pending = None
 
-    def _agree(self) -> None:
-        """Wait for this rank's part in the save; raise on all ranks where it has failed on one."""
-        saving, task = self._saving, self._task
-        assert saving is not None
+    def _wait_for_tasks(self) -> None:
+        """Wait for every rank's task in the pending save; raise on all ranks if one has failed."""
+        pending, task = self._pending, self._task
+        assert pending is not None
         assert task is not None
         task.wait()
         error = task.error
@@ -178,58 +189,59 @@ class Checkpoints:
         if reason is None:
             return
         if self._fabric.is_global_zero:
-            shutil.rmtree(saving.temporary, ignore_errors=True)
-        self._saving = None
-        raise SaveError(first_text(self._fabric, self._line(saving, reason)))
+            shutil.rmtree(pending.temporary, ignore_errors=True)
+        self._pending = None
+        raise SaveError(first_text(self._fabric, self._message(pending, reason)))
 
-    def _refuse_full_disk(self, saving: _Saving) -> None:
-        """Raise on all ranks where rank 0 sees that the disk is too small: before it is full for everybody."""
-        line = None
+    def _check_disk_space(self, pending: _PendingSave) -> None:
+        """Check on rank 0 that the disk has room for the checkpoint; raise on all ranks if it has not."""
+        message = None
         if self._fabric.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if free_bytes(self.folder) < saving.num_bytes:
-                line = self._line(saving, "the disk is too full for it; make room on it")
-        line = first_text(self._fabric, line)
-        if line is not None:
-            raise SaveError(line)
+            if free_bytes(self.folder) < pending.num_bytes:
+                message = self._message(pending, "the disk is too full for it; make room on it")
+        message = first_text(self._fabric, message)
+        if message is not None:
+            raise SaveError(message)
 
-    def _line(self, saving: _Saving, reason: str) -> str:
-        """Say why a save failed, what it needs and what there is."""
-        needed, free = saving.num_bytes / 1e9, free_bytes(self.folder) / 1e9
+    def _message(self, pending: _PendingSave, reason: str) -> str:
+        """Return the message of a failed save: the reason, the bytes it needs and the bytes that are free."""
+        needed, free = pending.num_bytes / 1e9, free_bytes(self.folder) / 1e9
         return (
-            f"{saving.target} could not be saved: {reason}; it needs {needed:.3g} GB, {free:.3g} GB are free there; "
-            "those before it are whole: --resume true goes on from the newest"
+            f"{pending.target} could not be saved: {reason}; it needs {needed:.3g} GB, {free:.3g} GB are free there; "
+            "earlier checkpoints are complete: --resume true continues from the newest"
         )
 
-    def _advance(self) -> None:
-        """Take the save's next step, now that all ranks have taken the last one."""
-        saving = self._saving
-        assert saving is not None
-        if not saving.is_written:
-            self._saving = _Saving(saving.target, saving.temporary, saving.num_bytes, saving.writing, is_written=True)
+    def _begin_next_stage(self) -> None:
+        """Complete the checkpoint on rank 0 after all ranks have written, or end the save after it is complete."""
+        pending = self._pending
+        assert pending is not None
+        if not pending.is_written:
+            self._pending = replace(pending, is_written=True)
             if self._fabric.is_global_zero:
-                self._task = Background(lambda: self._complete(saving))
+                self._task = BackgroundTask(lambda: self._complete(pending))
             return
-        self._saving = None
-        self._saved(saving.target)
+        self._pending = None
+        self._saved(pending.target)
 
-    def _complete(self, saving: _Saving) -> None:
-        """Give the checkpoint its name, then prune; on rank 0."""
-        join_parts(saving.temporary)
-        damaged = set_aside(saving.target) if saving.target.exists() else None  # else this run had gone on from it
-        sync_and_rename(saving.temporary, saving.target)
+    def _complete(self, pending: _PendingSave) -> None:
+        """Give the checkpoint its final name and remove old checkpoints, on rank 0."""
+        join_parts(pending.temporary)
+        # an existing checkpoint of this step is damaged, or the run would have continued from it
+        damaged = set_aside(pending.target) if pending.target.exists() else None
+        sync_and_rename(pending.temporary, pending.target)
         if damaged:
             shutil.rmtree(damaged)
         if self._keep is not None:
-            prune(saving.target, self._keep)
+            prune(pending.target, self._keep)
 
-    def _writes(self, part: str, tensors: list[Held]) -> list[Write]:
+    def _writes(self, part: str, tensors: list[LocalTensor]) -> list[Write]:
         if self._description.state_dict_type == "sharded":
-            return sharded_writes(part, whole_rows(tensors), self._fabric.global_rank)
+            return sharded_writes(part, align_to_rows(tensors), self._fabric.global_rank)
         return full_writes(part, tensors, self._fabric.global_rank)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | None) -> dict[str, str]:
-        """Return the content of the files that say where the run stands."""
+        """Return the contents of trainer.json and stream.json by file name."""
         description = asdict(self._description)
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
@@ -241,8 +253,8 @@ class Checkpoints:
             texts["stream.json"] = json.dumps({"cursors": [cursor for _, *cursor in in_order]}) + "\n"
         return texts
 
-    def _describe(self, folder: Path, texts: dict[str, str]) -> None:
-        """Write everything but tensors."""
+    def _write_texts(self, folder: Path, texts: dict[str, str]) -> None:
+        """Write all files except tensors."""
         model = self._model.module
         model.config.save_pretrained(folder)
         if model.generation_config is not None:
@@ -252,12 +264,12 @@ class Checkpoints:
                 if file.is_file():
                     copy = folder / file.relative_to(source.parent)
                     copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, copy)  # with the user's umask, whatever the original's mode
+                    shutil.copyfile(file, copy)  # permissions by the user's umask, not those of the original
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes this user may still write to the disk of a folder."""
+    """Return the number of bytes that this user can still write to the disk of a folder."""
     disk = os.statvfs(folder)
     return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)

@@ -1,4 +1,4 @@
-"""Give each rank its part of a checkpoint's optimizer state."""
+"""Restore each rank's part of the optimizer state from a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
-    """Give each rank its part of AdamW's state, whatever the ranks and the parallelism were that wrote it.
+    """Restore AdamW's state and the gradient scaler's. The number of ranks and the parallelism may have changed.
 
-    One tensor is held at a time.
+    Each rank reads only its part, one tensor at a time.
 
     Raises:
-        InputError: where a tensor is missing or of another shape.
+        InputError: A tensor is missing or of another shape.
     """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
     cuts = flat_cuts(model)
@@ -42,9 +42,8 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
 def _local_part(
     tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]
 ) -> torch.Tensor:
-    """Read of a stored tensor what ``parameter`` holds on this rank."""
-    whole = cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape
-    _expect_same(tensors.shape(name), whole, name)
+    """Read this rank's part of a stored tensor that is sharded like ``parameter``."""
+    _check_shape(tensors.shape(name), cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape, name)
     part = read_local_part(tensors, name, parameter, cuts)
     if isinstance(parameter, DTensor):
         return DTensor.from_local(
@@ -58,8 +57,8 @@ def _local_part(
     return part.to(parameter.device, copy=True)
 
 
-def _expect_same(stored: torch.Size, wanted: torch.Size, name: str) -> None:
-    if stored != wanted:
+def _check_shape(stored: torch.Size, expected: torch.Size, name: str) -> None:
+    if stored != expected:
         raise InputError(
-            f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(wanted)}; use another checkpoint"
+            f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(expected)}; use another checkpoint"
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint says: where its run stood, what fixes its data order, and what describes the run; trainer.json."""
+"""Read trainer.json and stream.json: a run's counters, its data order and its description."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -17,7 +17,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class DataOrder:
-    """What fixes which rows a step consumes; a run is resumed only where all of it is the same."""
+    """The values that determine which rows a step consumes. They must be equal to resume a run."""
 
     fingerprint: str
     num_rows: int
@@ -27,8 +27,9 @@ class DataOrder:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """What fixes, beside the cursors, which rows of a stream a step consumes; a run is resumed only where all of it is
-    the same.
+    """The values that determine, with the cursors, which rows of a stream a step consumes.
+
+    They must be equal to resume a run.
     """
 
     sources: list[str]
@@ -41,11 +42,11 @@ class StreamOrder:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands after ``step`` optimizer steps; ``epoch`` is that of the last one. Losses are of that very
-    step; ``skipped_steps`` were left out because their loss or gradient was not finite. ``rows_hash`` is of all rows of
-    a token dataset that the steps consumed, see ``WindowOrder.rows_hash``; None for a stream, of which stream.json
-    knows each lane's last row. ``unlogged``, the step's metrics, is there where a signal came before its evaluation was
-    done.
+    """The counters of a run after ``step`` optimizer steps.
+
+    ``epoch`` and the losses are those of the last step. ``skipped_steps`` were skipped because their loss or gradient
+    was not finite. ``rows_hash`` is the hash of all consumed rows of a token dataset, see ``WindowOrder.rows_hash``;
+    None for a stream. ``unlogged`` are the step's metrics if a signal came before its evaluation was complete.
     """
 
     step: int = 0
@@ -61,9 +62,10 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Description:
-    """What every checkpoint of a run says of it: enough to export, generate or resume with no other argument.
+    """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
-    ``attachments`` are files and folders copied into each: the tokenizer, and the token dataset's manifest.
+    ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer and the token dataset's
+    manifest.
     """
 
     state_dict_type: str
@@ -80,7 +82,7 @@ _TrainerJson = create_model("TrainerJson", **_REQUIRED)
 
 
 def read_format(checkpoint: Path) -> Any:
-    """Return the format that trainer.json names, None where it names none or cannot be read."""
+    """Return the format number in trainer.json, or None if there is none or the file cannot be read."""
     try:
         content = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -89,10 +91,10 @@ def read_format(checkpoint: Path) -> Any:
 
 
 def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
-    """Return what trainer.json says.
+    """Return the content of trainer.json.
 
     Raises:
-        InputError: where it is damaged or of a format this version does not know.
+        InputError: The file is damaged or has a format that this version does not read.
     """
     file = checkpoint / "trainer.json"
     try:
@@ -115,20 +117,20 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
-    """Return where the checkpoint's run stood.
+    """Return the counters of the checkpoint's run.
 
     Raises:
-        InputError: where trainer.json is damaged.
+        InputError: trainer.json is damaged.
     """
     content = read_trainer_json(checkpoint)
     return TrainerState(**{field.name: content[field.name] for field in fields(TrainerState)})
 
 
 def read_stream_order(checkpoint: Path) -> StreamOrder | None:
-    """Return what the checkpoint's run streamed, None where it read a token dataset.
+    """Return the data order of the checkpoint's stream, or None if its run read a token dataset.
 
     Raises:
-        InputError: where trainer.json is damaged.
+        InputError: trainer.json is damaged.
     """
     saved = read_trainer_json(checkpoint)["data"]
     return StreamOrder(**saved) if "sources" in saved else None
@@ -148,39 +150,39 @@ def read_stands(checkpoint: Path) -> list[LaneStand]:
         raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
 
 
-def faults_of_data(checkpoint: Path, data: DataOrder | StreamOrder) -> list[str]:
-    """Name by what the steps to come would not consume the rows that they would have consumed.
+def find_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[str]:
+    """Return a line for each difference in the data order that would make a resumed run consume other rows.
 
     Raises:
-        InputError: where trainer.json is damaged.
+        InputError: trainer.json is damaged.
     """
     saved = read_trainer_json(checkpoint)["data"]
-    here = asdict(data)
-    mend = "resume with the same, or take its weights alone with --weights_only true"
-    if saved.keys() != here.keys():
+    current = asdict(data)
+    advice = "resume with the same, or take only its weights with --weights_only true"
+    if saved.keys() != current.keys():
         options = ("--streaming_dataset", "--train_data_dir")
-        there, other = options if "sources" in saved else reversed(options)
-        return [f"{checkpoint}: its run read {there}, not {other}; {mend}"]
-    advice = {
+        saved_option, current_option = options if "sources" in saved else reversed(options)
+        return [f"{checkpoint}: its run read {saved_option}, not {current_option}; {advice}"]
+    causes = {
         "sources": "--streaming_dataset reads other files, or they have changed",
         "text_column": "--text_column differs",
         "max_length": "--max_length differs",
-        "tokenizer": "the tokenizer is another one",
-        "special_text_is_plain": "the tokenizer is of another kind",
+        "tokenizer": "the tokenizer differs",
+        "special_text_is_plain": "the kind of the tokenizer differs",
         "fingerprint": "--train_data_dir is another token dataset",
         "num_rows": "--train_data_dir has another number of rows",
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
     }
     return [
-        f"{checkpoint}: {advice[name]}: {_difference(saved[name], value)}; {mend}"
-        for name, value in here.items()
+        f"{checkpoint}: {causes[name]}: {_difference(saved[name], value)}; {advice}"
+        for name, value in current.items()
         if saved[name] != value
     ]
 
 
-def _difference(saved: Any, here: Any) -> str:
-    """Say both values; of lists the first elements that differ."""
-    if isinstance(here, list):
-        saved, here = next(pair for pair in zip_longest(saved, here, fillvalue="nothing") if pair[0] != pair[1])
-    return f"{saved} there, {here} here"
+def _difference(saved: Any, current: Any) -> str:
+    """Return both values as text; for lists, the first elements that differ."""
+    if isinstance(current, list):
+        saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
+    return f"{saved} there, {current} here"

@@ -1,6 +1,4 @@
-"""A rank's part of a checkpoint on its way to the disk: copied aside if the run goes on meanwhile, hashed, written,
-synced.
-"""
+"""Write a rank's part of a checkpoint: copy it if training continues meanwhile, hash it, write it and sync it."""
 
 import os
 import threading
@@ -15,11 +13,11 @@ from fabric_train.checkpoint.checksums import CHUNK_BYTES, Piece, PieceHasher, h
 from fabric_train.checkpoint.file_layout import Write
 from fabric_train.files.atomic_folder import fsync
 
-_ALIGNMENT = 16  # of tensors in the buffer, a multiple of every element's size
+_ALIGNMENT = 16  # of tensors in the staging buffer; a multiple of every dtype's size
 
 
 class Staging:
-    """Memory, kept from save to save, that tensors are copied into before the run changes them; pinned for a GPU's."""
+    """A host buffer, reused by all saves, for copies of the tensors before training changes them; pinned for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,17 +26,18 @@ class Staging:
         self._ready: Any = None
 
     def mark(self) -> None:
-        """Take what the GPU has been given to do so far as what is to be saved."""
+        """Record an event on the GPU; the save contains the state at this point."""
         if self._stream is not None:
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
-        """Copy, and return the same writes from here and a GPU's event: once it has come, the copies may be read and
-        the tensors change.
+        """Copy the tensors, and return the writes of the copies and a GPU event, None on a CPU.
+
+        After the event, the copies may be read and the tensors may change.
         """
         sizes = [-(-write.data.nbytes // _ALIGNMENT) * _ALIGNMENT for write in writes]
         if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one's memory may be had for the new one
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._stream is not None)
         copies, begin = [], 0
         with torch.cuda.stream(self._stream):
@@ -52,8 +51,8 @@ class Staging:
             return copies, self._stream.record_event() if self._stream is not None else None
 
 
-class Background:
-    """A function that runs in a thread; its error is kept for who waits for it."""
+class BackgroundTask:
+    """A function that runs in a thread. ``error`` is the exception that ended it, if any."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.error: Exception | None = None
@@ -63,72 +62,72 @@ class Background:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not come to its end."""
+        """Whether the function has not returned."""
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it has come to its end, be that an error."""
+        """Wait until the function has returned or failed."""
         self._thread.join()
 
     def _run(self) -> None:
         try:
             self._function()
-        except Exception as error:  # noqa: BLE001 - it is raised by the ranks together
+        except Exception as error:  # noqa: BLE001 - all ranks raise it together
             self.error = error
 
 
-class Writing:
-    """One rank's share in one save."""
+class RankWriter:
+    """A writer of one rank's part of one checkpoint."""
 
     def __init__(
-        self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, describe: Callable[[Path], None]
+        self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
     ) -> None:
         """Prepare to write into ``folder``, which need not exist.
 
         Args:
-            folder: the unfinished checkpoint, the same for all ranks.
-            rank: this one's number.
-            writes: what it writes.
-            staging: where the tensors are copied first; None where they will not change meanwhile.
-            describe: writes the small files, on rank 0.
+            folder: The unfinished checkpoint, the same on all ranks.
+            rank: This rank.
+            writes: The tensors to write.
+            staging: The buffer to copy the tensors into first; None if they will not change during the save.
+            write_texts: A function that writes the small files, called on rank 0.
         """
-        self._folder, self._rank, self._staging, self._describe = folder, rank, staging, describe
+        self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
         self._is_abandoned = False
-        self._are_copied = threading.Event()
-        self._copied: Any = None
+        self._is_copied = threading.Event()
+        self._copy_event: Any = None
         if staging is not None:
             staging.mark()
 
     def wait_until_copied(self) -> None:
-        """Wait until the tensors may change; a GPU's stream waits instead of this thread."""
-        self._are_copied.wait()
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+        """Wait until the tensors may change. On a GPU, the current stream waits for the copies, not this thread."""
+        self._is_copied.wait()
+        if self._copy_event is not None:
+            torch.cuda.current_stream().wait_event(self._copy_event)
 
     def abandon(self) -> None:
-        """Let ``run`` come to its end soon, with an error."""
+        """Make ``run`` end soon with an error."""
         self._is_abandoned = True
 
     def run(self) -> None:
-        """Copy, write, sync.
+        """Copy, write and sync this rank's part.
 
         Raises:
-            OSError: the system refused it, or it was abandoned.
+            OSError: Writing failed, or the save was abandoned.
         """
         try:
             writes = self._copy()
         finally:
             self._writes = []
-            self._are_copied.set()
+            self._is_copied.set()
         hashes: dict[str, list[Piece]] = {}
         for name, of_file in groupby(writes, key=lambda write: write.file):
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             hashes[name] = self._write_file(path, list(of_file))
-        self._folder.mkdir(parents=True, exist_ok=True)  # by a rank that has no tensor to write
+        self._folder.mkdir(parents=True, exist_ok=True)  # a rank without tensors has not made it yet
         if self._rank == 0:
-            self._describe(self._folder)
+            self._write_texts(self._folder)
             for path in self._folder.rglob("*"):
                 if path.is_file() and path.suffix != ".safetensors" and not is_part(path):
                     hashes[path.relative_to(self._folder).as_posix()] = hash_file(path)
@@ -137,21 +136,21 @@ class Writing:
     def _copy(self) -> list[Write]:
         if self._staging is None:
             return self._writes
-        copies, self._copied = self._staging.copy(self._writes)
-        self._are_copied.set()
-        if self._copied is not None:
-            self._copied.synchronize()
+        copies, self._copy_event = self._staging.copy(self._writes)
+        self._is_copied.set()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
         return copies
 
     def _write_file(self, path: Path, writes: list[Write]) -> list[Piece]:
-        """Write the places of one file, in their order, and return their hashes."""
+        """Write the tensors of one file in order of their offsets, and return their hashes."""
         hasher = PieceHasher()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             for write in writes:
                 for offset, chunk in _chunks(write):
                     if self._is_abandoned:
-                        raise OSError("the save was given up")
+                        raise OSError("the save was abandoned")
                     hasher.update(offset, chunk)
                     while chunk:
                         written = os.pwrite(descriptor, chunk, offset)
@@ -167,7 +166,7 @@ class Writing:
 
 
 def _chunks(write: Write) -> Iterator[tuple[int, memoryview]]:
-    """Cut a write's bytes; those of a GPU come to the CPU one chunk at a time."""
+    """Yield the offset and bytes of each chunk of a write. A GPU's tensor is copied to the CPU chunk by chunk."""
     offset = write.offset
     for chunk in write.data.view(torch.uint8).split(CHUNK_BYTES):
         yield offset, memoryview(chunk.cpu().numpy())

@@ -20,8 +20,8 @@ from fabric_train.distributed.float8 import refuse_unusable_float8
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.distributed.tensor_parallel import refuse_uncuttable
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
-from fabric_train.model.attention import refuse_unusable
-from fabric_train.model.hf_model import ModelShape, read_shape, refuse_unreadable
+from fabric_train.model.attention import check_attention
+from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.resume_check import check_resume
 from fabric_train.preflight.step_plan import plan_steps
@@ -52,9 +52,9 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     checkpoint = checkpoints.choose_checkpoint(
         folder,
         start_from.checkpoint,
-        start_from.resume,
-        anew=start_from.weights_only,
-        only_reads=arguments.evaluation.only_reads,
+        resume=start_from.resume,
+        weights_only=start_from.weights_only,
+        read_only=arguments.evaluation.only_reads,
         damages=damages,
     )
     data = _open_data(arguments, folder, checkpoint)
@@ -123,7 +123,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
         devices.refuse_lone_node(device.num_nodes)
     world_size = num_devices * device.num_nodes
     parallelism = resolve_parallelism(arguments, world_size, accelerator)
-    refuse_unusable(arguments, accelerator)
+    check_attention(arguments, accelerator)
     if arguments.model.float8:
         refuse_unusable_float8(arguments, accelerator)
     if arguments.fsdp.compile:
@@ -177,7 +177,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Toke
     shape = _read_shape(arguments, checkpoint, data)
     refuse_uncuttable(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     if not checkpoint and not shape.is_new:
-        refuse_unreadable(shape.source)
+        check_readable(shape.source)
     return shape
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, faults_of_data, read_trainer_json
+from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, find_data_changes, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.token_dataset import TokenDataset
@@ -53,7 +53,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
     """
     arguments, plan, state = run.arguments, run.plan, run.start.state
     saved = read_trainer_json(checkpoint)
-    faults = faults_of_data(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
+    faults = find_data_changes(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
     deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
     if not arguments.checkpoint.allow_changes:

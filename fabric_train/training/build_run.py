@@ -20,7 +20,7 @@ from fabric_train.distributed.shards import flat_cuts, named_parameters
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.init_weights import open_new
-from fabric_train.model.load_weights import Unread, open_checkpoint, open_pretrained
+from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
@@ -41,14 +41,14 @@ def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) 
     The weight files are closed when this returns. Their mapped pages would count as memory of this process.
     """
     arguments = run.arguments
-    unread = _open(run)
+    meta_model = _open(run)
     if fabric.is_global_zero and isinstance(run.data, TokenDataset):
-        line = note_on_end_of_turn(unread, run.data)
+        line = note_on_end_of_turn(meta_model, run.data)
         if line:
             note(line)
-    decayed = decayed_names(unread.model)
+    decayed = decayed_names(meta_model.model)
     any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MOST_SHAPES
-    model = setup_model(fabric, unread.model, run.model.layer_classes, arguments, unread.weights, any_length)
+    model = setup_model(fabric, meta_model.model, run.model.layer_classes, arguments, meta_model.weights, any_length)
     return model, decayed
 
 
@@ -121,7 +121,7 @@ def build_loop_parts(
         batches=_batches(fabric, run),
         num_steps=run.plan.num_steps,
         start=run.start.checkpoint if run.start.resumes else None,
-        checkpoints=checkpoints.Checkpoints(
+        checkpoints=checkpoints.CheckpointManager(
             run.folder / "checkpoints",
             fabric,
             model,
@@ -142,7 +142,7 @@ def build_loop_parts(
     )
 
 
-def _open(run: PreparedRun) -> Unread:
+def _open(run: PreparedRun) -> MetaModel:
     dtype = weights_dtype(run.arguments.model.precision)
     if run.start.checkpoint:
         return open_checkpoint(run.model, run.start.checkpoint, dtype)

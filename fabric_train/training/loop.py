@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.checkpoint import Checkpoints, TrainerState
+from fabric_train.checkpoint import CheckpointManager, TrainerState
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
@@ -54,7 +54,7 @@ class LoopParts:
     batches: WindowSource
     num_steps: int
     start: Path | None
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     guard: StepGuard
     evaluate: Callable[[], Evaluation | None] | None
     log: Callable[[Metrics], None]
@@ -115,7 +115,7 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         collect(window.step)  # while the device is busy with the optimizer's step
         parts.progress.at(Phase.COMPLETING)
         sync = step.sync()
-        parts.checkpoints.at_border(sync)
+        parts.checkpoints.advance(sync)
         due = _due(parts, arguments, window, stops=bool(sync.stops), has_fault=fault is not None)
         stopwatch.stepped(step.work)
         state = _state_after(state, window, step)

@@ -19,7 +19,7 @@ from fabric_train.distributed.heartbeat import Progress
 from fabric_train.distributed.host_memory import keep_freed_memory
 from fabric_train.distributed.signals import STOPPED, describe, stop_signals
 from fabric_train.files.atomic_folder import write_atomically
-from fabric_train.model.attention import refuse_leaking
+from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
 from fabric_train.training.build_run import (
     Validate,
@@ -54,7 +54,7 @@ def execute(fabric: Fabric, run: PreparedRun, progress: Progress, console: Conso
     if fabric.device.type == "cpu":
         keep_freed_memory()  # from here on, so that what loading has freed is returned to the system
     if run.data.isolates:
-        refuse_leaking(fabric, model, run.model.source)
+        check_isolation(fabric, model, run.model.source)
     if fabric.is_global_zero:
         _write_run_folder(run)
     validate = build_validation(fabric, model, run, progress)

@@ -188,7 +188,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-LYING_DISK = "from fabric_train.checkpoint import saving; saving.free_bytes = lambda folder: 10**9"
+LYING_DISK = "from fabric_train.checkpoint import manager; manager.free_bytes = lambda folder: 10**9"
 """Says that there is room, as a disk with a quota does: then the writes themselves fail."""
 
 

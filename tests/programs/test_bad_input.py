@@ -592,7 +592,7 @@ CASES: dict[str, Case] = {
     "a checkpoint without trainer.json": Case(
         "convert",
         "--checkpoint runs/no-trainer",
-        "…step-00000007 is damaged: trainer.json is missing; no whole one is there: use another checkpoint",
+        "…step-00000007 is damaged: trainer.json is missing; there is no undamaged one; use another checkpoint",
     ),
     "a truncated trainer.json": Case(
         "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
@@ -604,7 +604,7 @@ CASES: dict[str, Case] = {
         "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged (…: Field required); use another …"
     ),
     "a checkpoint of another format": Case(
-        "convert", "--checkpoint runs/format", "… is of format 99, this version reads format …"
+        "convert", "--checkpoint runs/format", "… has format 99, but this version reads format …"
     ),
     "truncated weights of a checkpoint": Case(
         "generate", "--model_name runs/cut-weights", "… is damaged: model.safetensors has … bytes instead of …"
@@ -631,12 +631,12 @@ CASES: dict[str, Case] = {
     "a folder with a run": Case(
         "train",
         "--output_dir runs/good",
-        "--output_dir runs/good holds a run up to step-00000007: --resume true …; …",
+        "--output_dir runs/good has a run up to step-00000007; --resume true …, …",
     ),
     "a folder with a run that has saved nothing": Case(
         "train",
         "--output_dir runs/unsaved",
-        "--output_dir runs/unsaved holds a run that has saved nothing yet: --resume true …; …",
+        "--output_dir runs/unsaved has a run that has not saved a checkpoint; --resume true …, …",
     ),
     "a folder that is not empty": Case(
         "tokenize", "--output_dir full", "full already exists and is not empty; choose another folder or remove it"

@@ -53,7 +53,7 @@ def main() -> None:
         arguments.fsdp.state_dict_type, str(dtype), checkpoints.DataOrder("", 1, 1, 0), {}, {}, ()
     )
     folder = Path(arguments.save.output_dir)
-    saves = checkpoints.Checkpoints(folder, fabric, model, optimizer, described, None, False, lambda _: None)
+    saves = checkpoints.CheckpointManager(folder, fabric, model, optimizer, described, None, False, lambda _: None)
     saves.save(checkpoints.TrainerState(step=last))
     leave_process_group(fabric)
 

@@ -274,7 +274,7 @@ def test_another_order_of_the_same_rows_is_refused_by_their_hash(resumed: Resume
 
 def test_another_seed_and_another_window_are_refused_by_name(resumed: Resumed) -> None:
     seed, window = sorted(resumed.faults("seeded", {"seed": 1, "total_batch_size": 12}))
-    assert "--seed differs: 0 there, 1 here; resume with the same, or take its weights alone" in seed + window
+    assert "--seed differs: 0 there, 1 here; resume with the same, or take only its weights" in seed + window
     assert "the rows of one optimizer step differ (--total_batch_size keeps them): 24 there, 12 here" in seed + window
 
 
