@@ -21,7 +21,7 @@ _PIECE_CHUNKS = 16  # chunks per hash
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """The XXH3-128 hash of the bytes ``begin`` to ``end`` of a file."""
 
     begin: int
@@ -33,7 +33,7 @@ class PieceHasher:
     """A hasher of the chunks that a rank writes to one file, in ascending order of their offsets."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[FilePiece] = []
         self._begin = self._end = 0
         self._hash = xxhash.xxh3_128()
 
@@ -45,18 +45,18 @@ class PieceHasher:
         self._hash.update(chunk)
         self._end += len(chunk)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[FilePiece]:
         """Return the pieces of all chunks."""
         self._close()
         return self._pieces
 
     def _close(self) -> None:
         if self._end > self._begin:
-            self._pieces.append(Piece(self._begin, self._end, self._hash.hexdigest()))
+            self._pieces.append(FilePiece(self._begin, self._end, self._hash.hexdigest()))
         self._hash, self._begin = xxhash.xxh3_128(), self._end
 
 
-def hash_file(path: Path) -> list[Piece]:
+def hash_file(path: Path) -> list[FilePiece]:
     """Return the hashed pieces of a file on disk."""
     hasher = PieceHasher()
     for begin, chunk in _chunks(path, 0, path.stat().st_size):
@@ -64,7 +64,7 @@ def hash_file(path: Path) -> list[Piece]:
     return hasher.pieces()
 
 
-def write_part(folder: Path, rank: int, files: dict[str, list[Piece]]) -> Path:
+def write_part(folder: Path, rank: int, files: dict[str, list[FilePiece]]) -> Path:
     """Write one rank's hashes into an unfinished checkpoint, and return the file."""
     path = folder / f"{_PART}{rank:05d}.json"
     content = {name: [astuple(piece) for piece in pieces] for name, pieces in files.items()}
@@ -83,11 +83,11 @@ def join_parts(folder: Path) -> Path:
     Raises:
         OSError: Some bytes of a file were written by no rank, or by two.
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
     parts = sorted(folder.glob(f"{_PART}*.json"))
     for part in parts:
         for name, of_rank in json.loads(part.read_text(encoding="utf-8")).items():
-            pieces.setdefault(name, []).extend(Piece(*piece) for piece in of_rank)
+            pieces.setdefault(name, []).extend(FilePiece(*piece) for piece in of_rank)
     files = {}
     for name, of_file in sorted(pieces.items()):
         of_file.sort(key=lambda piece: piece.begin)
@@ -147,11 +147,11 @@ def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, o
         return next(filter(None, faults), None)
 
 
-def _first_fault(path: Path, name: str, pieces: list[Piece]) -> str | None:
+def _first_fault(path: Path, name: str, pieces: list[FilePiece]) -> str | None:
     return next(filter(None, (_fault(path, name, piece) for piece in pieces)), None)
 
 
-def _fault(path: Path, name: str, piece: Piece) -> str | None:
+def _fault(path: Path, name: str, piece: FilePiece) -> str | None:
     digest = xxhash.xxh3_128()
     try:
         for _, chunk in _chunks(path, piece.begin, piece.end):
@@ -176,7 +176,7 @@ def _chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]
             begin += num_bytes
 
 
-def _read(checkpoint: Path) -> dict[str, tuple[int, list[Piece]]]:
+def _read(checkpoint: Path) -> dict[str, tuple[int, list[FilePiece]]]:
     """Return the size and the pieces of each file.
 
     Raises:
@@ -191,7 +191,7 @@ def _read(checkpoint: Path) -> dict[str, tuple[int, list[Piece]]]:
         files = {
             str(name): (
                 int(file["size"]),
-                [Piece(int(begin), int(end), digest) for begin, end, digest in file["pieces"]],
+                [FilePiece(int(begin), int(end), digest) for begin, end, digest in file["pieces"]],
             )
             for name, file in content["files"].items()
         }
@@ -202,7 +202,7 @@ def _read(checkpoint: Path) -> dict[str, tuple[int, list[Piece]]]:
     return files
 
 
-def _is_tiling(pieces: Iterable[Piece], size: int) -> bool:
+def _is_tiling(pieces: Iterable[FilePiece], size: int) -> bool:
     """Return whether sorted pieces cover a file without gaps and overlaps."""
     covered = 0
     for piece in pieces:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fabric_train.checkpoint.checksums import CHUNK_BYTES, Piece, PieceHasher, hash_file, is_part, write_part
+from fabric_train.checkpoint.checksums import CHUNK_BYTES, FilePiece, PieceHasher, hash_file, is_part, write_part
 from fabric_train.checkpoint.file_layout import Write
 from fabric_train.files.atomic_folder import fsync
 
@@ -120,7 +120,7 @@ class RankWriter:
         finally:
             self._writes = []
             self._is_copied.set()
-        hashes: dict[str, list[Piece]] = {}
+        hashes: dict[str, list[FilePiece]] = {}
         for name, of_file in groupby(writes, key=lambda write: write.file):
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class RankWriter:
             self._copy_event.synchronize()
         return copies
 
-    def _write_file(self, path: Path, writes: list[Write]) -> list[Piece]:
+    def _write_file(self, path: Path, writes: list[Write]) -> list[FilePiece]:
         """Write the tensors of one file in order of their offsets, and return their hashes."""
         hasher = PieceHasher()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
