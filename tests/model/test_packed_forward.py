@@ -384,7 +384,7 @@ def test_a_family_whose_documents_see_each_other_whatever_the_positions_say_is_r
         check_isolation(fabric, model, "model")
         assert model.training
         return
-    with pytest.raises(InputError, match=f"^--isolate_documents true: in model, a {config.model_type}, documents of a"):
+    with pytest.raises(InputError, match=rf"^--isolate_documents true: model \({config.model_type}\) cannot keep"):
         check_isolation(fabric, model, "model")
 
 
