@@ -1,4 +1,4 @@
-"""Train a model under FSDP and save it several times with ``CheckpointManager`` or with torch; print what each save costs.
+"""Train under FSDP and save several times with ``CheckpointManager`` or with torch; print what each save costs.
 
 ``benchmarks/checkpoint.py`` runs this under torchrun. Each rank prints one line of JSON.
 """
