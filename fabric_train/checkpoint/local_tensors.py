@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.distributed.collectives import exchange_bytes
-from fabric_train.distributed.shards import FlatCut, flat_cuts, named_parameters, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
 from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype
 
 
@@ -37,7 +37,7 @@ class Held:
     parts: tuple[torch.Tensor, ...]
     num_copies: int
     copy: int
-    cut: FlatCut | None = None
+    cut: FlatShard | None = None
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ class Held:
 
 def held_weights(model: Any) -> list[Held]:
     """Return the parameters and the persistent buffers of a set-up model; a weight with two names appears once."""
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     weights = [_held(original_name(name), parameter, parameter, cuts) for name, parameter in named_parameters(model)]
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -59,7 +59,7 @@ def held_weights(model: Any) -> list[Held]:
 
 def held_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> list[Held]:
     """Return AdamW's moments and counts of steps; a parameter that has had no gradient yet has zeros."""
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     moments: dict[str, list[Held]] = {key: [] for key in MOMENTS}
     counts = []
     for name, parameter in named_parameters(model):
@@ -116,7 +116,7 @@ def whole_rows(tensors: list[Held]) -> list[Held]:
     return completed
 
 
-def _rest_of_row(cut: FlatCut, begin: int, count: int) -> Iterator[tuple[int, int]]:
+def _rest_of_row(cut: FlatShard, begin: int, count: int) -> Iterator[tuple[int, int]]:
     """Say which ranks have how many of the ``count`` elements from ``begin`` on."""
     rank = cut.rank
     while count:
@@ -135,7 +135,7 @@ def _exchange(
     cut = next((tensor.cut for tensor in tensors if tensor.cut), None)
     if cut is None:
         return {}
-    group, device = cut.group, cut.shard.device  # one for all units
+    group, device = cut.group, cut.local.device  # one for all units
     messages = {
         rank: torch.cat([part.view(torch.uint8) for part in parts]).to(device) for rank, parts in outgoing.items()
     }
@@ -145,18 +145,18 @@ def _exchange(
     return exchange_bytes(messages, sizes, group, device)
 
 
-def _held(name: str, parameter: nn.Parameter, tensor: torch.Tensor, cuts: dict[int, FlatCut]) -> Held:
+def _held(name: str, parameter: nn.Parameter, tensor: torch.Tensor, cuts: dict[int, FlatShard]) -> Held:
     """Describe ``tensor``, the parameter itself or one that is cut as it is."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)
         if tensor is parameter:  # whose views may stand for the gathered weights now
             first = max(cut.start - cut.rank * cut.size, 0)
-            tensor = cut.shard[first : first + end - begin]
+            tensor = cut.local[first : first + end - begin]
         num_copies = dist.get_world_size() // cut.num_ranks
         parts = (tensor.detach().flatten(),) if end > begin else ()
         copy = dist.get_rank() // cut.num_ranks  # HYBRID_SHARD's groups are ranks that follow each other
-        return Held(name, cut.shape, cut.shard.dtype, begin, parts, num_copies, copy, cut)
+        return Held(name, cut.shape, cut.local.dtype, begin, parts, num_copies, copy, cut)
     if isinstance(tensor, DTensor):
         whole: Any = tensor.detach()
         rows = _in_rows(whole)

@@ -138,9 +138,9 @@ class Checkpoints:
         Raises:
             SaveError: it has failed on a rank; on all ranks.
         """
-        if self._saving is None or (border.saving and not border.failed):
+        if self._saving is None or (border.is_saving and not border.save_failed):
             return
-        if border.failed:
+        if border.save_failed:
             self._saving.writing.abandon()
             self._agree()
         self._advance()

@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.distributed.shards import FlatCut, flat_cuts, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
 from fabric_train.model.hf_model import ModelShape, load_model, refuse_misfit, refuse_wrong_weights
 from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
 
@@ -102,7 +102,7 @@ def without_memory(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: Weights) -> None:
     """Read into a set-up model what this rank holds of it. No forward pass may have been made."""
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     for name, parameter in model.named_parameters():
         part = read_local_part(weights, original_name(name), parameter, cuts)
         own: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -221,14 +221,14 @@ class _PretrainedWeights:
         return recipes
 
 
-def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]) -> torch.Tensor:
+def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
     """Read of a full tensor what ``parameter`` holds on this rank.
 
     Args:
         weights: where the tensor is.
         name: of the tensor, which is cut as the parameter is.
         parameter: of a set-up model, between steps.
-        cuts: from :func:`flat_cuts`.
+        cuts: from :func:`flat_shards`.
 
     Returns:
         A tensor on the CPU in the shape that the parameter has on this rank; not to be written into, for it may be a
