@@ -24,9 +24,9 @@ from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train.cli.errors import run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
-from fabric_train.distributed.devices import unused_gpus  # noqa: E402
-from fabric_train.distributed.heartbeat import Phase, Progress  # noqa: E402
-from fabric_train.distributed.rendezvous import leave_process_group  # noqa: E402
+from fabric_train.distributed.devices import note_on_unused_gpus  # noqa: E402
+from fabric_train.distributed.heartbeat import Heartbeat, StepPhase  # noqa: E402
+from fabric_train.distributed.rendezvous import destroy_process_group  # noqa: E402
 from fabric_train.distributed.strategy import build_fabric  # noqa: E402
 from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
 from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         print_plan(run, console)
         return
     console.print(summary.describe_start(run))
-    idle = unused_gpus(arguments.device.devices, run.devices.accelerator)
+    idle = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
     for line in (*run.notes, *([idle] if idle else [])):
         note(line)
     if run.start.state.step >= run.plan.num_steps and not run.start.state.unlogged:
@@ -69,12 +69,12 @@ def main(argv: list[str] | None = None) -> None:
         check_memory(run)
     with hold_lock(*lock) if writes else nullcontext():
         fabric = build_fabric(arguments, run.model.layer_classes)
-        progress = Progress()
-        with watch_ranks(fabric, progress, arguments.device.rank_timeout, arguments.device.num_nodes):
-            code = execute(fabric, check_content(fabric, run, note), progress, console, note)
-            progress.at(Phase.ENDING)
+        heartbeat = Heartbeat()
+        with watch_ranks(fabric, heartbeat, arguments.device.rank_timeout, arguments.device.num_nodes):
+            code = execute(fabric, check_content(fabric, run, note), heartbeat, console, note)
+            heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()
-            leave_process_group(fabric)
+            destroy_process_group(fabric)
     if code:
         raise SystemExit(code)
 

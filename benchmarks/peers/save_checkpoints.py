@@ -24,7 +24,7 @@ from fabric_train.checkpoint import CheckpointManager, DataOrder, Description, T
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.collectives import StepSync, sync_step
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.shards import named_parameters
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import load_model, read_shape
@@ -56,7 +56,7 @@ class OurSaves:
 
     def after_step(self) -> float:
         saves = self._checkpoints
-        sync = sync_step(self._fabric, StepSync(saving=saves.is_writing, failed=saves.has_failed))
+        sync = sync_step(self._fabric, StepSync(is_saving=saves.is_writing, save_failed=saves.has_failed))
         return timed(lambda: saves.advance(sync))
 
     def finish(self) -> None:
@@ -172,7 +172,7 @@ def train_step(fabric: Any, model: Any, optimizer: Any, system: Any, window: Win
     """Train a step; return the seconds it waited for a save, and the seconds of the whole step."""
     started = time.perf_counter()
     accumulate(fabric, model, window)
-    clip(fabric, model, optimizer, 1.0)
+    clip_grad_norm(fabric, model, optimizer, 1.0)
     stall = system.before_step()
     optimizer.step()
     optimizer.zero_grad()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.distributed.collectives import exchange_bytes
-from fabric_train.distributed.shards import FlatCut, flat_cuts, named_parameters, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
 from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype
 
 
@@ -37,7 +37,7 @@ class LocalTensor:
     parts: tuple[torch.Tensor, ...]
     num_copies: int
     copy: int
-    cut: FlatCut | None = None
+    cut: FlatShard | None = None
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ class LocalTensor:
 
 def local_weights(model: Any) -> list[LocalTensor]:
     """Return the parameters and persistent buffers of a set-up model. A tied weight appears once."""
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     weights = [_local(original_name(name), parameter, cuts) for name, parameter in named_parameters(model)]
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -59,7 +59,7 @@ def local_weights(model: Any) -> list[LocalTensor]:
 
 def local_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> list[LocalTensor]:
     """Return AdamW's moments and step counts. They are zero for a parameter that has not had a gradient."""
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     moments: dict[str, list[LocalTensor]] = {key: [] for key in MOMENTS}
     counts = []
     for name, parameter in named_parameters(model):
@@ -116,7 +116,7 @@ def align_to_rows(tensors: list[LocalTensor]) -> list[LocalTensor]:
     return completed
 
 
-def _owners(cut: FlatCut, count: int) -> Iterator[tuple[int, int]]:
+def _owners(cut: FlatShard, count: int) -> Iterator[tuple[int, int]]:
     """Yield the ranks after this one that have the next ``count`` elements, each with its number of them."""
     rank = cut.rank
     while count:
@@ -135,7 +135,7 @@ def _exchange(
     cut = next((tensor.cut for tensor in tensors if tensor.cut), None)
     if cut is None:
         return {}
-    group, device = cut.group, cut.shard.device  # the same for all units
+    group, device = cut.group, cut.local.device  # the same for all units
     messages = {
         rank: torch.cat([part.view(torch.uint8) for part in parts]).to(device) for rank, parts in outgoing.items()
     }
@@ -145,17 +145,17 @@ def _exchange(
     return exchange_bytes(messages, sizes, group, device)
 
 
-def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]) -> LocalTensor:
+def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalTensor:
     """Describe this rank's part of a parameter."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)
         first = max(cut.start - cut.rank * cut.size, 0)
-        local = cut.shard[first : first + end - begin]  # the parameter itself may be a view of the gathered weights
+        local = cut.local[first : first + end - begin]  # the parameter itself may be a view of the gathered weights
         num_copies = dist.get_world_size() // cut.num_ranks
         parts = (local.detach().flatten(),) if end > begin else ()
         copy = dist.get_rank() // cut.num_ranks  # the groups of HYBRID_SHARD are consecutive ranks
-        return LocalTensor(name, cut.shape, cut.shard.dtype, begin, parts, num_copies, copy, cut)
+        return LocalTensor(name, cut.shape, cut.local.dtype, begin, parts, num_copies, copy, cut)
     if isinstance(parameter, DTensor):
         full: Any = parameter.detach()
         rows = _shard_by_rows(full)

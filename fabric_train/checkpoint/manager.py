@@ -149,9 +149,9 @@ class CheckpointManager:
         Raises:
             SaveError: The save failed on a rank; raised on all ranks.
         """
-        if self._pending is None or (sync.saving and not sync.failed):
+        if self._pending is None or (sync.is_saving and not sync.save_failed):
             return
-        if sync.failed:
+        if sync.save_failed:
             self._pending.writer.abandon()
             self._wait_for_tasks()
         self._begin_next_stage()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fabric_train.checkpoint.trainer_state import read_trainer_json
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.shards import FlatCut, flat_cuts, named_parameters, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
 from fabric_train.model.load_weights import read_local_part
 from fabric_train.model.weight_files import CheckpointTensors
 from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
@@ -25,7 +25,7 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
         InputError: A tensor is missing or of another shape.
     """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     for name, parameter in named_parameters(model):
         name = original_name(name)
         try:
@@ -40,7 +40,7 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
 
 
 def _local_part(
-    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]
+    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]
 ) -> torch.Tensor:
     """Read this rank's part of a stored tensor that is sharded like ``parameter``."""
     _check_shape(tensors.shape(name), cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape, name)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from fabric_train.data.batch import Batch
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.token_dataset import Rows
-from fabric_train.distributed.signals import leave_signals_to_rank
+from fabric_train.distributed.signals import ignore_signals_in_worker
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int,
         collate_fn=_identity,
         pin_memory=pin_memory,
         prefetch_factor=8 if num_workers else None,
-        worker_init_fn=leave_signals_to_rank,
+        worker_init_fn=ignore_signals_in_worker,
     )
 
 

@@ -22,7 +22,7 @@ from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import Cursor, LaneRow, Lanes, LaneStand
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import Rows, TokenDataset
-from fabric_train.distributed.signals import leave_signals_to_rank
+from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.tokenization.chats.chat_format import detect_format
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.files import missing_column, text_of
@@ -243,7 +243,7 @@ class StreamBatches:
             collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
             prefetch_factor=8 if num_workers else None,
-            worker_init_fn=leave_signals_to_rank,
+            worker_init_fn=ignore_signals_in_worker,
         )
 
     def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:

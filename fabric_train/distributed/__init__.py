@@ -1,4 +1,10 @@
-"""What knows devices and ranks, and no model: strategies, collectives, gradient norm, watchdog, signals.
+"""Devices, ranks and parallelism. Open ``strategy.py`` first: it builds Fabric from the arguments.
 
-Read ``strategy.py`` first: it turns the arguments into a Fabric with its strategy and precision.
+- Fabric and devices: ``strategy``, ``fsdp``, ``precision``, ``devices``, ``host_memory``.
+- Decoder layers: ``tensor_parallel``, ``float8``, ``compile``, ``activation_checkpoint``.
+- Parameters and gradients, however they are sharded: ``shards``, ``grad_norm``.
+- Communication: ``rendezvous`` connects the ranks, ``collectives`` exchanges data between them.
+- Stops and failures: ``signals``, ``heartbeat``, ``watchdog``.
+
+No module here knows a model family; ``model/parallelize.py`` applies these modules to a model.
 """

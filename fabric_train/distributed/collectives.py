@@ -1,6 +1,6 @@
-"""What the ranks of a run exchange: flags between steps, sums and stacks over ranks, one rank's text.
+"""Exchange data between ranks: tensors, bytes, a text, and the flags of each step.
 
-All ranks call these functions together.
+All functions are collective: every rank must call them, in the same order.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,15 +12,15 @@ from lightning import Fabric
 
 from fabric_train.distributed.host_memory import to_device_async
 
-_MAX_BYTES = 2000  # longer texts are cut
+_MAX_TEXT_BYTES = 2000  # longer texts are truncated
 
 
 @dataclass(frozen=True)
 class DataRanks:
     """The groups of ranks that read different rows.
 
-    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks each; this rank is in group ``rank``. The
-    ranks of one group read the same rows.
+    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks; this process is in group ``rank``. The
+    ranks of a group read the same rows.
     """
 
     size: int
@@ -30,20 +30,20 @@ class DataRanks:
 
 def data_ranks(fabric: Fabric) -> DataRanks:
     """Return the groups of ranks that read different rows: every rank, or every tensor-parallel group."""
-    together = getattr(fabric.strategy, "tensor_parallel_size", 1)
-    return DataRanks(fabric.world_size // together, fabric.global_rank // together, together)
+    group_size = getattr(fabric.strategy, "tensor_parallel_size", 1)
+    return DataRanks(fabric.world_size // group_size, fabric.global_rank // group_size, group_size)
 
 
 def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return every rank's tensor, of one shape on all, stacked in rank order: [ranks, ...]."""
+    """Return every rank's tensor, stacked in rank order: [ranks, ...]; all ranks give the same shape and dtype."""
     stacked = torch.zeros(fabric.world_size, *tensor.shape, dtype=tensor.dtype, device=fabric.device)
     stacked[fabric.global_rank] = to_device_async(tensor, fabric.device)
-    # the other ranks add zeros; Fabric's all_gather calls a deprecated function of torch
+    # sum with the other ranks' zeros: Fabric's all_gather calls a deprecated function of torch
     return fabric.all_reduce(stacked, reduce_op="sum")  # type: ignore[return-value]
 
 
 def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of every data rank, stacked: [data ranks, ...]."""
+    """Return every data rank's tensor, stacked: [data ranks, ...]."""
     return gather_over_ranks(fabric, tensor)[:: data_ranks(fabric).tensor_parallel_size]
 
 
@@ -53,9 +53,12 @@ def sum_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first_text(fabric: Fabric, text: str | None) -> str | None:
-    """Return the text of the lowest rank that has one, on all ranks; None if no rank has one."""
-    encoded = (text or "").encode()[:_MAX_BYTES]
-    line = torch.zeros(_MAX_BYTES, dtype=torch.uint8, device=fabric.device)
+    """Return, on all ranks, the text of the lowest rank that has one; None if no rank has one.
+
+    A text is truncated to 2000 bytes of UTF-8.
+    """
+    encoded = (text or "").encode()[:_MAX_TEXT_BYTES]
+    line = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8, device=fabric.device)
     line[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else 0
     lines = gather_over_ranks(fabric, line).tolist()
     texts = (bytes(line).rstrip(b"\0").decode(errors="ignore") for line in lines)
@@ -68,16 +71,16 @@ def exchange_bytes(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, torch.Tensor]:
-    """Send one message to each of some ranks and receive one from each of others.
+    """Send messages to ranks of a group and receive messages from others, at most one to and from each.
 
     Args:
-        outgoing: uint8 message by receiving rank of the group, on ``device``.
+        outgoing: uint8 message on ``device`` by receiving rank of the group.
         incoming: number of bytes by sending rank of the group.
-        group: the ranks that call this together; None for a rank alone, which has nothing to exchange.
-        device: that the group communicates on.
+        group: the ranks that call this together; None for a single rank, which has nothing to exchange.
+        device: the group's communication device.
 
     Returns:
-        The uint8 message by sending rank.
+        The uint8 message by sending rank of the group.
     """
     received = {rank: torch.empty(size, dtype=torch.uint8, device=device) for rank, size in sorted(incoming.items())}
     sends = [
@@ -91,33 +94,35 @@ def exchange_bytes(
 
 @dataclass(frozen=True)
 class StepSync:
-    """Flags that the ranks exchange between two optimizer steps: one rank's own, or those of all together.
+    """The flags that ranks exchange once per step: one rank's own, or the maximum over all ranks.
 
-    ``stops``: number of the signal that asks the run to save and stop, 0 for none. ``saving``: a background save is
-    still writing. ``failed``: a background save has failed.
+    Attributes:
+        stop_signal: number of the signal that asks the run to save and stop, 0 for none.
+        is_saving: a background save is still writing.
+        save_failed: a background save has failed.
     """
 
-    stops: int = 0
-    saving: bool = False
-    failed: bool = False
+    stop_signal: int = 0
+    is_saving: bool = False
+    save_failed: bool = False
 
 
 def sync_step(fabric: Fabric, own: StepSync) -> StepSync:
-    """Return the flags that any rank has set: one small all-reduce, which the host waits for."""
+    """Return the flags that any rank has set; the host waits for one small all-reduce."""
     return start_step_sync(fabric, own)()
 
 
 def start_step_sync(fabric: Fabric, own: StepSync) -> Callable[[], StepSync]:
     """Start the all-reduce of :func:`sync_step` and return a function that waits for its result.
 
-    Started before another wait for the device, the result is there when that wait ends.
+    Start it just before the host waits for the device anyway: the result is then ready when that wait ends.
     """
     flags = to_device_async(torch.tensor([int(flag) for flag in astuple(own)]), fabric.device)
     if fabric.world_size > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
 
     def result() -> StepSync:
-        stops, saving, failed = flags.tolist()
-        return StepSync(stops, bool(saving), bool(failed))
+        stop_signal, is_saving, save_failed = flags.tolist()
+        return StepSync(stop_signal, bool(is_saving), bool(save_failed))
 
     return result

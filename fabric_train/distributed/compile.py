@@ -1,4 +1,4 @@
-"""``--compile``: each decoder layer is compiled in place, and all of them by the same compilation."""
+"""Compile decoder layers in place (``--compile``); all layers share one compilation."""
 
 import importlib
 import os
@@ -13,45 +13,47 @@ from torch import nn
 
 from fabric_train.cli.errors import InputError
 
-MOST_SHAPES = 4
-"""Rows of so few different lengths are compiled each for itself; of more, once for any length."""
+MAX_STATIC_LENGTHS = 4
+"""Up to so many row lengths, layers are compiled for each length separately; for more, once for any length."""
 
-_MOST_COMPILATIONS = 64
-"""Of one layer: in training and in evaluation, with and without documents, for each shape. Beyond torch's default of 8
-it would go on without compiling, and not say so.
+_RECOMPILE_LIMIT = 64
+"""Compilations of a layer: in training and evaluation, with and without documents, for each shape. torch's default is
+8; beyond the limit it runs the layer uncompiled.
 """
 
 
-def refuse_without_compiler(argument: str, instead: str) -> None:
-    """Refuse what is compiled when it first runs where there is no C++ compiler.
+def check_compiler(argument: str, alternative: str) -> None:
+    """Check that there is a C++ compiler, which torch needs when compiled code first runs.
+
+    Args:
+        argument: the option that needs it, for the error message.
+        alternative: what to do without a compiler.
 
     Raises:
-        InputError: naming the compiler, and what to do without.
+        InputError: there is no compiler.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise InputError(
-            f"{argument} is compiled when it first runs and finds no compiler {compiler}; install g++, or {instead}"
-        )
+        fault = f"{argument} is compiled at run time and finds no compiler {compiler}"
+        raise InputError(f"{fault}; install g++, or {alternative}")
 
 
 def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float = 1.0) -> None:
-    """Have each layer's ``forward`` compiled when it is first called; names in the state dict stay as they are.
+    """Compile each layer's ``forward`` when it is first called; names in the state dict stay the same.
 
-    It is ``forward`` that is compiled and not the layer's call, so that the hooks by which FSDP gathers its weights run
-    outside, without breaking the graph. Layers share the compilation as they share their code: it is kept by
-    ``forward``'s code, and weights are arguments of what is compiled.
+    Compiling ``forward`` instead of the module keeps FSDP's hooks, which gather the weights, outside the graph. torch
+    stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it.
 
     Args:
         layers: of the model, before they are sharded.
-        any_length: compile for rows of any length, else anew for each shape. A kernel for one shape is quicker, and
-            is the same whatever came before, which exact resume rests on.
-        budget: share of the activations that may be kept for the backward pass, the others being recomputed.
+        any_length: compile once for rows of any length, else for each shape. A kernel for one shape is faster and does
+            not depend on earlier shapes, which exact resume relies on.
+        budget: share of the activations to keep for the backward pass; the others are recomputed.
     """
     _remove_unfinished_builds()
     config: Any = importlib.import_module("torch._dynamo.config")
-    config.recompile_limit = _MOST_COMPILATIONS
-    config.optimize_ddp = False  # it would cut the graph at DDP's buckets, which hold several layers
+    config.recompile_limit = _RECOMPILE_LIMIT
+    config.optimize_ddp = False  # else the graph is split at DDP's buckets, which span several layers
     partitioner: Any = importlib.import_module("torch._functorch.config")
     partitioner.activation_memory_budget = budget
     for layer in layers:
@@ -59,9 +61,10 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
 
 
 def _remove_unfinished_builds() -> None:
-    """Remove from torch's cache the libraries that a killed process was building: torch would take them for finished.
+    """Remove libraries that a killed process left half-built in torch's cache: torch would take them for finished.
 
-    The compiler writes into the library itself, beside a folder that goes when it is done; a lock is held meanwhile.
+    The compiler writes to the library's final name. Until the build is done, a lock is held and a folder exists next to
+    the library.
     """
     from torch._inductor.codecache import get_lock_dir
     from torch._inductor.runtime.cache_dir_utils import cache_dir

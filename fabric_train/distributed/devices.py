@@ -1,4 +1,4 @@
-"""``--accelerator`` and ``--devices`` against what this machine has."""
+"""Resolve ``--accelerator``, ``--devices`` and ``--num_nodes``, and check them against this machine."""
 
 import os
 
@@ -7,14 +7,14 @@ from lightning.fabric.accelerators import CUDAAccelerator
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import is_launched, under_fabric_run
 
-_PROCESSES_PER_CORE = 16  # more, each with a model of its own, are a slip and not a wish
+_MAX_PROCESSES_PER_CORE = 16  # each process has a model of its own, so a larger number is a mistake
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """Return "cuda" or "cpu" for the argument.
+    """Return "cuda" or "cpu" for ``--accelerator``.
 
     Raises:
-        InputError: where a GPU is asked for and none is there.
+        InputError: a GPU is requested and torch finds none.
     """
     if accelerator == "auto":
         return "cuda" if CUDAAccelerator.is_available() else "cpu"
@@ -26,54 +26,56 @@ def resolve_accelerator(accelerator: str) -> str:
 
 
 def count_devices(devices: int | str, accelerator: str) -> int:
-    """Return how many processes ``--devices`` means on one machine.
+    """Return the number of processes on this machine that ``--devices`` means.
 
     Raises:
-        InputError: where there are fewer GPUs than asked for, or far fewer CPU cores.
+        InputError: there are fewer GPUs, or far fewer CPU cores.
     """
-    there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
+    available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 1
     if str(devices) in ("auto", "-1"):
-        return there
+        return available
     cores = os.cpu_count() or 1
-    if accelerator == "cpu" and str(devices).isdigit() and int(devices) > _PROCESSES_PER_CORE * cores:
+    if accelerator == "cpu" and str(devices).isdigit() and int(devices) > _MAX_PROCESSES_PER_CORE * cores:
         raise InputError(
-            f"--devices {devices}: so many processes would wait for this machine's {cores} CPU cores; "
-            f"give {_PROCESSES_PER_CORE * cores} or fewer"
+            f"--devices {devices} is too many for this machine's {cores} CPU cores; "
+            f"give {_MAX_PROCESSES_PER_CORE * cores} or fewer"
         )
     indices = [int(index) for index in str(devices).split(",")]
-    wanted, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
-    if accelerator == "cuda" and highest > there:
-        raise InputError(f"--devices {devices}: only {there} GPU{'s are' if there > 1 else ' is'} here")
-    return wanted
+    requested, highest = (len(indices), max(indices) + 1) if len(indices) > 1 else (indices[0], indices[0])
+    if accelerator == "cuda" and highest > available:
+        raise InputError(
+            f"--devices {devices}: this machine has only {available} GPU{'s' if available > 1 else ''}; give fewer"
+        )
+    return requested
 
 
-def count_planned(devices: int | str) -> int:
-    """Return how many processes ``--devices`` means on a machine that need not be this one.
+def count_planned_devices(devices: int | str) -> int:
+    """Return the number of processes on a machine that ``--devices`` means, without looking at this machine.
 
     Raises:
-        InputError: it says auto.
+        InputError: ``--devices`` is auto.
     """
     if str(devices) in ("auto", "-1"):
         raise InputError(
-            f"--devices {devices} means those of this machine, and --device_memory plans for others: give a number"
+            f"--devices {devices} counts this machine's, and --device_memory plans for another machine; give a number"
         )
     return len(str(devices).split(",")) if "," in str(devices) else int(devices)
 
 
-def unused_gpus(devices: int | str, accelerator: str) -> str | None:
-    """Return a line for the user where the run leaves GPUs of this machine idle."""
-    there = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
+def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
+    """Return a line for the user if the run leaves GPUs of this machine idle, else None."""
+    available = CUDAAccelerator.auto_device_count() if accelerator == "cuda" else 0
     used = count_devices(devices, accelerator)
-    if used >= there:
+    if used >= available:
         return None
-    return f"{used} of this machine's {there} GPUs are used; fabric run takes one unless told --devices {there}"
+    return f"{used} of this machine's {available} GPUs are used; fabric run uses one unless given --devices {available}"
 
 
-def refuse_lone_node(num_nodes: int) -> None:
-    """Refuse several machines where nothing says how they find each other: this one would wait for the others.
+def check_nodes(num_nodes: int) -> None:
+    """Check that a run on several machines was started by a launcher; without one it would wait for the others forever.
 
     Raises:
-        InputError: saying how to start such a run.
+        InputError: no launcher started it and there is no MASTER_ADDR.
     """
     if num_nodes > 1 and not (under_fabric_run() or is_launched() or "MASTER_ADDR" in os.environ):
         raise InputError(
@@ -82,6 +84,6 @@ def refuse_lone_node(num_nodes: int) -> None:
         )
 
 
-def first_index(devices: int | str) -> int:
-    """Return the GPU that a lone process takes: the first of a list, else the first there is."""
+def single_gpu_index(devices: int | str) -> int:
+    """Return the index of the GPU that a single process uses: the first of a list like "2,3", else 0."""
     return int(str(devices).split(",")[0]) if "," in str(devices) else 0

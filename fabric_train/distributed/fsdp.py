@@ -1,4 +1,4 @@
-"""Fabric's strategies for FSDP (FSDP1) and for ``fully_shard`` (FSDP2), on CUDA and on CPU ranks."""
+"""Fabric strategies for FSDP1 (``FullyShardedDataParallel``) and FSDP2 (``fully_shard``), on CUDA and CPU ranks."""
 
 from datetime import timedelta
 
@@ -11,13 +11,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 class FSDP1Strategy(FSDPStrategy):
-    """Fabric's ``FSDPStrategy`` over a device mesh, on CUDA and on CPU ranks.
+    """Fabric's ``FSDPStrategy`` with a device mesh, on CUDA and CPU ranks.
 
-    The mesh makes state dicts hold ``DTensor``, the form that checkpoints are cut and joined in. On CPU, which
-    Fabric's own class refuses, torch wants ``device_id`` to be the CPU device itself instead of an index.
+    With a mesh, state dicts hold ``DTensor``. Fabric's own class does not accept the CPU, where torch expects a device
+    as ``device_id`` instead of an index.
     """
 
     def setup_environment(self) -> None:
+        """Create the mesh: one dimension, or two for HYBRID_SHARD."""
         super().setup_environment()
         device = self.root_device.type
         if self.sharding_strategy.name == "HYBRID_SHARD":
@@ -25,9 +26,10 @@ class FSDP1Strategy(FSDPStrategy):
         else:
             mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
         self._fsdp_kwargs["device_mesh"] = mesh
-        self._fsdp_kwargs["param_init_fn"] = Materialization(self.root_device)
+        self._fsdp_kwargs["param_init_fn"] = ParameterMaterializer(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wrap the module in FSDP; here on CPU, by the base class on CUDA."""
         if self.root_device.type == "cpu":
             module = FullyShardedDataParallel(
                 module,
@@ -37,37 +39,42 @@ class FSDP1Strategy(FSDPStrategy):
                 device_id=torch.device("cpu"),
                 **self._fsdp_kwargs,
             )
-            self._fsdp_kwargs.pop("auto_wrap_policy")  # applied: the base class would warn that it is not
+            self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
         return super().setup_module(module)
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Fabric's strategy for FSDP2, over a mesh of three dimensions: copies of the model ("replicate"), the ranks that
-    one is sharded among ("shard"), and those that compute each row together ("tensor"). Ranks of the last follow each
-    other, so that those that send each other the most lie on one machine.
+    """Fabric's strategy for FSDP2 and tensor parallelism, over a mesh [replicate, shard, tensor].
+
+    The ranks of a tensor group are consecutive, so they are on the same machine: they communicate the most.
+
+    Args:
+        num_replicas: copies of the model, each sharded among its own ranks.
+        tensor_parallel_size: ranks that compute the same rows together.
+        timeout: of a collective.
     """
 
-    def __init__(self, num_copies: int, tensor_parallel_size: int, timeout: timedelta) -> None:
-        # the model is sharded before Fabric gets it, in model/parallelize.py
+    def __init__(self, num_replicas: int, tensor_parallel_size: int, timeout: timedelta) -> None:
+        # model/parallelize.py shards the model before Fabric gets it
         super().__init__(parallelize_fn=lambda model, _: model, timeout=timeout)
-        self._num_copies, self.tensor_parallel_size = num_copies, tensor_parallel_size
+        self._num_replicas, self.tensor_parallel_size = num_replicas, tensor_parallel_size
 
     def setup_environment(self) -> None:
-        """Make the mesh; the base class knows two dimensions."""
+        """Create the mesh, without the base class's own: it has two dimensions."""
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
-        num_shards = self.world_size // (self._num_copies * self.tensor_parallel_size)
+        num_shards = self.world_size // (self._num_replicas * self.tensor_parallel_size)
         self._device_mesh = init_device_mesh(
             self.root_device.type,
-            (self._num_copies, num_shards, self.tensor_parallel_size),
+            (self._num_replicas, num_shards, self.tensor_parallel_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
 
 
-class Materialization:
-    """Gives the parameters of a module memory, once it is known which part of them this rank holds.
+class ParameterMaterializer:
+    """Replace meta parameters by uninitialized ones on a device; tied parameters stay tied.
 
-    A parameter with several names stays one.
+    It serves as FSDP's ``param_init_fn`` and as the function of ``nn.Module.apply``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +82,7 @@ class Materialization:
         self._parameters: dict[nn.Parameter, nn.Parameter] = {}
 
     def __call__(self, module: nn.Module) -> None:
-        """Do it for the module's own parameters, not for those of its children."""
+        """Materialize the module's own parameters, not those of its children."""
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in self._parameters:

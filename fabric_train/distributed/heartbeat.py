@@ -1,4 +1,4 @@
-"""Where a rank's main thread is: marks that every rank passes at the same points, so that they can be compared."""
+"""Track where a rank's main thread is, as positions that every rank passes in the same order."""
 
 import math
 import time
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 
-class Phase(IntEnum):
-    """What the main thread does, in the order of a step. Every rank passes through the same phases of a step."""
+class StepPhase(IntEnum):
+    """The phases of a step, in the order in which every rank passes through them."""
 
     LOADING = 0
     DATA = 1
     COMPUTING = 2
     OPTIMIZER = 3
-    BORDER = 4
+    SYNC = 4
     COMPLETING = 5
     VALIDATION = 6
     SAVING = 7
@@ -21,54 +21,62 @@ class Phase(IntEnum):
 
 
 _TEXTS = {
-    Phase.LOADING: "loading",
-    Phase.DATA: "waiting for data",
-    Phase.COMPUTING: "forward and backward pass {}",
-    Phase.OPTIMIZER: "optimizer step",
-    Phase.BORDER: "step border",
-    Phase.COMPLETING: "completing a checkpoint",
-    Phase.VALIDATION: "validation batch {}",
-    Phase.SAVING: "saving",
-    Phase.ENDING: "ending",
+    StepPhase.LOADING: "loading",
+    StepPhase.DATA: "waiting for data",
+    StepPhase.COMPUTING: "forward and backward pass {}",
+    StepPhase.OPTIMIZER: "optimizer step",
+    StepPhase.SYNC: "synchronizing after the step",
+    StepPhase.COMPLETING: "completing a checkpoint",
+    StepPhase.VALIDATION: "validation batch {}",
+    StepPhase.SAVING: "saving",
+    StepPhase.ENDING: "ending",
 }
-_LASTING = (Phase.LOADING, Phase.COMPLETING, Phase.SAVING, Phase.ENDING)
+_SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
 
 @dataclass(frozen=True, order=True)
-class Mark:
-    """A point that every rank passes. ``index`` counts micro-batches, batches or files of the phase.
+class Position:
+    """A point that every rank passes; an earlier one compares as less.
 
-    ``lasts``: one rank may lawfully keep the others waiting for long here.
+    Attributes:
+        step: the optimizer step, 0 before the first.
+        phase: of the step.
+        index: of the micro-batch or validation batch in the phase.
+        is_slow: a rank may legitimately keep the others waiting here for long.
     """
 
     step: int = 0
-    phase: int = Phase.LOADING
+    phase: int = StepPhase.LOADING
     index: int = 0
-    lasts: bool = field(default=True, compare=False)
+    is_slow: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
-        text = _TEXTS[Phase(self.phase)].format(self.index)
+        text = _TEXTS[StepPhase(self.phase)].format(self.index)
         return f"step {self.step}, {text}" if self.step else text
 
 
-class Progress:
-    """Where this rank's main thread is."""
+class Heartbeat:
+    """The position of this rank's main thread; the watchdog's thread reads it."""
 
     def __init__(self) -> None:
-        self.mark = Mark()
-        self.quickest = 0.0
-        """Seconds that the quickest forward and backward pass has taken; 0 before the first."""
+        self.position = Position()
+        self.min_pass_seconds = 0.0
+        """Duration of the fastest forward and backward pass so far; 0 before the first."""
         self._since, self._first_step = time.monotonic(), 0
 
-    def at(self, phase: Phase, index: int = 0, step: int | None = None) -> None:
-        """Mark that the main thread has come to a phase; ``step``, where it is left out, is the one before.
+    def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
+        """Record that the main thread enters a phase. All ranks must record the same positions.
 
-        All ranks do so at the same points.
+        Args:
+            phase: of the step.
+            index: of the micro-batch or validation batch.
+            step: None for the current one.
         """
-        step = self.mark.step if step is None else step
+        step = self.position.step if step is None else step
         self._first_step = self._first_step or step
-        begins = step == self._first_step or (phase == Phase.VALIDATION and index == 0)  # it may compile
+        may_compile = step == self._first_step or (phase == StepPhase.VALIDATION and index == 0)
         now = time.monotonic()
-        if self.mark.phase == Phase.COMPUTING:
-            self.quickest = min(self.quickest or math.inf, now - self._since)
-        self.mark, self._since = Mark(step, phase, index, lasts=begins or phase in _LASTING), now
+        if self.position.phase == StepPhase.COMPUTING:
+            self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)
+        is_slow = may_compile or phase in _SLOW_PHASES
+        self.position, self._since = Position(step, phase, index, is_slow), now

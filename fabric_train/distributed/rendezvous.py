@@ -1,4 +1,4 @@
-"""The ranks' start: those that no launcher has started, and how all of them find each other."""
+"""Connect the ranks of a run, and start those that no launcher started."""
 
 import errno
 import os
@@ -13,26 +13,43 @@ from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, InputError, end_run, exit_process
 from fabric_train.cli.launcher import as_launcher, global_rank, num_restarts, watch_children
-from fabric_train.distributed.signals import STOPPED, outside_of_training
+from fabric_train.distributed.signals import STOPPED, describe_stop_outside_training
 
 
-def meet(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Launch Fabric: start the other ranks where no launcher has, and connect them.
+def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
+    """Launch Fabric: start the other ranks if no launcher did, and connect all of them.
+
+    Args:
+        fabric: not yet launched.
+        accelerator: "cuda" or "cpu".
+        num_processes: in the run.
+        timeout: of a collective.
 
     Raises:
-        InputError: the port on which they are to meet is taken.
+        InputError: the port that the ranks use to connect is in use.
     """
-    _refuse_taken_port(fabric)
-    # Fabric's own would kill this process without a word, and also where the ranks end together
-    subprocess_script._launch_process_observer = _mind_children
+    _check_port(fabric)
+    # Fabric's own observer kills this process without a message, even if all ranks are just ending together
+    subprocess_script._launch_process_observer = _watch_children
     if num_restarts() and num_processes > 1:
-        _join_anew(accelerator, num_processes, timeout)
+        _init_after_restart(accelerator, num_processes, timeout)
     with as_launcher():
         fabric.launch()
 
 
-def _refuse_taken_port(fabric: Fabric) -> None:
-    """Refuse a port that this rank is to listen on, so that the ranks find each other, and somebody else does."""
+def destroy_process_group(fabric: Fabric) -> None:
+    """Wait until every rank is done, then destroy the process group."""
+    fabric.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_port(fabric: Fabric) -> None:
+    """Check that the port is free if this is the rank that listens on it.
+
+    Raises:
+        InputError: another program uses it.
+    """
     environment = getattr(fabric.strategy, "cluster_environment", None)
     if environment is None or fabric.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
@@ -43,15 +60,15 @@ def _refuse_taken_port(fabric: Fabric) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            port = f"port {environment.main_port}, on which the ranks are to meet, is in use on this machine"
-            raise InputError(f"{port}: set MASTER_PORT to a free one, or stop what uses it") from None
+            port = f"port {environment.main_port}, which the ranks use to connect, is in use on this machine"
+            raise InputError(f"{port}; set MASTER_PORT to a free one, or stop the program that uses it") from None
 
 
-def _join_anew(accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Set up the process group, which Fabric then takes as it is, where torchrun has started the ranks again.
+def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta) -> None:
+    """Initialize the process group after torchrun has restarted the ranks; Fabric then uses it.
 
-    Unless it is told another rendezvous, torchrun keeps one store over all restarts, and torch would find in it the
-    addresses of ranks that are dead.
+    torchrun's default rendezvous keeps one store over all restarts, which still holds the addresses of dead ranks. A
+    prefix separates the restarts.
     """
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     dist.init_process_group(
@@ -63,22 +80,15 @@ def _join_anew(accelerator: str, num_processes: int, timeout: timedelta) -> None
     )
 
 
-def _mind_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
-    """Take the ranks that this process has started under its care."""
-    watch_children(child_processes, _child_failed)
+def _watch_children(child_processes: list["subprocess.Popen[Any]"]) -> None:
+    """Watch the ranks that this process has started, in place of Fabric's observer."""
+    watch_children(child_processes, _end_with_child)
 
 
-def _child_failed(rank: int, code: int) -> None:
-    """End with a rank that this process has started and that has come to a bad end before anybody watched it."""
+def _end_with_child(rank: int, code: int) -> None:
+    """End the run because a rank that this process started has failed before the watchdog watched it."""
     if code == STOPPED:
-        end_run(code, outside_of_training(f"a signal to rank {rank}"))
+        end_run(code, describe_stop_outside_training(f"a signal to rank {rank}"))
     if code < 0:
-        end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting: start again")
-    exit_process(code)  # it has said why
-
-
-def leave_process_group(fabric: Fabric) -> None:
-    """Wait until every rank has come to its end and take down what connects them."""
-    fabric.barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        end_run(FAILURE, f"error: rank {rank} was killed by signal {-code} while it was starting; start the run again")
+    exit_process(code)  # the rank has reported why

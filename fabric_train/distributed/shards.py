@@ -1,7 +1,7 @@
-"""The parameters of a set-up model: their names, and which part of each this rank holds under every strategy.
+"""Name the parameters of a set-up model and locate this rank's part of each, under every strategy.
 
-FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal cut of it, FSDP2 and tensor
-parallelism give every rank a block of each, and the others give every rank everything.
+FSDP1 concatenates the parameters of a unit into one flat vector and gives every rank an equal part of it. FSDP2 and
+tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
 """
 
 from dataclasses import dataclass
@@ -14,45 +14,50 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 
 @dataclass(frozen=True)
-class FlatCut:
-    """Where FSDP1 keeps a parameter: in the flat vector of its unit, cut among ``num_ranks`` of a group.
+class FlatShard:
+    """Where a parameter lies in the flat vector of its FSDP1 unit, which ``num_ranks`` ranks share.
 
-    ``start`` is the parameter's first element in that vector, ``shard`` the cut of this rank, number ``rank`` of the
-    group. Where nothing is sharded (NO_SHARD), the rank is alone and there is no group.
+    Attributes:
+        shape: of the whole parameter.
+        start: index of the parameter's first element in the flat vector.
+        local: this rank's part of the flat vector, [size].
+        rank: of this process in ``group``.
+        num_ranks: in ``group``; 1 with NO_SHARD.
+        group: the ranks that share the flat vector; None with NO_SHARD.
     """
 
     shape: torch.Size
     start: int
-    shard: torch.Tensor
+    local: torch.Tensor
     rank: int
     num_ranks: int
     group: dist.ProcessGroup | None
 
     @property
     def size(self) -> int:
-        """Number of elements of the vector, padding included, on every rank."""
-        return self.shard.numel()
+        """Number of elements of the flat vector on each rank, padding included."""
+        return self.local.numel()
 
     def range(self, rank: int) -> tuple[int, int]:
-        """Return from which element to which of the flattened parameter lies on a rank of the group."""
+        """Return the first and the last index (exclusive) of the flattened parameter that a rank of the group holds."""
         numel = self.shape.numel()
         begin, end = (max(0, min(edge - self.start, numel)) for edge in (rank * self.size, (rank + 1) * self.size))
         return begin, end
 
     def owner(self, element: int) -> int:
-        """Return the rank of the group that has an element of the flattened parameter."""
+        """Return the rank of the group that holds an element of the flattened parameter."""
         return (self.start + element) // self.size
 
 
-def flat_cuts(module: nn.Module) -> dict[int, FlatCut]:
-    """Return FSDP1's cuts by the ``id`` of the parameter; there are none under the other strategies."""
-    cuts = {}
+def flat_shards(module: nn.Module) -> dict[int, FlatShard]:
+    """Return FSDP1's shards by the ``id`` of the parameter; an empty dict under the other strategies."""
+    shards = {}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         handle: Any = unit._handle
         if handle is None:  # a unit without parameters of its own
             continue
         flat, group = handle.flat_param, handle.process_group if handle.uses_sharded_strategy else None
-        shard = getattr(flat, "_local_shard", flat.data)  # an attribute from the first forward pass on
+        local = getattr(flat, "_local_shard", flat.data)  # the attribute exists from the first forward pass on
         place = (group.rank(), group.size(), group) if group else (0, 1, None)
         starts, start = [], 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
@@ -60,13 +65,14 @@ def flat_cuts(module: nn.Module) -> dict[int, FlatCut]:
                 starts.append(start)
             start += numel
         for parameter, shape, start in zip(flat._params, flat._shapes, starts, strict=True):
-            cuts[id(parameter)] = FlatCut(shape, start, shard, *place)
-    return cuts
+            shards[id(parameter)] = FlatShard(shape, start, local, *place)
+    return shards
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a set-up model as they are between steps, the optimizer's: after a forward pass without
-    a backward one, FSDP2's are the gathered weights until the next pass.
+    """Return the sharded parameters of a set-up model, which are the optimizer's.
+
+    After a forward pass without a backward pass, FSDP2's would be the gathered weights; so they are resharded first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -75,8 +81,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def original_name(name: str) -> str:
-    """Name of a parameter before Fabric, DDP, FSDP and activation checkpointing wrapped the model."""
-    wrappers = ("_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-    for wrapper in wrappers:
-        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
-    return name
+    """Return the name of a parameter before Fabric, DDP, FSDP, compile and checkpointing wrapped the model."""
+    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")

@@ -1,7 +1,4 @@
-"""Turn the arguments into a launched Fabric with its strategy.
-
-``model/parallelize.py`` sets the model up with it, ``precision.py`` says what is computed in which type.
-"""
+"""Build Fabric, with its strategy and precision, from the arguments."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,11 +11,11 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
-from fabric_train.distributed.devices import count_devices, first_index, resolve_accelerator
+from fabric_train.distributed.devices import count_devices, resolve_accelerator, single_gpu_index
 from fabric_train.distributed.fsdp import FSDP1Strategy, FSDP2Strategy
 from fabric_train.distributed.precision import compute_dtype, precision_plugin
-from fabric_train.distributed.rendezvous import meet
-from fabric_train.distributed.watchdog import PATIENCE
+from fabric_train.distributed.rendezvous import init_process_group
+from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -27,73 +24,87 @@ LayerClasses = frozenset[type[nn.Module]]
 
 
 def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
-    """Build and launch Fabric for these arguments; in the other ranks too, where no launcher has started them.
+    """Build Fabric and launch it; without a launcher, this process starts the other ranks.
+
+    Args:
+        arguments: of the run.
+        layer_classes: classes of the decoder layers; FSDP shards each such module as one unit.
 
     Raises:
-        InputError: where the devices asked for are not there, or the strategy cannot run on them.
+        InputError: the devices do not exist, the strategy cannot run on them, or the launcher started another number of
+            processes.
     """
     device = arguments.device
     accelerator = resolve_accelerator(device.accelerator)
-    num_processes = count_devices(device.devices, accelerator) * device.num_nodes
-    name = resolve_parallelism(arguments, num_processes, accelerator)
+    num_devices = count_devices(device.devices, accelerator)
+    num_processes = num_devices * device.num_nodes
+    parallelism = resolve_parallelism(arguments, num_processes, accelerator)
     clear_launcher_options()
     fabric = Fabric(
         accelerator=accelerator,
-        devices=device.devices if accelerator == "cuda" else count_devices(device.devices, accelerator),
+        devices=device.devices if accelerator == "cuda" else num_devices,
         num_nodes=device.num_nodes,
-        strategy=_strategy(name, arguments, layer_classes, accelerator, num_processes),
-        plugins=[precision_plugin(name, arguments.model.precision, accelerator)],
+        strategy=_strategy(parallelism, arguments, layer_classes, accelerator),
+        plugins=[precision_plugin(parallelism, arguments.model.precision, accelerator)],
     )
     if not under_fabric_run():
-        meet(fabric, accelerator, num_processes, _timeout(arguments))
+        init_process_group(fabric, accelerator, num_processes, _collective_timeout(arguments))
     if fabric.world_size != num_processes:
         raise InputError(
-            f"the launcher started {fabric.world_size} processes, --devices and --num_nodes make {num_processes}"
+            f"the launcher started {fabric.world_size} processes, but --devices and --num_nodes ask for "
+            f"{num_processes}; make them agree"
         )
     return fabric
 
 
-def _timeout(arguments: "TrainArguments") -> timedelta:
-    """How long a collective operation may last: the last resort, behind the ranks' own watch."""
-    return timedelta(seconds=PATIENCE * arguments.device.rank_timeout) or timedelta(days=365)
-
-
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
-    """Return what ``auto`` means here.
+    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp" or "single", after checking it.
 
     Raises:
-        InputError: where the strategy cannot run with these processes or this precision.
+        InputError: see :func:`check_parallelism`.
     """
-    wanted = arguments.fsdp.parallelism
-    name = ("fsdp" if num_processes > 1 else "single") if wanted == "auto" else wanted
-    if name == "single" and num_processes > 1:
-        raise InputError(f"--parallelism single takes one device, not {num_processes}: use fsdp, fsdp2 or ddp")
-    if arguments.model.precision == "16-mixed" and (accelerator == "cpu" or name == "fsdp2"):
-        where = "on CPU" if accelerator == "cpu" else "with --parallelism fsdp2"
-        raise InputError(f"--precision 16-mixed does not work {where}: use bf16-mixed")
-    if arguments.fsdp.cpu_offload and (accelerator == "cpu" or name == "single"):
-        reason = (
-            "there is nothing to offload from on CPU" if accelerator == "cpu" else "FSDP does it, with several devices"
-        )
-        raise InputError(f"--cpu_offload true: {reason}; leave it out")
-    if arguments.fsdp.activation_offload and accelerator == "cpu":
-        raise InputError("--activation_offload true: there is nothing to offload from on CPU; leave it out")
-    together, on_machine = arguments.fsdp.tensor_parallel_size, num_processes // arguments.device.num_nodes
-    if on_machine % together:
-        raise InputError(
-            f"--tensor_parallel_size {together} does not divide the {on_machine} devices of a machine, within which "
-            "such ranks lie; give a size that does"
-        )
-    return name
+    parallelism: str = arguments.fsdp.parallelism
+    if parallelism == "auto":
+        parallelism = "fsdp" if num_processes > 1 else "single"
+    check_parallelism(parallelism, arguments, num_processes, accelerator)
+    return parallelism
 
 
-def _strategy(
-    name: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str, num_processes: int
-) -> Strategy:
+def check_parallelism(parallelism: str, arguments: "TrainArguments", num_processes: int, accelerator: str) -> None:
+    """Check that a parallelism can run with these arguments on so many processes.
+
+    Raises:
+        InputError: it does not take several processes, or not this precision, offloading or tensor parallel size.
+    """
     fsdp = arguments.fsdp
-    timeout = _timeout(arguments)
-    dtype = compute_dtype(arguments.model.precision)
-    if name == "fsdp":
+    if parallelism == "single" and num_processes > 1:
+        raise InputError(f"--parallelism single takes one device, not {num_processes}; use fsdp, fsdp2 or ddp")
+    if arguments.model.precision == "16-mixed" and (accelerator == "cpu" or parallelism == "fsdp2"):
+        where = "on CPU" if accelerator == "cpu" else "with --parallelism fsdp2"
+        raise InputError(f"--precision 16-mixed does not work {where}; use bf16-mixed")
+    if accelerator == "cpu":
+        for name in ("cpu_offload", "activation_offload"):
+            if getattr(fsdp, name):
+                raise InputError(f"--{name} true: there is nothing to offload from on CPU; leave it out")
+    if fsdp.cpu_offload and parallelism == "single":
+        raise InputError("--cpu_offload true needs FSDP on several devices; leave it out")
+    devices_per_node = num_processes // arguments.device.num_nodes
+    if devices_per_node % fsdp.tensor_parallel_size:
+        raise InputError(
+            f"--tensor_parallel_size {fsdp.tensor_parallel_size} does not divide the {devices_per_node} devices of a "
+            "machine; give a size that does"
+        )
+
+
+def _collective_timeout(arguments: "TrainArguments") -> timedelta:
+    """Return how long a collective may last; the watchdog normally ends a hung run before that."""
+    return timedelta(seconds=SLOW_PHASE_FACTOR * arguments.device.rank_timeout) or timedelta(days=365)
+
+
+def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str) -> Strategy:
+    fsdp = arguments.fsdp
+    timeout = _collective_timeout(arguments)
+    if parallelism == "fsdp":
         return FSDP1Strategy(
             timeout=timeout,
             auto_wrap_policy=set(layer_classes),
@@ -102,18 +113,20 @@ def _strategy(
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
             mixed_precision=FSDPMixedPrecision(
-                param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+                param_dtype=compute_dtype(arguments.model.precision),
+                reduce_dtype=torch.float32,
+                buffer_dtype=torch.float32,
             ),
         )
-    if name == "fsdp2":
-        hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
+    if parallelism == "fsdp2":
+        is_hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
         return FSDP2Strategy(
-            num_copies=arguments.device.num_nodes if hybrid else 1,
+            num_replicas=arguments.device.num_nodes if is_hybrid else 1,
             tensor_parallel_size=fsdp.tensor_parallel_size,
             timeout=timeout,
         )
-    if name == "ddp":
+    if parallelism == "ddp":
         return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
     return SingleDeviceStrategy(
-        device=torch.device("cuda", first_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
+        device=torch.device("cuda", single_gpu_index(arguments.device.devices)) if accelerator == "cuda" else "cpu"
     )

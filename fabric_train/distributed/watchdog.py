@@ -1,8 +1,8 @@
-"""Ranks watch each other: one that dies or hangs is named in one line, and the others end within a bounded time.
+"""Report a rank that dies or hangs in one line, and end the other ranks within a bounded time.
 
-A thread of each rank keeps a connection to rank 0 and says every second where the main thread is. A connection that
-breaks off means a dead rank, silence a stopped one or a lost machine, and a rank behind the others one whose main
-thread hangs. Rank 0 judges and speaks; where it is rank 0 itself that is lost, rank 1 does.
+A thread of each rank keeps a connection to rank 0 and sends its main thread's position every second. A connection that
+breaks means a dead rank, silence means a stopped rank or a lost machine, and a rank behind the others means that its
+main thread hangs. Rank 0 decides and reports; if rank 0 itself is lost, rank 1 reports it.
 """
 
 import json
@@ -23,151 +23,153 @@ from typing import Any, NoReturn
 from lightning import Fabric
 
 from fabric_train.cli.errors import FAILURE, exit_process, print_errors, set_connected_ranks
-from fabric_train.distributed.heartbeat import Mark, Phase, Progress
+from fabric_train.distributed.heartbeat import Heartbeat, Position, StepPhase
 from fabric_train.distributed.signals import stop_signals
 
-PATIENCE = 10
-"""Times --rank_timeout that a rank may keep the others waiting where that is lawful: see ``progress.Mark.lasts``."""
+SLOW_PHASE_FACTOR = 10
+"""A rank may keep the others waiting this many times ``--rank_timeout`` in a slow phase: see ``Position.is_slow``."""
 
 _BEAT_SECONDS = 1.0
 _JOIN_SECONDS = 60.0
-_VERDICT_SECONDS = 3.0
-_ANSWER_SECONDS = 20.0  # rank 0 answers at once, unless its main thread keeps the interpreter to itself
-_PASSES = 5.0  # a rank whose passes take minutes each hangs only after so many
+_DECISION_SECONDS = 3.0
+_ANSWER_SECONDS = 20.0  # rank 0 answers at once, unless its main thread holds the interpreter lock
+_MIN_PASSES = 5.0  # a rank hangs only after the time of this many passes, which may be longer than the timeout
 
 
 @contextmanager
-def watch_ranks(fabric: Fabric, progress: Progress, timeout: float, num_nodes: int) -> Iterator[None]:
-    """Have the ranks watch each other while the block runs, and end together. All ranks call it.
+def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes: int) -> Iterator[None]:
+    """Make the ranks watch each other during the block and end together. All ranks must call it.
 
     Args:
         fabric: launched.
-        progress: where this rank's main thread is.
-        timeout: seconds that a rank may be silent, or keep the others waiting; 0 for ever.
-        num_nodes: machines that take part.
+        heartbeat: of this rank.
+        timeout: seconds that a rank may be silent or keep the others waiting; 0 for no limit.
+        num_nodes: machines in the run.
 
     Raises:
-        OSError: the ranks do not reach each other.
+        OSError: the ranks cannot connect to each other.
     """
-    watch = Watch(fabric.global_rank, progress, timeout)
-    watch.start(fabric, num_nodes)
-    set_connected_ranks(watch)
-    yield  # after an exception the watch goes on: the ranks end through it
+    watchdog = Watchdog(fabric.global_rank, heartbeat, timeout)
+    watchdog.start(fabric, num_nodes)
+    set_connected_ranks(watchdog)
+    yield  # after an exception the watchdog continues: it ends the other ranks
     set_connected_ranks(None)
-    watch.close()
+    watchdog.close()
 
 
 @dataclass
-class _Rank:
-    """What is known of a rank; ``heard`` and ``moved`` are times on this process's clock."""
+class _RankState:
+    """What this process knows of a rank; ``heard_at`` and ``moved_at`` are times of this process's monotonic clock."""
 
     rank: int
     host: str = ""
     pid: int = 0
-    processes: str = ""
-    """Which process ids are the same processes' as there."""
+    pid_namespace: str = ""
     connection: socket.socket | None = None
-    mark: Mark = field(default_factory=Mark)
-    place: str = ""
-    waits: bool = False
-    quickest: float = 0.0
-    heard: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
-    unread: bytes = b""
+    position: Position = field(default_factory=Position)
+    location: str = ""
+    """File, line and function that the main thread is in."""
+    is_waiting: bool = False
+    """The main thread is in a collective."""
+    min_pass_seconds: float = 0.0
+    heard_at: float = field(default_factory=time.monotonic)
+    moved_at: float = field(default_factory=time.monotonic)
+    partial_message: bytes = b""
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
-    def hear(self, mark: Mark, place: str, waits: bool, quickest: float) -> None:
-        """Take a sign of life."""
-        self.heard = time.monotonic()
-        if mark != self.mark:
-            self.moved = self.heard
-        self.mark, self.place, self.waits, self.quickest = mark, place, waits, quickest
+    def update(self, position: Position, location: str, is_waiting: bool, min_pass_seconds: float) -> None:
+        """Record a heartbeat."""
+        self.heard_at = time.monotonic()
+        if position != self.position:
+            self.moved_at = self.heard_at
+        self.position, self.location = position, location
+        self.is_waiting, self.min_pass_seconds = is_waiting, min_pass_seconds
 
     def send(self, **message: Any) -> None:
         if self.connection:
-            with suppress(OSError):  # it is gone, which is seen where messages are read
+            with suppress(OSError):  # a broken connection is noticed when messages are read
                 self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have come, None where the connection has ended."""
+        """Return the messages that have arrived, or None if the connection has ended."""
         assert self.connection is not None
         try:
             received = self.connection.recv(1 << 16)
         except OSError:
             received = b""
-        *lines, self.unread = (self.unread + received).split(b"\n")
+        *lines, self.partial_message = (self.partial_message + received).split(b"\n")
         return [json.loads(line) for line in lines] if received else None
 
 
-class Watch:
-    """This rank's part in the watch."""
+class Watchdog:
+    """This rank's thread that watches the other ranks."""
 
-    def __init__(self, rank: int, progress: Progress, timeout: float) -> None:
-        self._me = _Rank(rank, socket.gethostname(), os.getpid(), _process_space())
-        self._others: dict[int, _Rank] = {}  # rank 0 knows all, the others know rank 0
-        self._progress, self._timeout = progress, timeout
+    def __init__(self, rank: int, heartbeat: Heartbeat, timeout: float) -> None:
+        self._me = _RankState(rank, socket.gethostname(), os.getpid(), _pid_namespace())
+        self._others: dict[int, _RankState] = {}  # rank 0 knows all ranks, the others know only rank 0
+        self._heartbeat, self._timeout = heartbeat, timeout
         self._selector = selectors.DefaultSelector()
         self._main_thread = threading.main_thread().ident or 0
-        self._end = threading.Lock()  # who takes it ends the process
-        self._closes = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
+        self._end_lock = threading.Lock()  # the thread that acquires it ends the process
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
     def start(self, fabric: Fabric, num_nodes: int) -> None:
-        """Connect the ranks and begin to watch.
+        """Connect the ranks and start the thread.
 
         Raises:
-            OSError: they do not reach each other.
+            OSError: the ranks cannot connect to each other.
         """
         is_local = num_nodes == 1
         server = socket.create_server(("127.0.0.1" if is_local else "", 0)) if fabric.is_global_zero else None
         port, token = fabric.broadcast((server.getsockname()[1] if server else 0, secrets.token_hex(16)))
         if server:
             with server:
-                self._welcome(server, fabric.world_size, token)
+                self._accept_ranks(server, fabric.world_size, token)
         else:
             host = "127.0.0.1" if is_local else os.environ["MASTER_ADDR"]
-            rank_0 = _Rank(0, connection=socket.create_connection((host, port), timeout=_JOIN_SECONDS))
+            rank_0 = _RankState(0, connection=socket.create_connection((host, port), timeout=_JOIN_SECONDS))
             rank_0.send(token=token, **self._introduction())
             self._add(rank_0)
-        os.register_at_fork(after_in_child=self._close_connections)  # no worker may keep a dead rank's open
+        os.register_at_fork(after_in_child=self._close_connections)  # a worker must not keep a dead rank's open
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch: this rank has come to its end."""
-        self._closes = True
+        """Stop watching: this rank has finished."""
+        self._is_closed = True
         for other in list(self._others.values()):
             other.send(bye=True)
 
     def end(self, code: int, lines: Sequence[str], may_follow_another: bool) -> None:
         """See ``errors.ConnectedRanks``."""
         if may_follow_another:
-            time.sleep(_VERDICT_SECONDS)  # the thread learns of a rank's death at once, and ends this process
+            time.sleep(_DECISION_SECONDS)  # if another rank has died, the thread ends this process first
         if self._me.rank == 0:
-            self._end_all(code, *lines)
+            self._end_all_ranks(code, *lines)
         elif 0 in self._others:
             self._others[0].send(end=code, lines=list(lines))
             time.sleep(_ANSWER_SECONDS)
 
-    # ------------------------------------------------------------------------------------------------ coming together
+    # ----------------------------------------------------------------------------------------------------- connecting
 
-    def _welcome(self, server: socket.socket, num_ranks: int, token: str) -> None:
-        """Wait for every other rank to introduce itself."""
+    def _accept_ranks(self, server: socket.socket, num_ranks: int, token: str) -> None:
+        """Wait until every other rank has connected and sent the token."""
         server.settimeout(_JOIN_SECONDS)
         while len(self._others) < num_ranks - 1:
-            stranger = _Rank(0, connection=server.accept()[0])
-            assert stranger.connection is not None
-            stranger.connection.settimeout(_JOIN_SECONDS)
-            for introduction in stranger.read() or []:
+            unknown = _RankState(0, connection=server.accept()[0])
+            assert unknown.connection is not None
+            unknown.connection.settimeout(_JOIN_SECONDS)
+            for introduction in unknown.read() or []:
                 if introduction.pop("token", "") == token:
-                    self._add(_Rank(**introduction, connection=stranger.connection))
+                    self._add(_RankState(**introduction, connection=unknown.connection))
 
     def _introduction(self) -> dict[str, Any]:
-        return {name: getattr(self._me, name) for name in ("rank", "host", "pid", "processes")}
+        return {name: getattr(self._me, name) for name in ("rank", "host", "pid", "pid_namespace")}
 
-    def _add(self, other: _Rank) -> None:
+    def _add(self, other: _RankState) -> None:
         assert other.connection is not None
         other.connection.settimeout(_BEAT_SECONDS)
         self._others[other.rank] = other
@@ -184,98 +186,108 @@ class Watch:
 
     def _run(self) -> None:
         next_beat = 0.0
-        while not self._closes:
+        while not self._is_closed:
             for key, _ in self._selector.select(max(0.0, next_beat - time.monotonic())):
-                self._listen_to(key.data)
+                self._receive_from(key.data)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT_SECONDS
                 self._beat()
 
     def _beat(self) -> None:
+        """Send this rank's heartbeat and check the other ranks."""
         frame = sys._current_frames()[self._main_thread]
-        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
-        waits = "torch/distributed" in frame.f_code.co_filename
-        mark, quickest = self._progress.mark, self._progress.quickest
-        self._me.hear(mark, place, waits, quickest)
+        location = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}, {frame.f_code.co_name}"
+        is_waiting = "torch/distributed" in frame.f_code.co_filename
+        position, min_pass_seconds = self._heartbeat.position, self._heartbeat.min_pass_seconds
+        self._me.update(position, location, is_waiting, min_pass_seconds)
         for other in self._others.values():
-            other.send(mark=astuple(mark), place=place, waits=waits, quickest=quickest)
-        stop_signals.heed_launcher()
+            other.send(
+                position=astuple(position),
+                location=location,
+                is_waiting=is_waiting,
+                min_pass_seconds=min_pass_seconds,
+            )
+        stop_signals.check_launcher()
         if self._timeout:
-            self._judge()
+            self._check_ranks()
 
-    def _listen_to(self, other: _Rank) -> None:
+    def _receive_from(self, other: _RankState) -> None:
         messages = other.read()
         if messages is None:
             assert other.connection is not None
             self._selector.unregister(other.connection)
             other.connection.close()
             other.connection = None
-            if not self._closes and other.rank in self._others:
-                # where this rank is now says more than where that one was at its last beat
-                self._lose([other], f"died as the run was at {self._progress.mark} (killed, or its memory ran out)")
+            if not self._is_closed and other.rank in self._others:
+                # this rank's position is newer than the other's last heartbeat
+                how = f"died while the run was at {self._heartbeat.position} (killed, or out of memory)"
+                self._end_without([other], how)
         for message in messages or []:
-            if "mark" in message:
-                other.hear(Mark(*message.pop("mark")), **message)
+            if "position" in message:
+                other.update(Position(*message.pop("position")), **message)
             elif "bye" in message:
                 del self._others[other.rank]
             elif "end" not in message:
-                other.host, other.pid, other.processes = (message[name] for name in ("host", "pid", "processes"))
+                other.host, other.pid, other.pid_namespace = (message[key] for key in ("host", "pid", "pid_namespace"))
             elif self._me.rank:
                 exit_process(message["end"])
             else:
-                self._end_all(message["end"], *message["lines"])
+                self._end_all_ranks(message["end"], *message["lines"])
 
-    def _judge(self) -> None:
-        """Find ranks that are silent and, on rank 0, those that all the others have left behind for too long; where
-        nobody moves at all, those that do not just wait for others.
+    def _check_ranks(self) -> None:
+        """End the run if a rank is silent or, on rank 0, if a rank hangs.
+
+        The ranks at the earliest position hang if they have not moved for too long. If all ranks are there, those hang
+        that are not in a collective.
         """
         now = time.monotonic()
-        silent = [other for other in self._others.values() if now - other.heard > self._timeout]
+        silent = [other for other in self._others.values() if now - other.heard_at > self._timeout]
         if silent:
-            how = f"gave no sign for {self._timeout:g} s, stopped or out of reach"
-            self._lose(silent, f"{how}, as the run was at {self._progress.mark}")
+            how = f"sent no heartbeat for {self._timeout:g} s (stopped or unreachable)"
+            self._end_without(silent, f"{how} while the run was at {self._heartbeat.position}")
         if self._me.rank or not self._others:
             return
         ranks = [self._me, *self._others.values()]
-        last = min(rank.mark for rank in ranks)
-        behind = [rank for rank in ranks if rank.mark == last]
-        stands = now - max(rank.moved for rank in behind)
-        slow = _PASSES * max(rank.quickest for rank in ranks)
-        if stands < max(self._timeout, slow) * (PATIENCE if last.lasts else 1):
+        earliest = min(rank.position for rank in ranks)
+        behind = [rank for rank in ranks if rank.position == earliest]
+        seconds = now - max(rank.moved_at for rank in behind)
+        limit = max(self._timeout, _MIN_PASSES * max(rank.min_pass_seconds for rank in ranks))
+        if seconds < limit * (SLOW_PHASE_FACTOR if earliest.is_slow else 1):
             return
         if len(behind) == len(ranks):
-            if last.lasts or last.phase == Phase.DATA:
-                return  # all load, save or wait for data: no rank keeps another waiting
-            behind = [rank for rank in ranks if not rank.waits] or ranks
-        self._lose(behind, f"hung at {last} for {stands:.0f} s, in {behind[0].place}")
+            if earliest.is_slow or earliest.phase == StepPhase.DATA:
+                return  # all ranks load, save or wait for data: none keeps another waiting
+            behind = [rank for rank in ranks if not rank.is_waiting] or ranks
+        self._end_without(behind, f"hung at {earliest} for {seconds:.0f} s, in {behind[0].location}")
 
-    def _lose(self, lost: list[_Rank], how: str) -> NoReturn:
-        """Say which ranks are lost, and end the run. Those that may still live on this machine are killed, since
-        they do not hear that they are to end.
+    def _end_without(self, lost: list[_RankState], how: str) -> NoReturn:
+        """Report the lost ranks and end the run.
+
+        Lost ranks on this machine are killed, because they may still be alive and do not read messages.
         """
-        speaks = self._me.rank in (0, 1)  # to rank 1 only rank 0 can be lost; the others are silent as it speaks
+        reports = self._me.rank in (0, 1)  # rank 1 can lose only rank 0; the others leave the report to it
         for rank in lost:
-            if speaks and rank.connection and rank.processes == self._me.processes:
+            if reports and rank.connection and rank.pid_namespace == self._me.pid_namespace:
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
         names = ", ".join(rank.name for rank in lost)
-        line = f"error: {names} {how}; the other ranks have ended: go on with --resume true"
+        line = f"error: {names} {how}; the other ranks have ended; continue with --resume true"
         if self._me.rank == 0:
-            self._end_all(FAILURE, line)
-        if speaks:
+            self._end_all_ranks(FAILURE, line)
+        if reports:
             print_errors(line)
         exit_process(FAILURE)
 
-    def _end_all(self, code: int, *lines: str) -> NoReturn:
-        self._end.acquire()  # never released: another thread with another reason waits here for the end
+    def _end_all_ranks(self, code: int, *lines: str) -> NoReturn:
+        self._end_lock.acquire()  # never released: another thread that wants to end the run waits here
         print_errors(*lines)
         for other in self._others.values():
             other.send(end=code)
         exit_process(code)
 
 
-def _process_space() -> str:
-    """Name what process ids are unique in: this machine, or on it the container."""
+def _pid_namespace() -> str:
+    """Return a name of the machine or container in which process ids are unique."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     return socket.gethostname()

@@ -10,7 +10,7 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import isolate
-from fabric_train.distributed.compile import refuse_without_compiler
+from fabric_train.distributed.compile import check_compiler
 from fabric_train.model.packed_forward import forward
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def check_attention(arguments: "TrainArguments", accelerator: str) -> None:
             "use --attention sdpa"
         )
     if chosen == "flex_attention":
-        refuse_without_compiler("--attention flex_attention", "use --attention sdpa")
+        check_compiler("--attention flex_attention", "use --attention sdpa")
 
 
 @torch.no_grad()

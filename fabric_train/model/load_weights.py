@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.distributed.shards import FlatCut, flat_cuts, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
 from fabric_train.model.hf_model import ModelShape, check_loaded_weights, check_weights_fit, load_model
 from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
 
@@ -99,7 +99,7 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: Weights) -> None:
     """Read this rank's part of the weights into a model that Fabric has set up. Call it before any forward pass."""
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     for name, parameter in model.named_parameters():
         part = read_local_part(weights, original_name(name), parameter, cuts)
         local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -218,14 +218,14 @@ class _PretrainedWeights:
         return recipes
 
 
-def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatCut]) -> torch.Tensor:
+def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
     """Read this rank's part of a full tensor that is sharded like ``parameter``.
 
     Args:
         weights: The source of the tensor.
         name: The tensor's name in ``weights``.
         parameter: A parameter of a set-up model, between steps.
-        cuts: From :func:`flat_cuts`.
+        cuts: From :func:`flat_shards`.
 
     Returns:
         A CPU tensor with the parameter's shape on this rank. Do not write into it: it may be a view of a file.

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from fabric_train.distributed.activation_checkpoint import checkpoint_layers
 from fabric_train.distributed.compile import compile_layers
-from fabric_train.distributed.float8 import convert_layers, refuse_older_gpu
-from fabric_train.distributed.fsdp import FSDP2Strategy, Materialization
+from fabric_train.distributed.float8 import check_gpu_has_float8, convert_to_float8
+from fabric_train.distributed.fsdp import FSDP2Strategy, ParameterMaterializer
 from fabric_train.distributed.precision import average_in_fp32, compute_dtype
 from fabric_train.distributed.strategy import LayerClasses
-from fabric_train.distributed.tensor_parallel import cut_layers
+from fabric_train.distributed.tensor_parallel import parallelize_layers
 from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
@@ -51,14 +51,14 @@ def setup_model(
         if compute_loss_in_head(model, grad_in_place=is_single) and is_single and fabric.device.type == "cpu":
             use_sparse_embedding_grad(model)
     if arguments.model.float8:
-        refuse_older_gpu(fabric.device)
-        convert_layers(_layers(model, layer_classes))
+        check_gpu_has_float8(fabric.device)
+        convert_to_float8(_layers(model, layer_classes))
     if isinstance(fabric.strategy, FSDP2Strategy) and arguments.fsdp.tensor_parallel_size > 1:
-        cut_layers(model, fabric.strategy.device_mesh["tensor"])
+        parallelize_layers(model, fabric.strategy.device_mesh["tensor"])
     _set_up_layers(_layers(model, layer_classes), arguments.fsdp, any_length)
     model.train()
     if weights and not isinstance(fabric.strategy, FSDPStrategy | FSDP2Strategy):
-        model.apply(Materialization(fabric.device))
+        model.apply(ParameterMaterializer(fabric.device))
     if isinstance(fabric.strategy, FSDP2Strategy):
         _fully_shard(model, fabric.strategy.device_mesh, layer_classes, arguments)
     wrapped: Any = fabric.setup_module(model)
@@ -78,7 +78,7 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses
         reshard_after_forward=arguments.fsdp.sharding_strategy != "SHARD_GRAD_OP",
         cpu_offload=arguments.fsdp.cpu_offload,
     )
-    model.apply(Materialization(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
+    model.apply(ParameterMaterializer(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))
     model._apply(lambda tensor: tensor)  # makes FSDP2 look up the new parameters
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabric_train.distributed.shards import FlatCut, original_name
+from fabric_train.distributed.shards import FlatShard, original_name
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.stochastic_rounding import local_elements
 
@@ -28,7 +28,7 @@ def build_optimizer(
     arguments: "TrainingArguments",
     fused: bool = True,
     seed: int = 0,
-    cuts: dict[int, FlatCut] | None = None,
+    cuts: dict[int, FlatShard] | None = None,
     compiles: bool = False,
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model.
@@ -42,7 +42,7 @@ def build_optimizer(
         fused: Whether torch's AdamW updates with one kernel. Fabric cannot clip its gradients under an fp16 gradient
             scaler.
         seed: The seed of stochastic rounding.
-        cuts: FSDP1's shards, from ``shards.flat_cuts``; None under the other strategies.
+        cuts: FSDP1's shards, from ``shards.flat_shards``; None under the other strategies.
         compiles: See ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.distributed.shards import FlatCut
+from fabric_train.distributed.shards import FlatShard
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class LocalElements:
         return indices.to(torch.int32)
 
 
-def local_elements(parameter: nn.Parameter, cuts: dict[int, FlatCut]) -> LocalElements:
-    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``shards.flat_cuts``."""
+def local_elements(parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalElements:
+    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``shards.flat_shards``."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)

@@ -15,10 +15,10 @@ from fabric_train.cli.launcher import num_restarts
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.distributed import devices
-from fabric_train.distributed.compile import refuse_without_compiler
-from fabric_train.distributed.float8 import refuse_unusable_float8
+from fabric_train.distributed.compile import check_compiler
+from fabric_train.distributed.float8 import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
-from fabric_train.distributed.tensor_parallel import refuse_uncuttable
+from fabric_train.distributed.tensor_parallel import check_tensor_parallel
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
@@ -115,19 +115,19 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     """Count the processes and check that they can compute what is asked for."""
     device = arguments.device
     if arguments.planning.plans_for_others:
-        accelerator, num_devices = "cuda", devices.count_planned(device.devices)
+        accelerator, num_devices = "cuda", devices.count_planned_devices(device.devices)
     else:
         accelerator = devices.resolve_accelerator(device.accelerator)
         num_devices = devices.count_devices(device.devices, accelerator)
     if not arguments.planning.plan:
-        devices.refuse_lone_node(device.num_nodes)
+        devices.check_nodes(device.num_nodes)
     world_size = num_devices * device.num_nodes
     parallelism = resolve_parallelism(arguments, world_size, accelerator)
     check_attention(arguments, accelerator)
     if arguments.model.float8:
-        refuse_unusable_float8(arguments, accelerator)
+        check_float8(arguments, accelerator)
     if arguments.fsdp.compile:
-        refuse_without_compiler("--compile true", "leave it out")
+        check_compiler("--compile true", "leave it out")
     return DevicePlan(accelerator, world_size, parallelism)
 
 
@@ -175,7 +175,7 @@ def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | Non
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
     """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
     shape = _read_shape(arguments, checkpoint, data)
-    refuse_uncuttable(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
+    check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
     return shape

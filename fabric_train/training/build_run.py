@@ -13,10 +13,10 @@ from fabric_train.data.step_sampler import TrainBatches, WindowSource, validatio
 from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed.collectives import StepSync, data_ranks, sync_step
-from fabric_train.distributed.compile import MOST_SHAPES
-from fabric_train.distributed.heartbeat import Phase, Progress
+from fabric_train.distributed.compile import MAX_STATIC_LENGTHS
+from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.shards import flat_cuts, named_parameters
+from fabric_train.distributed.shards import flat_shards, named_parameters
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.init_weights import open_new
@@ -47,7 +47,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) 
         if line:
             note(line)
     decayed = decayed_names(meta_model.model)
-    any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MOST_SHAPES
+    any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MAX_STATIC_LENGTHS
     model = setup_model(fabric, meta_model.model, run.model.layer_classes, arguments, meta_model.weights, any_length)
     return model, decayed
 
@@ -57,7 +57,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     arguments = run.arguments
     fused = arguments.model.precision != "16-mixed"
     named = named_parameters(model)
-    cuts = flat_cuts(model)
+    cuts = flat_shards(model)
     optimizer: Any = fabric.setup_optimizers(
         build_optimizer(
             named, decayed, arguments.training, fused, arguments.data.seed, cuts, compiles=arguments.fsdp.compile
@@ -68,7 +68,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     return optimizer
 
 
-def build_validation(fabric: Fabric, model: Any, run: PreparedRun, progress: Progress) -> Validate | None:
+def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: Heartbeat) -> Validate | None:
     """Return a function that evaluates this rank's share of the validation split; it returns None after a signal."""
     rows, limits = run.data.validation, run.arguments.evaluation
     if rows is None:
@@ -84,8 +84,8 @@ def build_validation(fabric: Fabric, model: Any, run: PreparedRun, progress: Pro
     )
 
     def interrupted(batch: int) -> bool:
-        progress.at(Phase.VALIDATION, batch)
-        return sync_step(fabric, StepSync(stops=stop_signals.received)).stops > 0
+        heartbeat.enter(StepPhase.VALIDATION, batch)
+        return sync_step(fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0
 
     return lambda: evaluate(fabric, model, batches, interrupted=interrupted)
 
@@ -107,7 +107,7 @@ def build_loop_parts(
     optimizer: Any,
     validate: Validate | None,
     run: PreparedRun,
-    progress: Progress,
+    heartbeat: Heartbeat,
     outputs: Outputs,
     warn: Callable[[str], None],
     saved: Callable[[Path], None],
@@ -136,7 +136,7 @@ def build_loop_parts(
         log=outputs.log,
         flush=outputs.flush,
         warn=warn,
-        progress=progress,
+        heartbeat=heartbeat,
         flops=run.model.flops,
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
     )

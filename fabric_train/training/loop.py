@@ -23,8 +23,8 @@ from fabric_train.distributed.collectives import (
     sum_over_data_ranks,
     sync_step,
 )
-from fabric_train.distributed.grad_norm import clip
-from fabric_train.distributed.heartbeat import Phase, Progress
+from fabric_train.distributed.grad_norm import clip_grad_norm
+from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
@@ -60,7 +60,7 @@ class LoopParts:
     log: Callable[[Metrics], None]
     flush: Callable[[], None]
     warn: Callable[[str], None]
-    progress: Progress
+    heartbeat: Heartbeat
     flops: ModelFlops
     peak_flops: float | None
 
@@ -103,7 +103,7 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
     if state.unlogged:
         state = _evaluate_and_log(parts, state, Metrics(**state.unlogged), evaluates=True)
         if state.unlogged:
-            return End(state, _sync(parts).stops)
+            return End(state, _sync(parts).stop_signal)
     for window in _timed(parts, state.step, stopwatch):
         step = _take_step(parts, arguments, window)
         fault = step.check.fault
@@ -113,10 +113,10 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
             parts.guard.leave_out()
             parts.warn(f"{fault}; the step is left out")
         collect(window.step)  # while the device is busy with the optimizer's step
-        parts.progress.at(Phase.COMPLETING)
+        parts.heartbeat.enter(StepPhase.COMPLETING)
         sync = step.sync()
         parts.checkpoints.advance(sync)
-        due = _due(parts, arguments, window, stops=bool(sync.stops), has_fault=fault is not None)
+        due = _due(parts, arguments, window, stops=bool(sync.stop_signal), has_fault=fault is not None)
         stopwatch.stepped(step.work)
         state = _state_after(state, window, step)
         checkpoint, cursors = None, window.cursors
@@ -126,14 +126,14 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         if state.unlogged:
             sync = _sync(parts)
         is_last = window.step == parts.num_steps
-        if due.saves or sync.stops:
-            parts.progress.at(Phase.SAVING)
+        if due.saves or sync.stop_signal:
+            parts.heartbeat.enter(StepPhase.SAVING)
             parts.flush()
-            checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stops))
-        if sync.stops and (state.unlogged or not is_last):
-            return End(state, sync.stops)
+            checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stop_signal))
+        if sync.stop_signal and (state.unlogged or not is_last):
+            return End(state, sync.stop_signal)
         stopwatch.restart()
-    parts.progress.at(Phase.SAVING)
+    parts.heartbeat.enter(StepPhase.SAVING)
     parts.checkpoints.finish()
     return End(state)
 
@@ -144,10 +144,10 @@ def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) ->
     rate = learning_rate(window.step, parts.num_steps, arguments.training)
     set_learning_rate(parts.optimizer, rate)
     reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
-    loss = accumulate(parts.fabric, parts.model, window, parts.progress, reduces_each)
+    loss = accumulate(parts.fabric, parts.model, window, parts.heartbeat, reduces_each)
     tokens_and_flops = _tokens_and_flops(parts, window)
-    parts.progress.at(Phase.OPTIMIZER)
-    grad_norm = clip(parts.fabric, parts.model, parts.optimizer, arguments.training.grad_clip)
+    parts.heartbeat.enter(StepPhase.OPTIMIZER)
+    grad_norm = clip_grad_norm(parts.fabric, parts.model, parts.optimizer, arguments.training.grad_clip)
     sync = start_step_sync(parts.fabric, _own_flags(parts))
     check = parts.guard.check(window, loss, grad_norm)  # the only place in a step where the host waits for the device
     num_tokens, flops = tokens_and_flops.tolist()
@@ -159,7 +159,7 @@ def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) ->
 
 
 def accumulate(
-    fabric: Fabric, model: Any, window: Window, progress: Progress | None = None, reduces_each: bool = False
+    fabric: Fabric, model: Any, window: Window, heartbeat: Heartbeat | None = None, reduces_each: bool = False
 ) -> WindowLoss:
     """Add the gradient of the window's mean token loss to the parameters.
 
@@ -171,21 +171,21 @@ def accumulate(
         fabric: that the model is set up with; all ranks call this together.
         model: in training mode.
         window: this rank's micro-batches of one optimizer step.
-        progress: where this rank marks its position for the watchdog.
+        heartbeat: where this rank marks its position for the watchdog.
         reduces_each: reduce gradients over the ranks after every micro-batch, instead of once a window.
 
     Returns:
         The losses of all micro-batches.
     """
-    if progress:
-        progress.at(Phase.COMPUTING)  # before the first wait for the other ranks
+    if heartbeat:
+        heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_data_ranks(fabric, counts)
     scale = data_ranks(fabric).size / num_supervised.sum().clamp(min=1).double()
     losses, last = [], len(window.batches) - 1
     for index, batch in enumerate(window.batches):
-        if progress and index:
-            progress.at(Phase.COMPUTING, index)
+        if heartbeat and index:
+            heartbeat.enter(StepPhase.COMPUTING, index)
         # every backward pass is inside the context: FSDP2's leaves synchronization off for those after it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
             batch = batch.to(fabric.device)
@@ -203,12 +203,12 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def _own_flags(parts: LoopParts) -> StepSync:
     """Return this rank's flags for the per-step all-reduce."""
     saves = parts.checkpoints
-    return StepSync(stop_signals.received, saving=saves.is_writing, failed=saves.has_failed)
+    return StepSync(stop_signals.received, is_saving=saves.is_writing, save_failed=saves.has_failed)
 
 
 def _sync(parts: LoopParts) -> StepSync:
     """Exchange flags between two steps, outside of the per-step all-reduce."""
-    parts.progress.at(Phase.BORDER)
+    parts.heartbeat.enter(StepPhase.SYNC)
     return sync_step(parts.fabric, _own_flags(parts))
 
 
@@ -277,7 +277,7 @@ def _save_before_fault(
     parts: LoopParts, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
 ) -> RunError:
     """Save the state before the fault, unless it is saved, and return the error that ends the run."""
-    parts.progress.at(Phase.SAVING)
+    parts.heartbeat.enter(StepPhase.SAVING)
     if state.step == 0:
         return RunError(f"{fault}; no step was taken before it, so nothing is saved")
     if checkpoint is None:
@@ -294,7 +294,7 @@ def _timed(parts: LoopParts, after_step: int, stopwatch: Stopwatch) -> Iterator[
     """Yield the remaining windows and measure the time spent waiting for them."""
     iterator = parts.batches.windows(after_step, parts.num_steps)
     for step in itertools.count(after_step + 1):
-        parts.progress.at(Phase.DATA, step=step)
+        parts.heartbeat.enter(StepPhase.DATA, step=step)
         started = time.perf_counter()
         window = next(iterator, None)
         if window is None:

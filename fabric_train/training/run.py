@@ -15,9 +15,9 @@ from fabric_train.cli.errors import FAILURE
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.distributed.heartbeat import Progress
-from fabric_train.distributed.host_memory import keep_freed_memory
-from fabric_train.distributed.signals import STOPPED, describe, stop_signals
+from fabric_train.distributed.heartbeat import Heartbeat
+from fabric_train.distributed.host_memory import reuse_freed_memory
+from fabric_train.distributed.signals import STOPPED, describe_signal, stop_signals
 from fabric_train.files.atomic_folder import write_atomically
 from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
@@ -36,13 +36,15 @@ from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.self_check import check_cuts
 
 
-def execute(fabric: Fabric, run: PreparedRun, progress: Progress, console: Console, note: Callable[[str], None]) -> int:
+def execute(
+    fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console, note: Callable[[str], None]
+) -> int:
     """Build the model and train, or evaluate or self-check it.
 
     Args:
         fabric: launched; all ranks call this together.
         run: from ``preflight.prepare``.
-        progress: where this rank marks its position for the watchdog.
+        heartbeat: where this rank marks its position for the watchdog.
         console: quiet on all ranks except rank 0.
         note: shows the user a line.
 
@@ -52,19 +54,19 @@ def execute(fabric: Fabric, run: PreparedRun, progress: Progress, console: Conso
     evaluation = run.arguments.evaluation
     model, decayed = set_up_model(fabric, run, note)
     if fabric.device.type == "cpu":
-        keep_freed_memory()  # from here on, so that what loading has freed is returned to the system
+        reuse_freed_memory()  # from here on, so that what loading has freed is returned to the system
     if run.data.isolates:
         check_isolation(fabric, model, run.model.source)
     if fabric.is_global_zero:
         _write_run_folder(run)
-    validate = build_validation(fabric, model, run, progress)
+    validate = build_validation(fabric, model, run, heartbeat)
     if evaluation.eval_only:
         assert validate is not None  # the step plan refuses a dataset without validation rows
         return _evaluate(fabric, run, validate, console)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
     if evaluation.self_check:
         return _self_check(fabric, model, optimizer, run, console)
-    return _train(fabric, model, optimizer, validate, run, progress, console)
+    return _train(fabric, model, optimizer, validate, run, heartbeat, console)
 
 
 def _write_run_folder(run: PreparedRun) -> None:
@@ -81,7 +83,7 @@ def _train(
     optimizer: Any,
     validate: Validate | None,
     run: PreparedRun,
-    progress: Progress,
+    heartbeat: Heartbeat,
     console: Console,
 ) -> int:
     """Train and print the result; return ``STOPPED`` if a signal ended the run after a save."""
@@ -94,11 +96,11 @@ def _train(
         console.print(f"saved {path}", highlight=False, soft_wrap=True)
         outputs.saved(path)
 
-    parts = build_loop_parts(fabric, model, optimizer, validate, run, progress, outputs, warn, saved)
+    parts = build_loop_parts(fabric, model, optimizer, validate, run, heartbeat, outputs, warn, saved)
     console.print(summary.describe_mfu(parts.flops, parts.peak_flops), style="dim", highlight=False, soft_wrap=True)
     started = time.monotonic()
     try:
-        stop_signals.save_first()
+        stop_signals.defer_to_loop()
         with manual_collection():
             end = train(parts, run.arguments, run.start.state)
         newest = parts.checkpoints.path(end.state)
@@ -108,7 +110,7 @@ def _train(
         outputs.close()
     if end.stopped_by:
         where = f"after step {end.state.step} of {parts.num_steps}, saved in {newest}"
-        line = f"stopped by {describe(end.stopped_by)} {where}: go on with --resume true"
+        line = f"stopped by {describe_signal(end.stopped_by)} {where}; continue with --resume true"
         console.print(line, highlight=False, soft_wrap=True)
         return STOPPED
     seconds = time.monotonic() - started

@@ -19,7 +19,7 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import Rows
 from fabric_train.distributed.collectives import data_ranks, gather_over_ranks
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.shards import original_name
 from fabric_train.training.loop import accumulate
 
@@ -201,7 +201,7 @@ def _compute(fabric: Fabric, model: Any, optimizer: Any, name: str, batches: lis
     scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
     while True:
         loss = accumulate(fabric, model, window).mean
-        norm = clip(fabric, model, optimizer, largest=0)
+        norm = clip_grad_norm(fabric, model, optimizer, max_norm=0)
         if scaler is not None:
             scaler.update()  # halves an fp16 scale if the gradient overflows
             if loss.isfinite() and not norm.isfinite() and scaler.get_scale() >= 1:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.float8 import convert_layers, refuse_unusable_float8
+from fabric_train.distributed.float8 import check_float8, convert_to_float8
 
 
 def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_dir: Path) -> None:
@@ -16,7 +16,7 @@ def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_di
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
     names, ids = list(model.state_dict()), torch.arange(3, 67)[None]
     loss = model(input_ids=ids, labels=ids).loss
-    convert_layers(model.model.layers, emulate=True)
+    convert_to_float8(model.model.layers, emulate=True)
     kinds = {name.rsplit(".", 1)[-1]: type(module).__name__ for name, module in model.named_modules()}
     assert {kinds[name] for name in ("q_proj", "o_proj", "gate_proj", "down_proj")} == {"Float8Linear"}
     assert kinds["lm_head"] == "Linear"
@@ -32,12 +32,16 @@ def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_di
     ("options", "accelerator", "fault"),
     [
         ("--compile true", "cpu", "--float8 true needs a GPU"),
-        ("--compile true --precision 32-true", "cuda", "--float8 true computes beside bf16, not --precision 32-true"),
-        ("", "cuda", "--float8 true is slower than bf16 where layers are not compiled: add --compile true"),
+        (
+            "--compile true --precision 32-true",
+            "cuda",
+            "--float8 true needs bf16-mixed or bf16-true",
+        ),
+        ("", "cuda", "--float8 true is slower than bf16 in layers that are not compiled; add --compile true"),
     ],
 )
 def test_float8_is_refused_where_it_cannot_help(options: str, accelerator: str, fault: str) -> None:
     given = ["--train_data_dir", "tokens", "--output_dir", "run", "--float8", "true", *options.split()]
     with pytest.raises(InputError) as error:
-        refuse_unusable_float8(parse(TrainArguments, given), accelerator)
+        check_float8(parse(TrainArguments, given), accelerator)
     assert str(error.value).startswith(fault)

@@ -9,7 +9,7 @@ from tests.support.programs import RunProgram
 FAULTS_OF_FREED_MEMORY = """
 import resource, sys
 import numpy as np
-from fabric_train.distributed.host_memory import keep_freed_memory
+from fabric_train.distributed.host_memory import reuse_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -18,7 +18,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 usual = min(faults(), faults())
-keep_freed_memory()
+reuse_freed_memory()
 faults()
 print(usual, faults())
 """

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 Arguments = Callable[..., list[str]]
 HOST = socket.gethostname()
-GO_ON = "the other ranks have ended: go on with --resume true"
+GO_ON = "the other ranks have ended; continue with --resume true"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_rank_that_dies_is_named_at_once(
     assert time.monotonic() - died < 10
     assert codes[1 - rank] == 1
     line = only_line(run)
-    assert re.match(rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) died as the run was at step 4, ", line)
+    assert re.match(rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) died while the run was at step 4,", line)
     assert line.endswith(GO_ON)
     assert checkpoints(tmp_path / "run") == [3]
 
@@ -60,8 +60,8 @@ def test_a_stopped_rank_is_named_in_time_and_ended(
     codes = run.wait(40)
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 1)
     who = (
-        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) gave no sign for 3 s, stopped or out of reach, "
-        "as the run was at step 4, "
+        f"error: rank {rank} ({HOST}, process {run.pids[rank]}) sent no heartbeat for 3 s (stopped or unreachable) "
+        "while the run was at step 4, "
     )
     assert only_line(run).startswith(who)
 
@@ -81,7 +81,7 @@ def test_a_hanging_main_thread_is_named_in_time(
     hangs = at_point("time.sleep(600)", 5 if phase == "VALIDATION" else 4, phase, index, (rank,))
     run = forked_runs.start(arguments(tmp_path / "run", rank_timeout=3), before=hangs)
     assert run.wait(40)[1 - rank] == 1
-    who = rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) hung at {where} for [34] s, in .*, at; {GO_ON}"
+    who = rf"error: rank {rank} \({HOST}, process {run.pids[rank]}\) hung at {where} for [34] s, in .*, enter; {GO_ON}"
     assert re.fullmatch(who, only_line(run))
 
 

@@ -88,7 +88,7 @@ def test_a_signal_saves_the_step_and_the_run_resumes_exactly(
     name = signal.Signals(number).name
     checkpoint = run / "checkpoints" / f"step-{saved:08d}"
     how = f"stopped by {name} after step {saved} of {LAST_STEP}, saved in {checkpoint}"
-    assert said(stopped) == [f"{how}: go on with --resume true"]
+    assert said(stopped) == [f"{how}; continue with --resume true"]
     assert checkpoints(run)[-1] == saved
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
@@ -120,8 +120,8 @@ building._open = load_and_be_stopped
 """
     stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops, cwd=tmp_path)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
-    how = "stopped by SIGTERM outside of training, nothing was to be saved"
-    assert said(stopped) == [f"{how}: go on with --resume true"]
+    how = "stopped by SIGTERM outside of training, with nothing to save"
+    assert said(stopped) == [f"{how}; continue with --resume true"]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -144,7 +144,7 @@ Writing.run = write_and_be_stopped
 """
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
-    assert said(stopped) == ["SIGTERM again: ended at once, without saving: go on with --resume true"]
+    assert said(stopped) == ["SIGTERM again: ended at once, without saving; continue with --resume true"]
     assert checkpoints(run) == [3]
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
@@ -222,6 +222,6 @@ def test_a_signal_to_the_launcher_saves_a_checkpoint(
         assert started.process.wait(30) == code, started.output()
         assert started.all_gone(10)
     (line,) = [line for line in started.output().splitlines() if "stopped by" in line]
-    assert line.endswith("go on with --resume true")
+    assert line.endswith("continue with --resume true")
     (step,) = checkpoints(run)
     assert len(metrics(run)) == step

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_train.distributed.fsdp import Materialization
+from fabric_train.distributed.fsdp import ParameterMaterializer
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.load_weights import open_pretrained, read_weights
 from tests.support.forked_runs import ForkedRuns
@@ -58,7 +58,7 @@ def test_a_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, d
     parts: Any = unread.model
     assert unread.weights is not None
     assert all(parameter.is_meta for parameter in parts.parameters())
-    parts.apply(Materialization(torch.device("cpu")))
+    parts.apply(ParameterMaterializer(torch.device("cpu")))
     read_weights(parts, unread.weights)
     for there, here in (
         (whole.named_parameters(), parts.named_parameters()),

@@ -178,13 +178,13 @@ CASES: dict[str, Case] = {
     "one device and several": Case(
         "train",
         "--parallelism single --devices 2",
-        "--parallelism single takes one device, not 2: use fsdp, fsdp2 or ddp",
+        "--parallelism single takes one device, not 2; use fsdp, fsdp2 or ddp",
     ),
     "min_lr above lr": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
     "more warm-up than steps": Case("train", "--warmup_steps 6", "--warmup_steps 6 is more than --max_step 1"),
     "weights only without a checkpoint": Case("train", "--weights_only", "--weights_only true needs --checkpoint: …"),
     "an upload without its logger": Case("train", "--log_model all", "--log_model all needs --loggers wandb"),
-    "fp16 on CPU": Case("train", "--precision 16-mixed", "--precision 16-mixed does not work on CPU: use bf16-mixed"),
+    "fp16 on CPU": Case("train", "--precision 16-mixed", "--precision 16-mixed does not work on CPU; use bf16-mixed"),
     "flash-attention on CPU": Case(
         "train",
         "--attention flash_attention_2",
@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
     ),
     "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0 or indices …; got 0"),
     "a TPU": Case("train", "--tpu true", "--tpu true: training on TPU is not available; …"),
-    "too many processes": Case("train", "--devices 5000", "--devices 5000: so many processes would wait for …; give …"),
+    "too many processes": Case("train", "--devices 5000", "--devices 5000 is too many for …; give …"),
     "several machines without a launcher": Case(
         "train", "--num_nodes 2", "--num_nodes 2: start the run on every machine, with torchrun --nnodes 2, srun, or …"
     ),
@@ -800,7 +800,7 @@ def test_a_port_in_use_is_reported_in_one_line(there: Path, forked_runs: ForkedR
         run = forked_runs.start(line, num_ranks=2, cwd=there, env={"MASTER_PORT": str(port)})
         assert run.wait_until(lambda: run.codes()[0] is not None)
         run.kill()
-    fault = f"error: port {port}, on which the ranks are to meet, is in use on this machine: set MASTER_PORT to a …"
+    fault = f"error: port {port}, which the ranks use to connect, is in use on this machine; set MASTER_PORT to a …"
     assert matches(fault, run.stderr().strip())
     assert run.codes()[0] == 2
     assert run.stderr(1) == ""

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from arguments import TrainArguments, parse
 from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.parallelize import setup_model
 from fabric_train.training.loop import accumulate
@@ -59,7 +59,7 @@ def main() -> None:
     optimizer: Any = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     batches = [Batch(torch.tensor([ids]), torch.tensor([labels])) for ids, labels in BATCHES[fabric.global_rank]]
     loss = accumulate(fabric, model, Window(1, 0, False, np.arange(4), 1, batches))
-    norm = clip(fabric, model, optimizer, arguments.training.grad_clip)
+    norm = clip_grad_norm(fabric, model, optimizer, arguments.training.grad_clip)
     optimizer.step()
     weights: dict[str, Any] = get_model_state_dict(
         model._forward_module, options=StateDictOptions(full_state_dict=True)

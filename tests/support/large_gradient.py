@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from arguments import TrainArguments, parse
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.strategy import LayerClasses, build_fabric
 from fabric_train.model.parallelize import setup_model
 
@@ -44,7 +44,7 @@ def main() -> None:
     model = setup_model(fabric, product, units, arguments)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
     fabric.backward(model())
-    before = float(clip(fabric, model, optimizer, 1.0))
-    clipped = float(clip(fabric, model, optimizer, 0))
+    before = float(clip_grad_norm(fabric, model, optimizer, 1.0))
+    clipped = float(clip_grad_norm(fabric, model, optimizer, 0))
     if fabric.is_global_zero:
         print(json.dumps({"exact": exact, "before": before, "clipped": clipped}))

@@ -18,7 +18,7 @@ STEPS = 4
 TOLERANCE = 0.15
 RETURN_FREED = """
 import ctypes, fabric_train.training.run as program
-program.keep_freed_memory = lambda: ctypes.CDLL(None).mallopt(-3, 1 << 16)
+program.reuse_freed_memory = lambda: ctypes.CDLL(None).mallopt(-3, 1 << 16)
 """
 """Code for a rank: let glibc map each block above 64 KiB separately (M_MMAP_THRESHOLD) and unmap it when freed."""
 

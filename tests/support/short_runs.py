@@ -17,14 +17,14 @@ SETTINGS = {
 }
 _AT_A_POINT = """
 import os, signal, time
-from fabric_train.distributed.heartbeat import Phase, Progress
+from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 
-def at(self, phase, index=0, step=None, mark=Progress.at):
-    mark(self, phase, index, step)
-    if (self.mark.step, phase, index) == ({step}, Phase.{phase}, {index}) and rank in {ranks}:
+def enter(self, phase, index=0, step=None, original=Heartbeat.enter):
+    original(self, phase, index, step)
+    if (self.position.step, phase, index) == ({step}, StepPhase.{phase}, {index}) and rank in {ranks}:
         {action}
 
-Progress.at = at
+Heartbeat.enter = enter
 """
 
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.rendezvous import leave_process_group
-from fabric_train.distributed.shards import flat_cuts, named_parameters, original_name
+from fabric_train.distributed.rendezvous import destroy_process_group
+from fabric_train.distributed.shards import flat_shards, named_parameters, original_name
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import open_checkpoint, open_pretrained, read_local_part
@@ -37,7 +37,7 @@ def main() -> None:
     shapes = {name: parameter.shape for name, parameter in unread.model.named_parameters()}
     decayed = decayed_names(unread.model)
     model: Any = setup_model(fabric, unread.model, shape.layer_classes, arguments, unread.weights)
-    cuts, named = flat_cuts(model), named_parameters(model)
+    cuts, named = flat_shards(model), named_parameters(model)
     optimizer: Any = fabric.setup_optimizers(build_optimizer(named, decayed, arguments.training, True, 5, cuts))
     first = 1
     if checkpoint:
@@ -55,7 +55,7 @@ def main() -> None:
     folder = Path(arguments.save.output_dir)
     saves = checkpoints.CheckpointManager(folder, fabric, model, optimizer, described, None, False, lambda _: None)
     saves.save(checkpoints.TrainerState(step=last))
-    leave_process_group(fabric)
+    destroy_process_group(fabric)
 
 
 def gradient(name: str, step: int, shape: torch.Size) -> torch.Tensor:

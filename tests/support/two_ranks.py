@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import load_model, read_shape
@@ -53,7 +53,7 @@ def dtypes_inside(options: list[str]) -> dict[str, list[str]]:
         with ReducedDtypes() as reduced:
             loss = accumulate(fabric, model, window)
         seen["reduced"] = reduced.dtypes
-    clip(fabric, model, optimizer, 1.0)
+    clip_grad_norm(fabric, model, optimizer, 1.0)
     optimizer.step()
     seen["loss"] = {str(loss.mean.dtype)}
     seen["weights"] = {str(parameter.dtype) for parameter in model.parameters()}

@@ -10,7 +10,7 @@ from lightning import Fabric
 
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised
 from fabric_train.data.step_sampler import Window
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.training.loop import accumulate
 from fabric_train.training.loss import summed_loss
 from tests.support.bigram import VOCABULARY, Bigram
@@ -107,5 +107,5 @@ def test_clipping_scales_to_the_norm_and_tells_the_norm_before(fabric: Fabric) -
         optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0))
         model.table.weight.grad = torch.zeros(VOCABULARY, VOCABULARY)
         model.table.weight.grad[0, :2] = torch.tensor([3.0, 4.0])
-        assert clip(fabric, model, optimizer, largest) == 5.0
+        assert clip_grad_norm(fabric, model, optimizer, largest) == 5.0
         torch.testing.assert_close(model.table.weight.grad.norm(), torch.tensor(expected))

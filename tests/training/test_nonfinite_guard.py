@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from fabric_train.data.batch import Batch
 from fabric_train.data.step_sampler import Window, WindowOrder
-from fabric_train.distributed.grad_norm import clip
+from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.training.loop import accumulate
 from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
 from tests.support.bigram import Bigram
@@ -186,7 +186,7 @@ def test_an_fp16_gradient_that_overflows_is_the_scalers_business_and_an_infinite
 
     def step() -> str | None:
         loss = accumulate(fabric, model, window)
-        verdict = guard.check(window, loss, clip(fabric, model, optimizer, 1.0))
+        verdict = guard.check(window, loss, clip_grad_norm(fabric, model, optimizer, 1.0))
         if verdict.fault is None:
             optimizer.step()
         else:
