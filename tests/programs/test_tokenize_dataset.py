@@ -104,7 +104,7 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
-    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._SMALLEST", 5_000)  # sixty shards
+    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._MIN_SHARD_BYTES", 5_000)  # sixty shards
     results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
     assert results[0] == results[1] == results[2]
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
@@ -310,7 +310,7 @@ def test_files_that_cannot_be_read_in_a_folder_are_said_in_one_line(
         (folder / name).write_text("not this")
     write_jsonl(folder / "a.jsonl")
     tokenize(tmp_path / "out", tiny_model_dir, folder)
-    assert "4 files of other kinds are passed over (1 .docx, 2 .pdf, 1 no suffix)" in capsys.readouterr().err
+    assert "4 files of other kinds are skipped (1 .docx, 2 .pdf, 1 no suffix)" in capsys.readouterr().err
     assert [file.path for file in manifest_of(tmp_path / "out").sources[0].files] == ["a.jsonl"]
 
 
@@ -356,7 +356,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes
     if number != signal.SIGKILL:
         assert process.returncode == 130
         assert said.splitlines()[-1] == "error: interrupted"
-        assert "the same command goes on with them" in said.splitlines()[-2]
+        assert "the same command continues with them" in said.splitlines()[-2]
     assert not (tmp_path / "new" / "out").exists()
     finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("new/.out.unfinished/*.npz")}
     assert len(finished) >= 2
@@ -385,7 +385,7 @@ def test_two_runs_for_one_folder_do_not_meet(tmp_path: Path, tiny_model_dir: Pat
 def test_a_source_that_has_changed_is_encoded_anew(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 0)
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._MIN_BYTES_TO_KEEP", 0)
     first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
     with pytest.raises(InputError, match=r"b\.jsonl, line 2"):

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.files import Reader, split_file
+from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.sources import StreamSource, open_sources
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
@@ -133,7 +133,7 @@ def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished
             (folder / DOWNLOADS / name).write_bytes(bytes(num_bytes))
             raise InputError("no document")
 
-    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 100)
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._MIN_BYTES_TO_KEEP", 100)
     for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
         with pytest.raises(InputError):
             fail(name, num_bytes)
@@ -144,7 +144,7 @@ def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished
 def test_urls_that_lead_nowhere_are_refused_in_a_line(tmp_path: Path, server: str) -> None:
     for url, reason in [
         (f"{server}/nothing.jsonl", "cannot be fetched"),
-        (f"{server}/page.html", "nothing readable there"),
+        (f"{server}/page.html", "no readable file there"),
         ("http://127.0.0.1:9/a.jsonl", "cannot be fetched"),
         ("nonsense://a.jsonl", "fabric-train"),
     ]:
@@ -160,7 +160,7 @@ def test_bad_rows_stand_in_their_place_with_file_and_line(tmp_path: Path) -> Non
     for part_bytes in (1 << 20, 1):
         found = {}
         for part in split_file(file, part_bytes):
-            reader = Reader(part, ("text",))
+            reader = FileReader(part, ("text",))
             for number, row in reader:
                 found[reader.place(number)] = row
         assert [place.removeprefix(f"{file}, ") for place in found] == [
