@@ -358,7 +358,7 @@ def _check_first_row(source: Source, column: str) -> None:
                 return
             if detect_format(row):
                 raise InputError(
-                    f"--streaming_dataset {source.name}: chats and instructions cannot be streamed; make a token "
+                    f"--streaming_dataset {source.name}: chats and instructions are not streamed; make a token "
                     "dataset of them with tokenize_dataset.py and give --train_data_dir"
                 )
             raise missing_column(reader.place(number), column, row)
