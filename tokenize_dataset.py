@@ -1,6 +1,6 @@
-"""Program 1: documents → token dataset, for ``fabric run fabric_train``.
+"""Turn documents into a token dataset for ``fabric run fabric_train``.
 
-What takes long to import is imported where it is used.
+Modules that are slow to import are imported where they are used.
 """
 
 import gc
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Tokenize as the command line says and print what was done.
+    """Tokenize what the command line names and print a summary.
 
     Raises:
-        InputError: what was given cannot be used; nothing has been written.
+        InputError: the input cannot be used; nothing has been written.
     """
-    # a tokenizer is a million objects, which the collector would visit again and again while they are made
-    gc.disable()
-    # numpy would start a thread a core, which are in the way of forking and do nothing here
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()  # a tokenizer is a million objects, which the collector would visit many times while they are made
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are not used here and get in the way of forks
 
     from arguments import TokenizeArguments, parse
 
@@ -47,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the work as Ctrl-C does, so that nothing half-written stays."""
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that unfinished files are removed."""
 
     def interrupt(_number: int, _frame: "FrameType | None") -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The former name of ``tokenization``: ``python -m fabric_train.corpus.inspect`` and ``….merge`` keep working."""
+"""The former name of ``tokenization``, kept for ``python -m fabric_train.corpus.inspect`` and ``….merge``."""
 
 from fabric_train.tokenization import __path__
 

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.lanes import LaneStand
+from fabric_train.data.lanes import LaneCursor
 from fabric_train.files.typed_json import parse_json
 
 FORMAT = 2
@@ -136,8 +136,8 @@ def read_stream_order(checkpoint: Path) -> StreamOrder | None:
     return StreamOrder(**saved) if "sources" in saved else None
 
 
-def read_stands(checkpoint: Path) -> list[LaneStand]:
-    """Return where every lane of the checkpoint's stream stands.
+def read_cursors(checkpoint: Path) -> list[LaneCursor]:
+    """Return the cursors of all lanes of the checkpoint's stream.
 
     Raises:
         InputError: where stream.json is damaged.
@@ -145,7 +145,7 @@ def read_stands(checkpoint: Path) -> list[LaneStand]:
     file = checkpoint / "stream.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return [LaneStand.from_numbers(numbers) for numbers in content["cursors"]]
+        return [LaneCursor.from_numbers(numbers) for numbers in content["cursors"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
 

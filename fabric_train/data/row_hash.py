@@ -1,14 +1,14 @@
-"""Hashes of windows' rows, by which a resumed run knows that it goes on with what would have come."""
+"""Hash rows, so that a resumed run can check that it continues with the rows that come next."""
 
 import numpy as np
 import xxhash
 
 
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
-    """Return the XXH3-128 of integers in their order, in hexadecimal.
+    """Return the XXH3-128 hash of ``numbers`` in hexadecimal.
 
     Args:
-        numbers: of any integer type; hashed as int64.
-        before: hash of what came before them, so that the new one depends on all of it.
+        numbers: integers of any dtype, hashed as int64.
+        before: the hash of the numbers before these; the new hash then depends on all of them.
     """
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())

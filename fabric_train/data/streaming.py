@@ -1,7 +1,7 @@
-"""Files and hub datasets → the micro-batches of each window, read, encoded and packed in the loader's workers.
+"""Stream files and hub datasets into the micro-batches of each window; DataLoader workers read, encode and pack.
 
-Position p of every window is a row of lane p (see ``corpus.lanes``), and ``batches.positions`` says which rank takes
-it: no lane has two readers, and a window has the same rows however many ranks and workers there are.
+Position p of every window is a row of lane p (see ``lanes``), and ``step_sampler.positions`` gives the positions of
+each rank. So each lane has one reader, and a window has the same rows for any number of ranks and workers.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, make_batch
-from fabric_train.data.lanes import Cursor, LaneRow, Lanes, LaneStand
+from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.signals import ignore_signals_in_worker
@@ -40,7 +40,7 @@ _CHAT_COLUMNS = ("messages", "conversations", "instruction", "output", "prompt",
 
 @dataclass(frozen=True)
 class Texts:
-    """The sources' texts in order, blank ones left out as in tokenization."""
+    """The texts of the sources in order, without blank ones, as in tokenization."""
 
     sources: Sequence[Source]
     column: str
@@ -49,7 +49,7 @@ class Texts:
         """Yield all texts once.
 
         Raises:
-            InputError: a row that cannot be used, with its place; a damaged file.
+            InputError: a file is damaged, or a row cannot be used.
         """
         for source in self.sources:
             for part in source.parts(_PART_BYTES):
@@ -60,19 +60,23 @@ class Texts:
                             raise row
                         text = text_of(row, self.column, partial(reader.place, number))
                     except BadRowError as error:
-                        advice = "mend it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip"
+                        advice = "fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip"
                         raise InputError(f"{error}; {advice}") from None
                     if text is not None and text.strip():
                         yield text
 
     def identities(self) -> list[str]:
-        """Tell what the sources hold: of files name, size and a hash of the first and last MiB, which is soon read."""
+        """Return one line per file or split that identifies its content.
+
+        The line of a file has its path, its size and a hash of its first and last MiB. The line of a split has the
+        dataset's fingerprint or, if it is streamed, its version.
+        """
         return [identity for source in self.sources for identity in _identities(source)]
 
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Encodes a document as tokenization does, BOS and EOS included."""
+    """An encoder that gives the ids of tokenization, BOS and EOS included."""
 
     encoder: TextEncoder
     bos_token_id: int | None
@@ -86,9 +90,15 @@ class DocumentEncoder:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is trained on where it is no token dataset; ``validation`` are rows of one.
+    """The training data of --streaming_dataset.
 
-    ``tokenizer_folder`` is where the run keeps the tokenizer, from which the encoder is opened.
+    Args:
+        texts: the documents.
+        tokenizer: the model's tokenizer.
+        tokenizer_folder: where the run stores the tokenizer; the encoder is opened from there.
+        max_length: tokens in a row.
+        isolates: whether attention stays within a document.
+        held_out: the token dataset whose validation split is used, None without --train_data_dir.
     """
 
     texts: Texts
@@ -100,30 +110,30 @@ class Stream:
 
     @property
     def validation(self) -> Rows | None:
-        """Rows of --train_data_dir's validation split."""
+        """The rows of the validation split, None if there is none."""
         return self.held_out.validation if self.held_out else None
 
     @property
     def attachments(self) -> tuple[Path, ...]:
-        """What a checkpoint copies, so that it can be exported and used on its own."""
+        """Folders that each checkpoint copies, so that it can be exported and used on its own."""
         return (self.tokenizer_folder,)
 
     @property
     def tokenizer_hash(self) -> str:
-        """SHA-256 of what decides ids, BOS and EOS included."""
+        """SHA-256 of everything that decides the ids, BOS and EOS included."""
         source = self.tokenizer.source
         if isinstance(source, Path):
             given = (source / "tokenizer.json").read_text(encoding="utf-8")
         else:
             given = source.backend_tokenizer.to_str()
-        content = json.dumps(json.loads(given), sort_keys=True)  # the same, however it was written
+        content = json.dumps(json.loads(given), sort_keys=True)  # independent of the formatting
         borders = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id} {self.tokenizer.special_text_is_plain}"
         return hashlib.sha256(f"{content} {borders}".encode()).hexdigest()
 
     def open_encoder(self) -> DocumentEncoder:
-        """Open the encoder of the tokenizer in ``tokenizer_folder``, the one whose ids tokenization would write.
+        """Open the encoder of the tokenizer in ``tokenizer_folder``; its ids are those that tokenization writes.
 
-        It may be taken into forked processes as long as this one has encoded nothing with it.
+        Forked processes may use it as long as this process has encoded nothing with it.
         """
         file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
         encoder, _ = open_encoder(file, is_plain)
@@ -132,7 +142,10 @@ class Stream:
         return DocumentEncoder(encoder, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
 
     def _find_difference(self, encoder: ByteBPE, reference: Reference) -> str | None:
-        """Compare ids of hard strings and of the first documents, as the encoder begins and as it goes on."""
+        """Compare the encoder's ids of hard strings and of the first documents with the tokenizer's.
+
+        Compares twice, because the encoder changes to a faster path after many texts. Returns None if all are equal.
+        """
         first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
         texts = [*reference.hard_strings(), *first]
         ids = encoder.encode_batch(texts)
@@ -150,17 +163,24 @@ def open_stream(
     isolate_documents: bool,
     held_out: TokenDataset | None,
 ) -> Stream:
-    """Find the sources of --streaming_dataset and the tokenizer.
+    """Open the sources of --streaming_dataset and the tokenizer.
 
     Args:
-        special_text_is_plain: see ``CorpusTokenizer``; None leaves it to the tokenizer's kind.
+        names: the values of --streaming_dataset.
+        text_column: the column that holds the text.
+        max_length: tokens in a row.
+        tokenizer_name: a folder or a hub name.
+        special_text_is_plain: see ``CorpusTokenizer``; None takes the default of the tokenizer's kind.
+        tokenizer_folder: where the run stores the tokenizer.
+        isolate_documents: whether attention stays within a document.
+        held_out: the token dataset whose validation split is used, if any.
 
     Raises:
-        InputError: a source or the tokenizer is not there, or a source's first row has no text.
+        InputError: a source or the tokenizer cannot be opened, a source's first row has no text, or there is no text.
     """
     sources = open_sources(names, "--streaming_dataset", stream=True, downloads=tokenizer_folder)
     for source in sources:
-        _refuse_textless(source, text_column)
+        _check_first_row(source, text_column)
     try:
         tokenizer = load_tokenizer(tokenizer_name)
     except InputError as error:
@@ -175,7 +195,7 @@ def open_stream(
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """Which lanes each micro-batch of a rank takes, the same ones in every window."""
+    """The assignment of lanes to the micro-batches of a rank; it is the same in every window."""
 
     rows_per_window: int
     micro_batch_size: int
@@ -188,16 +208,23 @@ class LaneOrder:
         return self.rows_per_window // (self.micro_batch_size * self.world_size)
 
     def lanes(self, batch: int) -> range:
-        """Lanes whose rows are the window's micro-batch ``batch`` on this rank."""
+        """Return the lanes whose rows are micro-batch ``batch`` of a window on this rank."""
         return positions(batch, self.micro_batch_size, self.world_size, self.rank)
 
 
 @dataclass(frozen=True)
 class StreamBatches:
-    """The windows of a run on this rank, made by up to ``num_workers`` processes.
+    """The windows of a streaming run on this rank, made by up to ``num_workers`` processes.
 
-    ``read`` begins a pass over the texts; ``stands`` say of every lane, also those of other ranks, where it goes on,
-    and are None at the beginning.
+    Args:
+        read: returns the texts of one pass.
+        encode: returns a document's ids, int32 [at least 1], BOS and EOS included.
+        max_length: tokens in a row.
+        isolates: whether attention stays within a document.
+        order: the lanes of this rank.
+        cursors: the state of all lanes, also those of other ranks; None at the beginning of a run.
+        num_workers: the most processes to use.
+        pin_memory: whether batches are put in page-locked memory.
     """
 
     read: Callable[[], Iterable[str]]
@@ -205,15 +232,15 @@ class StreamBatches:
     max_length: int
     isolates: bool
     order: LaneOrder
-    stands: Sequence[LaneStand] | None
+    cursors: Sequence[LaneCursor] | None
     num_workers: int
     pin_memory: bool
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
-        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; the stands are those of ``after_step``.
+        """Yield the windows of the steps ``after_step + 1`` to ``last_step``; ``self.cursors`` are of ``after_step``.
 
         Raises:
-            InputError: what reading raises, also in a worker; the texts are not those that a lane has gone through.
+            InputError: a text cannot be read, or a lane's last row has changed since it was trained on.
         """
         made = iter(self._loader(last_step - after_step))
         for step in range(after_step + 1, last_step + 1):
@@ -230,8 +257,9 @@ class StreamBatches:
             )
 
     def _loader(self, num_windows: int) -> DataLoader:
-        """Workers take turns at a rank's micro-batches. Their number divides that of a window, and so each lane stays
-        with one of them.
+        """Return the loader, whose workers make the rank's micro-batches in turn.
+
+        The number of workers divides the number of micro-batches of a window, so each lane stays with one worker.
         """
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
@@ -240,20 +268,20 @@ class StreamBatches:
             _LaneDataset(self, num_windows),
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self.pin_memory,
             prefetch_factor=8 if num_workers else None,
             worker_init_fn=ignore_signals_in_worker,
         )
 
     def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:
-        """Yield every ``stride``-th micro-batch of so many windows, beginning with the ``first``."""
+        """Yield every ``stride``-th micro-batch of each of ``num_windows`` windows, from micro-batch ``first`` on."""
         own = [self.order.lanes(batch) for batch in range(first, self.order.num_batches, stride)]
-        beginning = {lane: self.stands[lane].last if self.stands else Cursor() for lanes in own for lane in lanes}
-        reader = Lanes(self.read, self.encode, self.order.rows_per_window, beginning, self.max_length)
-        if self.stands:
-            for lane in beginning:
-                _refuse_other_row(lane, reader.next_row(lane).stand, self.stands[lane])
+        begins = {lane: self.cursors[lane].last if self.cursors else TextPosition() for lanes in own for lane in lanes}
+        reader = Lanes(self.read, self.encode, self.order.rows_per_window, begins, self.max_length)
+        if self.cursors:
+            for lane in begins:
+                _check_last_row(lane, reader.next_row(lane).cursor, self.cursors[lane])
         for _ in range(num_windows):
             for lanes in own:
                 yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)
@@ -261,13 +289,16 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """A micro-batch and, int64 [B, 9], each row's lane and where the lane stands after it, in ``LaneStand.numbers``."""
+    """A micro-batch of B rows, and their cursors.
+
+    ``cursors``, int64 [B, 9], holds for each row its lane and ``LaneCursor.numbers`` after the row.
+    """
 
     batch: Batch
     cursors: np.ndarray
 
     def pin_memory(self) -> "StreamBatch":
-        """Return it in page-locked memory (the DataLoader calls this)."""
+        """Return the batch in page-locked memory (the DataLoader calls this)."""
         return StreamBatch(self.batch.pin_memory(), self.cursors)
 
 
@@ -276,13 +307,14 @@ class _LaneDataset(IterableDataset):
         self._batches, self._num_windows = batches, num_windows
 
     def __iter__(self) -> Iterator[StreamBatch | InputError | OSError]:
-        """Yield this worker's micro-batches. An error of the data is its last item: raised in here, the DataLoader
-        would wrap it into a traceback.
+        """Yield this worker's micro-batches, or an error as the last item.
+
+        The error is not raised here, because the DataLoader would add a traceback to its message.
         """
         info = get_worker_info()
         first, stride = (info.id, info.num_workers) if info else (0, 1)
         if info:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are as many as are wanted
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --num_workers decides how many cores are used
         try:
             yield from self._batches.batches(first, stride, self._num_windows)
         except (InputError, OSError) as error:
@@ -298,27 +330,27 @@ def _raised(item: StreamBatch | InputError | OSError) -> StreamBatch:
 def _batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch:
     input_ids = np.stack([row.input_ids for row in rows]).astype(np.int64)
     starts = [np.array(row.document_starts, np.int64) for row in rows] if isolates else []
-    cursors = np.array([(lane, *row.stand.numbers()) for lane, row in zip(lanes, rows, strict=True)], np.int64)
+    cursors = np.array([(lane, *row.cursor.numbers()) for lane, row in zip(lanes, rows, strict=True)], np.int64)
     ends = [input_ids.shape[1]] * len(input_ids)
     return StreamBatch(make_batch(input_ids, input_ids.copy(), starts, ends), cursors)
 
 
-def _refuse_other_row(lane: int, here: LaneStand, saved: LaneStand) -> None:
-    """Raise InputError where a lane's last row is another one than the run has trained on."""
+def _check_last_row(lane: int, here: LaneCursor, saved: LaneCursor) -> None:
+    """Raise InputError if a lane's last row is not the row that the run was trained on."""
     if here != saved:
         raise InputError(
             f"--streaming_dataset: row {lane} of the last step before the checkpoint is not the one that was trained "
-            "on: texts up to it have changed; resume with them as they were, or take the checkpoint's weights alone "
+            "on: texts up to it have changed; resume with the original texts, or take only the checkpoint's weights "
             "with --weights_only true"
         )
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
-def _refuse_textless(source: Source, column: str) -> None:
-    """Raise InputError where the first row has chats or no text: found now, not when the model is loaded."""
+def _check_first_row(source: Source, column: str) -> None:
+    """Raise InputError if the first row has a chat or no text, before the model is loaded."""
     for part in source.parts(_PART_BYTES):
         reader = source.reader(part, (column, *_CHAT_COLUMNS))
         for number, row in reader:
@@ -326,8 +358,8 @@ def _refuse_textless(source: Source, column: str) -> None:
                 return
             if detect_format(row):
                 raise InputError(
-                    f"--streaming_dataset {source.name}: chats and instructions are not streamed; make a token dataset "
-                    "of them with tokenize_dataset.py and give --train_data_dir"
+                    f"--streaming_dataset {source.name}: chats and instructions are not streamed; make a token "
+                    "dataset of them with tokenize_dataset.py and give --train_data_dir"
                 )
             raise missing_column(reader.place(number), column, row)
 

@@ -16,7 +16,6 @@ from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
-from fabric_train.tokenization.packing.token_folder import refuse_foreign_files
 
 VALIDATION_NAMES = ("validation", "valid")
 
@@ -134,7 +133,7 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     if not (path / "dataset_dict.json").is_file():
         cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
         raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
-    refuse_foreign_files(path, "tokenize again")
+    check_listed_files(path, "tokenize again")
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors

@@ -1,5 +1,6 @@
-"""From documents and chats to a token dataset on disk: read, encode, select, pack. ``tokenize_dataset.py`` drives it.
+"""Documents and chats to a token dataset on disk: read, encode, select, pack. ``tokenize_dataset.py`` runs it.
 
-Read ``build.py`` first: it shows the whole way. ``reading/`` yields rows, ``tokenizers/`` and ``chats/`` turn them into
-ids, ``packing/`` cuts rows, ``manifest.py`` records what was done; ``inspect/`` and ``merge.py`` are programs.
+Read ``build.py`` first: it shows every stage in order. ``reading/`` yields source rows, ``tokenizers/`` and ``chats/``
+turn them into ids, ``packing/`` packs the ids into rows of equal length, and ``manifest.py`` records what was done.
+``inspect/`` and ``merge.py`` are programs of their own.
 """

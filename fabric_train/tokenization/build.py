@@ -1,4 +1,4 @@
-"""The way from sources to a token dataset: open, encode, choose, pack, write down what was done."""
+"""Build a token dataset: open the sources, encode, select, pack, and write the manifest."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, SourceFormat
-from fabric_train.tokenization.encoding import Caps, Encoded, available_cores, encode_sources, find_formats
+from fabric_train.tokenization.encoding import Caps, EncodedSources, available_cores, encode_sources, find_formats
 from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
@@ -41,7 +41,7 @@ _VERSIONS_OF = ("fabric-train", "tokenizers", "tiktoken", "transformers", "datas
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was built: its manifest, lines for the user, and the seconds and processes that encoding took."""
+    """The result of a build: the manifest, notes for the user, and the seconds and processes that encoding took."""
 
     manifest: Manifest
     notes: tuple[str, ...]
@@ -51,19 +51,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Split:
-    """Documents of a collection in the order in which they are packed, repeats among them."""
+    """Documents of a collection in packing order, int64 [documents of the split]; one may come several times."""
 
     collection: Collection
     order: np.ndarray
 
 
 def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> Outcome:
-    """Write the token dataset that ``arguments`` describe; the folder is there when it is whole, or not at all.
+    """Write the token dataset that ``arguments`` describe. The output folder is complete or absent.
 
-    ``check`` may have begun to load the tokenizer.
+    Args:
+        arguments: the command line of ``tokenize_dataset.py``.
+        check: compares tiktoken's ids with the tokenizer's; it may already be loading the tokenizer.
 
     Raises:
-        InputError: sources, tokenizer or output folder cannot be used, or there is less text than one row.
+        InputError: a source, the tokenizer or the output folder cannot be used, or a split has less than one row.
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
@@ -82,7 +84,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
         )
         seconds = time.monotonic() - started
         collections = _collect(encoded, unfinished, sources, arguments, caps)
-        splits = _choose(collections, train_sources, arguments)
+        splits = _select(collections, train_sources, arguments)
         ledgers = _write_splits(splits, folder, tokenizer, arguments)
         manifest = Manifest(
             ledger=_ledger(collections, splits, ledgers),
@@ -96,7 +98,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
 
 
 def _open(arguments: "TokenizeArguments", downloads: Path) -> tuple[list[Source], list[Source]]:
-    """Open the sources of --dataset and of --validation_dataset."""
+    """Open the sources of --dataset and of --validation_dataset, and print their notes."""
     train = open_sources(arguments.dataset, "--dataset", arguments.stream, downloads)
     held_out = open_sources(arguments.validation_dataset or [], "--validation_dataset", arguments.stream, downloads)
     for source in (*train, *held_out):
@@ -105,21 +107,21 @@ def _open(arguments: "TokenizeArguments", downloads: Path) -> tuple[list[Source]
 
 
 def _caps(arguments: "TokenizeArguments") -> Caps:
-    """Return where reading may end: duplicates are known at the end alone, and --weights samples from everything."""
+    """Return where reading may stop; --deduplicate and --weights need all documents."""
     reads_all = arguments.deduplicate or arguments.weights is not None
     max_tokens = None if reads_all else arguments.max_tokens
     return Caps(len(arguments.dataset), None if reads_all else arguments.max_documents, max_tokens)
 
 
 def _collect(
-    encoded: Encoded, folder: Path, sources: Sequence[Source], arguments: "TokenizeArguments", caps: Caps
+    encoded: EncodedSources, folder: Path, sources: Sequence[Source], arguments: "TokenizeArguments", caps: Caps
 ) -> list[Collection]:
-    """Put the shards of --dataset and, where it is given, of --validation_dataset together.
+    """Collect the documents of --dataset and, if given, of --validation_dataset.
 
     Raises:
-        InputError: a source without any document.
+        InputError: a source has no document.
     """
-    _refuse_empty(sources, encoded, caps.num_sources)
+    _check_not_empty(sources, encoded, caps.num_sources)
     max_tokens = None if arguments.weights else arguments.max_tokens
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
@@ -134,8 +136,12 @@ def _collect(
     return collections
 
 
-def _refuse_empty(sources: Sequence[Source], encoded: Encoded, num_train: int) -> None:
-    """Raise InputError for sources that were read and have no document; a cap may have ended before the last ones."""
+def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_train: int) -> None:
+    """Check that each source has a document, except the last ones that a cap has left unread.
+
+    Raises:
+        InputError: one line for each source without a document.
+    """
     num_documents: Counter[int] = Counter()
     bad_rows: dict[int, str] = {}
     for shard, record in zip(encoded.shards, encoded.records, strict=True):
@@ -153,13 +159,13 @@ def _refuse_empty(sources: Sequence[Source], encoded: Encoded, num_train: int) -
         raise InputError(*faults)
 
 
-def _choose(
+def _select(
     collections: Sequence[Collection], sources: Sequence[Source], arguments: "TokenizeArguments"
 ) -> dict[str, _Split]:
-    """Draw the split and, with --weights, the sample of train/.
+    """Return the documents of each split; --weights samples those of train.
 
     Raises:
-        InputError: --weights gives a source a share that has no document for training.
+        InputError: --weights names a source that has no document for training.
     """
     collection = collections[0]
     share = 0.0 if arguments.validation_dataset else arguments.validation_split
@@ -169,7 +175,10 @@ def _choose(
         own = collection.sources[train]
         without = [source.name for number, source in enumerate(sources) if not (own == number).any()]
         if without:
-            raise InputError(f"--weights: no document for training in {', '.join(without)}")
+            raise InputError(
+                f"--weights: no document for training in {', '.join(without)}; "
+                "give more documents, a smaller --validation_split, or leave the source out"
+            )
         lengths = collection.documents.lengths[train]
         train = train[mix(lengths, own, arguments.weights, arguments.max_tokens, arguments.seed)]
     splits = {"train": _Split(collection, train)}
@@ -183,10 +192,10 @@ def _choose(
 def _write_splits(
     splits: dict[str, _Split], folder: Path, tokenizer: CorpusTokenizer, arguments: "TokenizeArguments"
 ) -> dict[str, SplitLedger]:
-    """Pack each split and write it; return its ledger.
+    """Pack and write each split, and return its ledger.
 
     Raises:
-        InputError: a split has less than a row.
+        InputError: a split has less than one row.
     """
     plans = {
         name: plan_rows(
@@ -248,9 +257,12 @@ def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledger
 
 
 def _source_records(
-    encoded: Encoded, collections: Sequence[Collection], splits: dict[str, _Split], arguments: "TokenizeArguments"
+    encoded: EncodedSources,
+    collections: Sequence[Collection],
+    splits: dict[str, _Split],
+    arguments: "TokenizeArguments",
 ) -> list[SourceRecord]:
-    """Return the sources with what was kept of them and how often it is in train/."""
+    """Return each source's record with the documents kept and how often they are in the train split."""
     records = []
     for number, record in enumerate(encoded.sources):
         collection = collections[0] if number < len(arguments.dataset) else collections[-1]
@@ -277,7 +289,7 @@ def _source_records(
 
 def _settings(arguments: "TokenizeArguments") -> Settings:
     values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
-    if arguments.validation_dataset:  # an address may hold a password
+    if arguments.validation_dataset:  # a URL may hold a password
         values["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]
     return Settings(**values)
 
@@ -300,7 +312,7 @@ def _tokenizer_record(
     )
 
 
-def _notes(encoded: Encoded, formats: Sequence[SourceFormat]) -> list[str]:
+def _notes(encoded: EncodedSources, formats: Sequence[SourceFormat]) -> list[str]:
     notes = [encoded.encoder] if encoded.encoder != "tiktoken" else []
     for format_ in dict.fromkeys(formats):
         notes += format_.chat.notes if format_.chat is not None else ()

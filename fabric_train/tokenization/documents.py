@@ -1,4 +1,4 @@
-"""What travels from the readers to the rows: a document's text, and its tokens."""
+"""An encoded document, and the error for a row that cannot be used."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class EncodedDocument:
 
     Args:
         input_ids: int32 [number of tokens].
-        supervised: bool [number of tokens], whether the token is a target; None where all are.
-        num_characters: code points of the text that was encoded.
-        num_tokens_cut: tokens of turns that were taken off because they did not fit into a row.
+        supervised: bool [number of tokens], whether the token is a target; None if all are.
+        num_characters: code points of the encoded text.
+        num_tokens_cut: tokens of the turns that were removed because they did not fit into a row.
     """
 
     input_ids: np.ndarray
@@ -25,8 +25,8 @@ class EncodedDocument:
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used; the message says what is wrong with it and, once a reader has added that, where."""
+    """A row that cannot be used. The message names the fault and, once a reader has added it, the place."""
 
     def fault(self) -> InputError:
-        """Return what ends the run where such rows are not to be left out."""
+        """Return the error that ends the run with ``--on_bad_rows fail``."""
         return InputError(f"{self}; --on_bad_rows skip leaves such rows out")

@@ -1,11 +1,11 @@
-"""Shards: the sources cut into pieces that processes encode one by one, each finished on the disk for itself.
+"""Split the sources into shards, and encode each shard into files of its own.
 
-A shard's files are named by what decides their content (the source's file, its size and time, the range, the settings),
-so an interrupted run starts again with the shards that are finished and still true::
+The name of a shard's files is a hash of everything that decides their content: the source file with its size and time,
+the range that was read, and the settings. So a restarted run reuses the finished shards that are still valid::
 
-    .NAME.unfinished/3f2a….tokens   int32, the documents' tokens one after another
-                     3f2a….masks    uint8, 1 where the token is supervised; absent where all are
-                     3f2a….npz      written last: a record a document, and the rows that were left out
+    .NAME.unfinished/3f2a….tokens   int32, the tokens of all documents, joined
+                     3f2a….masks    uint8, 1 where the token is supervised; absent if all are
+                     3f2a….npz      written last: one record per document, and the rows that were skipped
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_b
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
-_BATCH_CHARACTERS = 500_000  # texts handed to the encoder at once
-_LARGEST, _SMALLEST, _WANTED = 32 << 20, 512 << 10, 256  # bytes of a shard; how many shards there should be
+_BATCH_CHARACTERS = 500_000  # passed to the encoder at once
+_MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 512 << 10, 256
 REASONS = (manifest.EMPTY, manifest.BAD_ROW, manifest.TOO_LONG, manifest.NOTHING_SUPERVISED, manifest.DUPLICATE)
 
-# number: the row's among those read of its shard, from 1; num_tokens_cut: see EncodedDocument
+# number: of the row among those read in its shard, from 1; num_tokens_cut: see EncodedDocument
 DOCUMENT = np.dtype([("number", "u4"), ("length", "u4"), ("characters", "u4"), ("num_tokens_cut", "u4")])
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u1")])
 HASH_BYTES = 16
@@ -39,7 +39,7 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True)
 class Shard:
-    """Parts of one source that are read together; ``key`` is its name on the disk."""
+    """Parts of one source that are encoded together; ``key`` names its files, ``source`` is the source's number."""
 
     index: int
     source: int
@@ -50,8 +50,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a shard holds: ``documents`` DOCUMENT [kept], ``skipped`` SKIPPED, ``hashes`` of content, bytes [kept, 16]
-    or [0, 16], the number of rows read, whether there are masks, and the first bad row in words.
+    """What a finished shard holds.
+
+    Args:
+        documents: DOCUMENT [kept].
+        skipped: SKIPPED [rows skipped].
+        hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
+        num_read: rows read.
+        has_masks: whether there is a file of masks.
+        first_bad_row: what is wrong with the first bad row; empty if there is none.
     """
 
     documents: np.ndarray
@@ -63,23 +70,24 @@ class ShardRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its documents."""
+        """Tokens of all documents."""
         return int(self.documents["length"].sum(dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How a source's rows become tokens: text of ``columns[0]``, or chats by ``chat``."""
+    """How to encode a source's rows: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text."""
 
     columns: tuple[str, ...]
     chat: "ChatEncoder | None"
 
 
 @dataclass(frozen=True)
-class Work:
-    """All that a process needs to encode a shard.
+class EncodingJob:
+    """Everything that a process needs to encode a shard.
 
-    ``progress`` holds bytes, documents and tokens done, for shard i at 3 i, shared among the processes.
+    ``formats`` has one entry per source. ``progress`` is an array of int64 [3 * shards] in shared memory: the bytes,
+    documents and tokens done of each shard. ``hashed`` asks for hashes of the documents.
     """
 
     folder: Path
@@ -93,10 +101,15 @@ class Work:
     progress: Any
 
 
-def cut_into_shards(sources: list[Source], settings: str) -> list[Shard]:
-    """Cut the sources, a shard holding parts of one source alone; ``settings`` is what else decides their tokens."""
+def split_into_shards(sources: list[Source], settings: str) -> list[Shard]:
+    """Split the sources into shards, each with parts of one source.
+
+    Args:
+        sources: in the order in which they are read.
+        settings: everything besides the sources that decides the tokens; it becomes part of each shard's key.
+    """
     total = sum(source.num_bytes for source in sources)
-    shard_bytes = min(max(total // _WANTED, _SMALLEST), _LARGEST)
+    shard_bytes = min(max(total // _TARGET_NUM_SHARDS, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
     shards: list[Shard] = []
     for number, source in enumerate(sources):
         parts: list[Any] = []
@@ -119,7 +132,7 @@ def _shard(index: int, number: int, source: Source, parts: list[Any], settings: 
 
 
 def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
-    """Return the record of a finished shard, None where it is not finished."""
+    """Return the record of a finished shard, None if it is not finished."""
     file = folder / f"{shard.key}.npz"
     if not file.exists():
         return None
@@ -134,22 +147,22 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
         )
 
 
-def encode_shard(work: Work, shard: Shard) -> None:
+def encode_shard(job: EncodingJob, shard: Shard) -> None:
     """Read, encode and write one shard.
 
     Raises:
-        InputError: a file that is not what its name says, or a bad row that is not to be skipped.
+        InputError: a file is not of the kind that its name says, or a row is bad and bad rows are not skipped.
     """
-    tokens = work.folder / f"{shard.key}.tokens"
-    masks = work.folder / f"{shard.key}.masks"
+    tokens = job.folder / f"{shard.key}.tokens"
+    masks = job.folder / f"{shard.key}.masks"
     with tokens.open("wb") as file:
-        writer = _Writer(file, masks, work, shard.index)
+        writer = _Writer(file, masks, job, shard.index)
         try:
             for part in shard.parts:
-                _encode_part(work, shard, part, writer)
+                _encode_part(job, shard, part, writer)
         finally:
             writer.close()
-    partial_file = work.folder / f"{shard.key}.partial"
+    partial_file = job.folder / f"{shard.key}.partial"
     with partial_file.open("wb") as record:
         np.savez(
             record,
@@ -159,14 +172,14 @@ def encode_shard(work: Work, shard: Shard) -> None:
             num_read=writer.num_read,
             first_bad_row=writer.first_bad_row,
         )
-    partial_file.rename(work.folder / f"{shard.key}.npz")
+    partial_file.rename(job.folder / f"{shard.key}.npz")
 
 
-def _encode_part(work: Work, shard: Shard, part: Any, writer: "_Writer") -> None:
-    format_ = work.formats[shard.source]
-    reader = work.sources[shard.source].reader(part, format_.columns)
+def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: "_Writer") -> None:
+    format_ = job.formats[shard.source]
+    reader = job.sources[shard.source].reader(part, format_.columns)
     if format_.chat is None:
-        documents = _encode_texts(work, reader, format_.columns[0], writer)
+        documents = _encode_texts(job, reader, format_.columns[0], writer)
     else:
         documents = _encode_chats(format_.chat, reader, writer)
     for ordinal, document in documents:
@@ -175,9 +188,9 @@ def _encode_part(work: Work, shard: Shard, part: Any, writer: "_Writer") -> None
 
 
 def _encode_texts(
-    work: Work, reader: PartReader, column: str, writer: "_Writer"
+    job: EncodingJob, reader: PartReader, column: str, writer: "_Writer"
 ) -> Iterator[tuple[int, EncodedDocument]]:
-    """Yield the documents with text, encoded by batches."""
+    """Yield the documents that are not blank, encoded in batches."""
     texts: list[str] = []
     ordinals: list[int] = []
     num_characters = 0
@@ -197,14 +210,14 @@ def _encode_texts(
         ordinals.append(ordinal)
         num_characters += len(text)
         if num_characters >= _BATCH_CHARACTERS:
-            yield from _encode_batch(work, texts, ordinals)
+            yield from _encode_batch(job, texts, ordinals)
             texts, ordinals, num_characters = [], [], 0
-    yield from _encode_batch(work, texts, ordinals)
+    yield from _encode_batch(job, texts, ordinals)
 
 
-def _encode_batch(work: Work, texts: list[str], ordinals: list[int]) -> Iterator[tuple[int, EncodedDocument]]:
-    for ordinal, text, ids in zip(ordinals, texts, work.encoder.encode_batch(texts), strict=True):
-        whole = add_bos_eos(ids, work.bos_token_id, work.eos_token_id)
+def _encode_batch(job: EncodingJob, texts: list[str], ordinals: list[int]) -> Iterator[tuple[int, EncodedDocument]]:
+    for ordinal, text, ids in zip(ordinals, texts, job.encoder.encode_batch(texts), strict=True):
+        whole = add_bos_eos(ids, job.bos_token_id, job.eos_token_id)
         yield ordinal, EncodedDocument(whole, None, len(text))
 
 
@@ -226,15 +239,15 @@ def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") ->
 
 
 class _Writer:
-    """Takes a shard's documents to the disk and counts them."""
+    """A writer of a shard's tokens and masks, which keeps the record of its documents."""
 
-    def __init__(self, tokens: BinaryIO, masks: Path, work: Work, index: int) -> None:
+    def __init__(self, tokens: BinaryIO, masks: Path, job: EncodingJob, index: int) -> None:
         self.documents: list[tuple[int, int, int, int]] = []
         self.skipped: list[tuple[int, int]] = []
         self.hashes: list[bytes] = []
         self.num_read = 0
         self.first_bad_row = ""
-        self._tokens, self._work, self._slot = tokens, work, 3 * index
+        self._tokens, self._job, self._slot = tokens, job, 3 * index
         self._masks_path = masks
         self._masks: BinaryIO | None = None
         masks.unlink(missing_ok=True)
@@ -251,18 +264,22 @@ class _Writer:
         return self.num_read
 
     def skip(self, ordinal: int, reason: str) -> None:
-        """Leave a row out."""
+        """Record a row as skipped."""
         self.skipped.append((ordinal, REASONS.index(reason)))
 
     def skip_bad_row(self, ordinal: int, error: BadRowError) -> None:
-        """Leave a row out that cannot be used, or raise InputError."""
-        if not self._work.skips_bad_rows:
+        """Record a bad row as skipped.
+
+        Raises:
+            InputError: bad rows are not skipped.
+        """
+        if not self._job.skips_bad_rows:
             raise error.fault() from None
         self.first_bad_row = self.first_bad_row or str(error)
         self.skip(ordinal, manifest.BAD_ROW)
 
     def write(self, ordinal: int, document: EncodedDocument, position: int) -> None:
-        """Write a document's tokens and, from the first that has one, masks."""
+        """Write a document's tokens; write masks from the first document on that has one."""
         num_tokens = len(document.input_ids)
         if document.supervised is not None and self._masks is None:
             self._masks = self._masks_path.open("wb")
@@ -273,7 +290,7 @@ class _Writer:
         self._tokens.write(document.input_ids.data)
         self._num_tokens += num_tokens
         self.documents.append((ordinal, num_tokens, document.num_characters, document.num_tokens_cut))
-        if self._work.hashed:
+        if self._job.hashed:
             digest = hashlib.blake2b(document.input_ids.data, digest_size=HASH_BYTES)
             if document.supervised is not None:
                 digest.update(document.supervised.data)
@@ -281,10 +298,10 @@ class _Writer:
         self._show(position)
 
     def close(self) -> None:
-        """Close the masks' file."""
+        """Close the file of masks."""
         if self._masks is not None:
             self._masks.close()
 
     def _show(self, position: int) -> None:
         done = (self._bytes_before + position, len(self.documents), self._num_tokens)
-        self._work.progress[self._slot : self._slot + 3] = done
+        self._job.progress[self._slot : self._slot + 3] = done

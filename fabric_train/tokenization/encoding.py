@@ -1,4 +1,4 @@
-"""All shards of all sources to tokens on the disk, in several processes; the encoder's ids are checked meanwhile."""
+"""Encode all shards of all sources in several processes, while another process checks the encoder's ids."""
 
 import json
 import multiprocessing
@@ -15,38 +15,38 @@ from fabric_train.tokenization.chats.chat_format import columns, detect_format, 
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
     REASONS,
+    EncodingJob,
     Shard,
     ShardRecord,
     SourceFormat,
-    Work,
-    cut_into_shards,
     encode_shard,
     read_record,
+    split_into_shards,
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceRecord
-from fabric_train.tokenization.progress import Show, progress
+from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.files import missing_column, text_of
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
-from fabric_train.tokenization.workers import Workers
+from fabric_train.tokenization.workers import WorkerPool
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
 _TICK_SECONDS = 0.2
 _LONG_RUN_BYTES = 64 << 20
-# of the corpus, to compare ids: so many places, a character of a hundred bytes, but not fewer nor more than this
-_SAMPLED_PARTS, _SAMPLED_SHARE, _LEAST_SAMPLED, _MOST_SAMPLED = 8, 0.01, 20_000, 160_000
+# the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
+_SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 160_000
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Finished shards in the order of the sources, as many records, and what the manifest says of the sources.
+class EncodedSources:
+    """The finished shards in the order of the sources, with one record each, and the sources' records for the manifest.
 
-    ``encoder`` is its name, and why where it is not tiktoken.
+    ``encoder`` is ``tiktoken``, or ``encode_batch_fast: WHY``.
     """
 
     shards: list[Shard]
@@ -57,7 +57,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Caps:
-    """Documents or tokens of the first ``num_sources`` sources after which reading these may end."""
+    """Documents and tokens after which reading the first ``num_sources`` sources may stop; None is no cap."""
 
     num_sources: int
     max_documents: int | None
@@ -65,12 +65,12 @@ class Caps:
 
 
 class _DifferentIdsError(Exception):
-    """The encoder does not give the tokenizer's ids; the message shows where."""
+    """The encoder and the tokenizer give different ids; the message shows where."""
 
 
-_held: list[Work] = []  # to the process's end: to free an encoder before takes longer than to write the rows
+_kept_alive: list[EncodingJob] = []  # freeing an encoder takes longer than writing the rows
 
-_Task = Shard | int  # to encode; or the number of a source whose files are to be hashed
+_Task = Shard | int  # a shard to encode, or the number of a source whose files are to be hashed
 
 
 def available_cores() -> int:
@@ -83,12 +83,18 @@ def available_cores() -> int:
 def find_formats(
     sources: Sequence[Source], tokenizer_folder: Path, arguments: "TokenizeArguments", with_tiktoken: bool = True
 ) -> list[SourceFormat]:
-    """Find out from each source's first row what it holds; the template of chats is written into the folder.
+    """Return each source's format, found from its first row.
 
-    ``with_tiktoken`` lets chats be encoded by it where it gives the tokenizer's ids.
+    If there are chats, their template is written to ``chat_template.jinja`` in ``tokenizer_folder``.
+
+    Args:
+        sources: the opened sources.
+        tokenizer_folder: holds ``tokenizer.json``.
+        arguments: the command line of ``tokenize_dataset.py``.
+        with_tiktoken: use tiktoken for chats if it gives the tokenizer's ids.
 
     Raises:
-        InputError: one line for each source whose rows are something else, or whose first row is bad.
+        InputError: one line for each source whose first row is bad or neither text nor a chat.
     """
     kinds: list[str] = []
     faults: list[str] = []
@@ -102,9 +108,7 @@ def find_formats(
     formats = {"text": SourceFormat((arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
-        from fabric_train.tokenization.chats.chat_encoder import (
-            ChatEncoder,  # where there are only texts, time is saved
-        )
+        from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
 
         encoder = ChatEncoder(
             tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest, with_tiktoken=with_tiktoken
@@ -146,21 +150,32 @@ def encode_sources(
     num_proc: int,
     caps: Caps,
     check: ParityCheck,
-) -> Encoded:
-    """Encode what is not finished in ``folder`` yet.
+) -> EncodedSources:
+    """Encode the shards that are not finished yet.
 
-    ``tokenizer_hashes`` are the SHA-256 of the files in ``tokenizer_folder``; a shard of other ones is not used. Where
-    tiktoken gives another id than the Hugging Face tokenizer, all is done again with the latter.
+    If tiktoken gives another id than the Hugging Face tokenizer, everything is encoded again with the latter.
+
+    Args:
+        sources: the opened sources.
+        formats: one per source.
+        tokenizer: gives the ids of BOS and EOS.
+        tokenizer_folder: holds ``tokenizer.json``.
+        tokenizer_hashes: SHA-256 of each file in ``tokenizer_folder``; shards of another tokenizer are not reused.
+        folder: where the shards are written.
+        arguments: the command line of ``tokenize_dataset.py``.
+        num_proc: processes that encode.
+        caps: where reading may stop.
+        check: compares the encoder's ids with the tokenizer's.
 
     Raises:
-        InputError: what the sources raise.
+        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
         ChildProcessError: a process was killed.
     """
     file = tokenizer_folder / "tokenizer.json"
     check.start(file, tokenizer.special_text_is_plain)
     check.prepare(list(_sample(sources, formats)))
     encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
-    work = Work(
+    job = EncodingJob(
         folder=folder,
         sources=list(sources),
         formats=list(formats),
@@ -171,82 +186,84 @@ def encode_sources(
         skips_bad_rows=arguments.on_bad_rows == "skip",
         progress=None,
     )
-    _held.append(work)
+    _kept_alive.append(job)
     settings = _settings(tokenizer_hashes, arguments)
     try:
-        return _encode_all(work, name, settings, check, num_proc, caps)
+        return _encode_all(job, name, settings, check, num_proc, caps)
     except _DifferentIdsError as error:
         encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
         formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
-        work = replace(work, encoder=encoder, formats=formats)
-        return _encode_all(work, name, settings, check, num_proc, caps)
+        job = replace(job, encoder=encoder, formats=formats)
+        return _encode_all(job, name, settings, check, num_proc, caps)
 
 
 def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") -> str:
-    """Return what decides a shard's content beside the source and the encoder."""
+    """Return everything that decides a shard's tokens besides its source and the encoder, as JSON."""
     longest = None if arguments.packing == "concat" else arguments.max_length
     chosen = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, longest)
     return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate])
 
 
-def _encode_all(work: Work, name: str, settings: str, check: ParityCheck, num_proc: int, caps: Caps) -> Encoded:
-    shards = cut_into_shards(work.sources, f"{settings} {name}")
-    work = replace(work, progress=multiprocessing.RawArray("q", 3 * len(shards)))
-    records = {shard.index: record for shard in shards if (record := _usable_record(work, shard)) is not None}
+def _encode_all(
+    job: EncodingJob, name: str, settings: str, check: ParityCheck, num_proc: int, caps: Caps
+) -> EncodedSources:
+    shards = split_into_shards(job.sources, f"{settings} {name}")
+    job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(shards)))
+    records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
     for index, record in records.items():
         done = (shards[index].num_bytes, len(record.documents), record.num_tokens)
-        work.progress[3 * index : 3 * index + 3] = done
-    described: dict[int, SourceRecord] = {}
+        job.progress[3 * index : 3 * index + 3] = done
+    source_records: dict[int, SourceRecord] = {}
     total = sum(shard.num_bytes for shard in shards)
-    tasks = chain(range(len(work.sources)), _to_do(shards, records, caps))
-    with Workers(partial(_perform, work), num_proc) as workers, progress(total) as show:
+    tasks = chain(range(len(job.sources)), _unfinished_shards(shards, records, caps))
+    with WorkerPool(partial(_run_task, job), num_proc) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
-        next(finished_tasks, None)  # they have something to do now
-        if isinstance(work.encoder, ByteBPE):
-            check.begin(work.encoder, is_long=total > _LONG_RUN_BYTES)
-        import pyarrow  # noqa: F401 - the rows need it, and there is time for it now
+        next(finished_tasks, None)  # starts the first tasks
+        if isinstance(job.encoder, ByteBPE):
+            check.begin(job.encoder, is_long=total > _LONG_RUN_BYTES)
+        import pyarrow  # noqa: F401 - needed to write the rows; the import takes no extra time while others encode
 
         for finished in finished_tasks:
             if finished is not None:
                 task, result = finished
                 if isinstance(task, Shard):
-                    record = read_record(work.folder, task)
+                    record = read_record(job.folder, task)
                     assert record is not None, task
                     records[task.index] = record
                 elif result is not None:
-                    described[task] = result
-            _show(work, show)
-        difference = check.result() if isinstance(work.encoder, ByteBPE) else None
+                    source_records[task] = result
+            _show(job, show)
+        difference = check.result() if isinstance(job.encoder, ByteBPE) else None
     if difference:
         raise _DifferentIdsError(difference)
     used = [shard for shard in shards if shard.index in records]
-    described_in_order = [described[number] for number in sorted(described)]
-    return Encoded(used, [records[shard.index] for shard in used], described_in_order, name)
+    in_order = [source_records[number] for number in sorted(source_records)]
+    return EncodedSources(used, [records[shard.index] for shard in used], in_order, name)
 
 
-def _perform(work: Work, task: _Task) -> SourceRecord | None:
-    """Return a source's record; a shard's lies on the disk."""
+def _run_task(job: EncodingJob, task: _Task) -> SourceRecord | None:
+    """Encode a shard, or return a source's record."""
     if isinstance(task, Shard):
-        encode_shard(work, task)
+        encode_shard(job, task)
         return None
-    return work.sources[task].record()
+    return job.sources[task].record()
 
 
 def _sample(sources: Sequence[Source], formats: Sequence[SourceFormat]) -> Iterator[str]:
-    """Yield texts from places spaced evenly over the sources of text."""
+    """Yield texts from parts spaced evenly over the sources of text."""
     of_text = [
         (source, format_.columns[0]) for source, format_ in zip(sources, formats, strict=True) if not format_.chat
     ]
     num_bytes = sum(source.num_bytes for source, _ in of_text)
     part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
     parts = [(source, column, part) for source, column in of_text for part in source.parts(part_bytes)]
-    characters = min(max(int(num_bytes * _SAMPLED_SHARE), _LEAST_SAMPLED), _MOST_SAMPLED) // _SAMPLED_PARTS
+    characters = min(max(int(num_bytes * _SAMPLED_SHARE), _MIN_SAMPLED), _MAX_SAMPLED) // _SAMPLED_PARTS
     for source, column, part in parts[:: max(1, len(parts) // _SAMPLED_PARTS)]:
         yield from _first_texts(source, column, part, characters)
 
 
 def _first_texts(source: Source, column: str, part: Any, left: int) -> Iterator[str]:
-    """Yield the part's first documents, together about ``left`` characters."""
+    """Yield the part's first documents, at most ``left`` characters in all."""
     reader = source.reader(part, (column,))
     for number, row in reader:
         if left <= 0:
@@ -254,22 +271,25 @@ def _first_texts(source: Source, column: str, part: Any, left: int) -> Iterator[
         try:
             text = None if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))
         except BadRowError:
-            continue  # told, or left out, where the shard is encoded
+            continue  # reported or skipped when the shard is encoded
         if text:
             yield text[:left]
             left -= len(text)
 
 
-def _usable_record(work: Work, shard: Shard) -> ShardRecord | None:
-    """Return the record of a finished shard that this run may use: none with bad rows where these are to be told."""
-    record = read_record(work.folder, shard)
-    if record is not None and not work.skips_bad_rows and (record.skipped["reason"] == REASONS.index(BAD_ROW)).any():
+def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
+    """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
+    record = read_record(job.folder, shard)
+    if record is not None and not job.skips_bad_rows and (record.skipped["reason"] == REASONS.index(BAD_ROW)).any():
         return None
     return record
 
 
-def _to_do(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps) -> Iterator[Shard]:
-    """Yield the shards that are not finished, as long as those before have not reached a cap."""
+def _unfinished_shards(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps) -> Iterator[Shard]:
+    """Yield the shards without a record, until the finished shards before them reach a cap.
+
+    ``records`` grows while this iterates.
+    """
     num_documents = num_tokens = following = 0
     for shard in shards:
         while (before := records.get(following)) is not None:
@@ -283,7 +303,7 @@ def _to_do(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps)
             yield shard
 
 
-def _show(work: Work, show: Show) -> None:
-    done = work.progress[:]
+def _show(job: EncodingJob, show: ShowProgress) -> None:
+    done = job.progress[:]
     num_bytes, num_documents, num_tokens = (sum(done[start::3]) for start in range(3))
     show(num_bytes, num_documents, num_tokens)

@@ -1,4 +1,4 @@
-"""``manifest.json`` of a token dataset: sources and tokenizer by hash, settings, and a ledger whose sums balance."""
+"""Read and write a token dataset's ``manifest.json``: hashed sources and tokenizer, settings, a balanced ledger."""
 
 import hashlib
 import json
@@ -11,7 +11,9 @@ from fabric_train.files.typed_json import parse_json
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
-LAST_INCOMPLETE_ROW = "last_incomplete_row"  # reasons of the ledger
+
+# reasons for which the ledger counts documents as skipped, or tokens as dropped or cut
+LAST_INCOMPLETE_ROW = "last_incomplete_row"
 EMPTY = "empty"
 BAD_ROW = "bad_row"
 DUPLICATE = "duplicate"
@@ -21,7 +23,7 @@ NOTHING_SUPERVISED = "nothing_supervised"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was read: path beneath its source's folder, size in bytes, SHA-256 in hexadecimal."""
+    """A file that was read: path relative to its source's folder, size in bytes, SHA-256 in hexadecimal."""
 
     path: str
     bytes: int
@@ -32,9 +34,16 @@ class SourceFile:
 class SourceRecord:
     """A source of --dataset or --validation_dataset.
 
-    ``kind`` is files, saved_dataset or hub; ``revision`` is a hub dataset's fingerprint. ``documents`` and ``tokens``
-    are those kept of it; ``weight`` is its share in train/ where --weights was given, and ``epochs`` how often its
-    documents for training are in there on average.
+    Args:
+        name: as given, without passwords.
+        kind: ``files``, ``saved_dataset`` or ``hub``.
+        files: the files read; empty for a hub dataset.
+        splits: the splits read; empty for files.
+        revision: a hub dataset's fingerprint, or its version if it was streamed.
+        documents: documents kept.
+        tokens: tokens of the documents kept.
+        weight: its value in --weights, None without --weights.
+        epochs: how often each of its training documents is in the train split on average.
     """
 
     name: str
@@ -50,10 +59,11 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer; ``vocab_size`` is its largest id plus one, ``sha256`` the hash of each file in ``tokenizer/``.
+    """The tokenizer.
 
-    ``encoder`` is tiktoken, or encode_batch_fast and why. ``chat_template_sha256`` and ``end_of_turn_token_id`` are of
-    the template that chats were rendered with, None where there were none.
+    ``vocab_size`` is its largest id plus one, ``sha256`` has the hash of each file in ``tokenizer/``. ``encoder`` is
+    ``tiktoken``, or ``encode_batch_fast: WHY``. ``chat_template_sha256`` and ``end_of_turn_token_id`` belong to the
+    template with which chats were rendered; they are None without chats.
     """
 
     name: str
@@ -70,7 +80,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that decide what is in the rows."""
+    """The arguments that decide the content of the rows."""
 
     max_length: int
     packing: str
@@ -91,9 +101,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """What went into a split and what came of it; ``tokens_in`` counts BOS and EOS, characters are code points.
+    """The documents and tokens of one split.
 
-    ``tokens_repeated`` are in rows a second time for --overlap; ``tokens_supervised`` have a label of their own.
+    Args:
+        documents: documents packed, repeats included.
+        characters: their code points.
+        tokens_in: their tokens, BOS and EOS included.
+        tokens_repeated: tokens that are in a further row because of --overlap.
+        tokens_in_rows: tokens in rows, repeated ones included and padding not.
+        tokens_padding: padding in rows.
+        tokens_supervised: tokens whose label is not -100.
+        tokens_dropped: tokens in no row, by reason.
+        rows: number of rows.
     """
 
     documents: int
@@ -109,10 +128,11 @@ class SplitLedger:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The documents read, skipped by reason, and kept, which lie in the splits.
+    """The documents read, skipped by reason, and kept; the kept ones are packed into the splits.
 
-    Sampling by --weights puts ``documents_repeated`` there again and leaves ``documents_unsampled`` out.
-    ``tokens_cut`` are tokens of turns that were taken off chats, by reason; they count in no split.
+    With --weights, ``documents_repeated`` counts the times that a document comes again, and ``documents_unsampled``
+    the documents in no split. ``tokens_cut`` counts the tokens of turns removed from chats, by reason; no split
+    includes them.
     """
 
     splits: dict[str, SplitLedger]
@@ -124,7 +144,11 @@ class Ledger:
     tokens_cut: dict[str, int]
 
     def imbalances(self, max_length: int) -> list[str]:
-        """Return the sums that do not balance, in words; none when all do."""
+        """Return one line for each sum that does not balance.
+
+        Args:
+            max_length: tokens in a row.
+        """
         sampled = self.documents_kept + self.documents_repeated - self.documents_unsampled
         sums = [
             ("documents read", self.documents_read, self.documents_kept + sum(self.documents_skipped.values())),
@@ -141,7 +165,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class MergedPart:
-    """A token dataset that was merged into this one: its name, the SHA-256 of its manifest, its rows in each split."""
+    """A token dataset that was merged into this one; ``rows`` has its number of rows in each split."""
 
     name: str
     manifest_sha256: str
@@ -152,10 +176,9 @@ class MergedPart:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that ``manifest.json`` says.
+    """The content of ``manifest.json``.
 
-    ``parts`` are those of a merged token dataset, in the order in which their rows lie; its ``settings`` are those of
-    the first.
+    A merged token dataset has ``parts``, in the order of their rows; its ``settings`` are those of the first part.
     """
 
     ledger: Ledger
@@ -167,7 +190,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` into ``folder``; the ledger must balance."""
+    """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance."""
     imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
     assert not imbalances, imbalances
     content = {"format": FORMAT, **asdict(manifest)}
@@ -178,24 +201,24 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder``, None if it has none.
+    """Return the manifest of ``folder``, or None if it has none.
 
     Raises:
-        InputError: the file is damaged, of another format, or its ledger does not balance.
+        InputError: the file is damaged, has another format, or its ledger does not balance.
     """
     manifest = load_manifest(folder)
     imbalances = manifest.ledger.imbalances(manifest.settings.max_length) if manifest else []
     if imbalances:
         file = folder / FILE_NAME
-        raise InputError(*(f"{file} is damaged: {imbalance}; make the token dataset anew" for imbalance in imbalances))
+        raise InputError(*(f"{file} is damaged: {imbalance}; tokenize again" for imbalance in imbalances))
     return manifest
 
 
 def load_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of ``folder``, also one whose ledger does not balance; None if it has none.
+    """Return the manifest of ``folder`` without checking that its ledger balances, or None if there is none.
 
     Raises:
-        InputError: the file is damaged or of another format.
+        InputError: the file is damaged or has another format.
     """
     file = folder / FILE_NAME
     if not file.is_file():
@@ -203,9 +226,7 @@ def load_manifest(folder: Path) -> Manifest | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise InputError(
-                f"{file} is of format {content['format']}, this version reads {FORMAT}; make the token dataset anew"
-            )
+            raise InputError(f"{file} has format {content['format']}, this version reads {FORMAT}; tokenize again")
         totals = {field.name: content["ledger"].pop(field.name) for field in fields(Ledger) if field.name != "splits"}
         content["ledger"] = {"splits": content["ledger"], **totals}
         manifest = parse_json(json.dumps(content), Manifest)
@@ -214,20 +235,20 @@ def load_manifest(folder: Path) -> Manifest | None:
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); make the token dataset anew") from None
+        raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); tokenize again") from None
     return manifest
 
 
 def changed_tokenizer(folder: Path, record: TokenizerRecord) -> list[str]:
-    """Name the files in ``tokenizer/`` of a token dataset that are not those its manifest was written for."""
+    """Return one line for each file in ``folder/tokenizer`` that is missing or whose hash is not that in ``record``."""
     faults = []
     for name, sha256 in record.sha256.items():
         file = folder / "tokenizer" / name
         if not file.is_file():
-            faults.append(f"{file} is missing, {FILE_NAME} names it in tokenizer.sha256; tokenize again")
+            faults.append(f"{file} is missing, but {FILE_NAME} lists it in tokenizer.sha256; tokenize again")
         elif hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
             faults.append(
-                f"{file} is not the file of tokenizer.sha256 in {FILE_NAME}: damaged or edited; "
-                "put it back as it was, or tokenize again"
+                f"{file} does not match tokenizer.sha256 in {FILE_NAME}: it is damaged or edited; "
+                "restore the file, or tokenize again"
             )
     return faults

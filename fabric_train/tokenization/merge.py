@@ -1,4 +1,4 @@
-"""Token datasets → one with the rows of all:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
+"""Merge token datasets into one:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ _VERSIONS_OF = ("fabric-train", "pyarrow")
 
 
 @dataclass(frozen=True)
-class TokenDataset:
+class MergeInput:
     """A token dataset to merge."""
 
     folder: Path
@@ -43,7 +43,7 @@ class TokenDataset:
     splits: dict[str, Split]
 
     def parts(self) -> tuple[MergedPart, ...]:
-        """Return what it is made of: the parts that were merged into it, or else itself."""
+        """Return the parts that were merged into this token dataset, or the dataset itself as the only part."""
         if self.manifest.parts:
             return self.manifest.parts
         return (
@@ -58,10 +58,10 @@ class TokenDataset:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Merge as the command line says and print what was done.
+    """Merge the token datasets of the command line and print a summary.
 
     Raises:
-        InputError: the datasets cannot be one; nothing has been written.
+        InputError: the token datasets cannot be merged; nothing has been written.
     """
     arguments = parse(MergeArguments, argv)
     manifest, notes = merge([Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir))
@@ -73,15 +73,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
-    """Write the rows of all ``folders``, in their order, as the token dataset ``target``, which is whole or not there.
+    """Write the rows of the token datasets ``folders``, in this order, as the token dataset ``target``.
 
-    Documents are not compared: one that is in two of them comes twice.
+    ``target`` is complete or absent. Documents are not compared: one that is in two of the datasets comes twice.
 
     Returns:
-        The manifest, and lines a user should read: settings that differ, and files that were a source of several.
+        The manifest, and notes for the user: settings that differ, and files that several datasets were made from.
 
     Raises:
-        InputError: one line for each dataset that cannot be read or differs from the first in what must be the same.
+        InputError: one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
+            columns differ from those of the first.
     """
     check_not_taken(target)
     for folder in folders:
@@ -89,14 +90,14 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     merged = _open(folders)
     first = merged[0]
     faults = [fault for other in merged[1:] for fault in _differences(first, other)]
-    if not faults:  # then the tokenizers are one and the same
+    if not faults:  # all have the same tokenizer
         faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
     parts = tuple(part for dataset in merged for part in dataset.parts())
     manifest = Manifest(
         ledger=_sum([dataset.manifest.ledger for dataset in merged]),
-        # a weight is a share of the part alone, whose settings keep it
+        # weights are relative to the other sources of one part; the part's settings keep them
         sources=tuple(replace(source, weight=None) for dataset in merged for source in dataset.manifest.sources),
         tokenizer=_tokenizer(merged),
         settings=first.manifest.settings,
@@ -116,8 +117,8 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     return manifest, [*_settings_that_differ(parts), *_sources_in_common(merged)]
 
 
-def _open(folders: Sequence[Path]) -> list[TokenDataset]:
-    opened: list[TokenDataset] = []
+def _open(folders: Sequence[Path]) -> list[MergeInput]:
+    opened: list[MergeInput] = []
     faults: list[str] = []
     for folder in folders:
         try:
@@ -126,39 +127,42 @@ def _open(folders: Sequence[Path]) -> list[TokenDataset]:
             faults += error.faults
             continue
         if manifest is None:
-            faults.append(f"{folder}: no manifest.json, so nobody knows its tokenizer; make the token dataset anew")
+            faults.append(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
         elif sorted(splits) != sorted(manifest.ledger.splits):
-            faults.append(f"{folder}: its splits are not those of its manifest.json; make the token dataset anew")
+            faults.append(f"{folder}: its splits are not those of its manifest.json; tokenize again")
         elif any(folder.samefile(other.folder) for other in opened):
-            faults.append(f"{folder} is given twice: its documents would be")
+            faults.append(f"{folder} is given twice, so its documents would come twice; give it once")
         else:
-            opened.append(TokenDataset(folder, manifest, splits))
+            opened.append(MergeInput(folder, manifest, splits))
     if faults:
         raise InputError(*faults)
     return opened
 
 
-def _differences(first: TokenDataset, other: TokenDataset) -> Iterator[str]:
-    """Name what must be the same in both and is not."""
+def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
+    """Yield one line for each difference that prevents a merge."""
     ours, theirs = first.manifest, other.manifest
     if ours.settings.max_length != theirs.settings.max_length:
         yield (
-            f"{other.folder}: rows of {theirs.settings.max_length:,} tokens, those of {first.folder} have "
+            f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, those of {first.folder} have "
             f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
         )
     digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
     names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
     if names:
         yield (
-            f"{other.folder}: its tokenizer is another than that of {first.folder}, {', '.join(names)} differ"
+            f"{other.folder}: its tokenizer is not that of {first.folder}, {', '.join(names)} differ"
             f"{'s' if len(names) == 1 else ''}; tokenize one of them again with the --tokenizer_name of the other"
         )
     templates = {ours.tokenizer.chat_template_sha256, theirs.tokenizer.chat_template_sha256} - {None}
     if len(templates) == 2 and not names:
-        yield f"{other.folder}: its chats are rendered with another template than those of {first.folder}"
+        yield (
+            f"{other.folder}: its chats are rendered with another template than those of {first.folder}; "
+            "tokenize one of them again"
+        )
     for name in first.splits.keys() & other.splits.keys():
         if _without_labels(first.splits[name].schema) != _without_labels(other.splits[name].schema):
-            yield f"{other.folder}: {name} has other columns than that of {first.folder}; make the token dataset anew"
+            yield f"{other.folder}: {name} has other columns than that of {first.folder}; tokenize again"
 
 
 def _without_labels(schema: pa.Schema) -> dict[str, pa.DataType]:
@@ -166,18 +170,18 @@ def _without_labels(schema: pa.Schema) -> dict[str, pa.DataType]:
 
 
 def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:
-    """Write the files of the splits one after another; where some have labels, the others get them."""
-    model = next((split for split in splits if "labels" in split.schema.names), splits[0])
-    files = [(file, split.schema.names == model.schema.names) for split in splits for file in split.files]
+    """Copy the files of the splits into ``folder`` in order; if one split has labels, the others get them too."""
+    template = next((split for split in splits if "labels" in split.schema.names), splits[0])
+    files = [(file, split.schema.names == template.schema.names) for split in splits for file in split.files]
     names = [f"data-{index:05d}-of-{len(files):05d}.arrow" for index in range(len(files))]
     for name, (file, is_whole) in zip(names, files, strict=True):
         if is_whole:
             shutil.copyfile(file, folder / name)
         else:
-            _copy_with_labels(file, folder / name, model.schema)
+            _copy_with_labels(file, folder / name, template.schema)
         advance(file.stat().st_size)
-    described = json.loads((model.files[0].parent / "dataset_info.json").read_text(encoding="utf-8"))
-    _write_json(folder / "dataset_info.json", {"features": described["features"]})
+    info = json.loads((template.files[0].parent / "dataset_info.json").read_text(encoding="utf-8"))
+    _write_json(folder / "dataset_info.json", {"features": info["features"]})
     states = [json.loads((split.files[0].parent / "state.json").read_text(encoding="utf-8")) for split in splits]
     fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
     digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
@@ -186,7 +190,7 @@ def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None])
 
 
 def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
-    """Copy a file whose tokens are all supervised, which is why it lacks ``labels``, and add them."""
+    """Copy a file without ``labels`` and add them: all its tokens are supervised."""
     with pa.OSFile(str(target), "wb") as opened, pa.ipc.new_stream(opened, schema) as writer:
         for batch in read_arrow(file):
             columns = [batch.column("input_ids" if name == "labels" else name) for name in schema.names]
@@ -203,7 +207,7 @@ def _sum(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger]) -> dict:
-    """Add up the counts of ledgers, those by reason for each reason."""
+    """Return the sum of each count, and per reason the sums of the counts by reason."""
     totals: dict = {}
     for ledger in ledgers:
         for field in fields(ledger):
@@ -215,8 +219,8 @@ def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger]) -> dict:
     return totals
 
 
-def _tokenizer(merged: Sequence[TokenDataset]) -> TokenizerRecord:
-    """Return the tokenizer's record: the first, unless a later one is the first that knows of chats."""
+def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
+    """Return the first tokenizer record with a chat template, or the first record if none has one."""
     records = [dataset.manifest.tokenizer for dataset in merged]
     return next((record for record in records if record.chat_template_sha256), records[0])
 
@@ -229,14 +233,14 @@ def _settings_that_differ(parts: Iterable[MergedPart]) -> Iterator[str]:
             yield f"--{name} differs: {', '.join(values)}; manifest.json keeps that of each part"
 
 
-def _sources_in_common(merged: Sequence[TokenDataset]) -> Iterator[str]:
+def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:
     found: dict[str, tuple[Path, str]] = {}
     for dataset in merged:
         for source in dataset.manifest.sources:
             for file in source.files:
                 folder, path = found.setdefault(file.sha256, (dataset.folder, file.path))
                 if folder != dataset.folder:
-                    yield f"{path} of {folder} was read for {dataset.folder} too: its documents may be there twice"
+                    yield f"{path} of {folder} was also read for {dataset.folder}: its documents may come twice"
 
 
 def _write_json(file: Path, content: dict) -> None:

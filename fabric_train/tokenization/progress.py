@@ -1,4 +1,4 @@
-"""How far tokenization is: a bar on a terminal, a plain line every few seconds elsewhere; on standard error."""
+"""Show the progress of tokenization on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -7,18 +7,22 @@ from contextlib import contextmanager
 
 _SECONDS_BETWEEN_LINES = 3.0
 
-Show = Callable[[int, int, int], None]  # bytes, documents and tokens done
+ShowProgress = Callable[[int, int, int], None]  # bytes, documents and tokens done
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Show]:
-    """Yield what shows that so many bytes of ``total`` are done, and documents and tokens; to be called often."""
+def progress(total: int) -> Iterator[ShowProgress]:
+    """Yield the function that shows the progress; call it often.
+
+    Args:
+        total: bytes to read.
+    """
     with _bar(total) if sys.stderr.isatty() else _lines(total) as show:
         yield show
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Show]:
+def _bar(total: int) -> Iterator[ShowProgress]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -32,20 +36,20 @@ def _bar(total: int) -> Iterator[Show]:
 
 
 @contextmanager
-def _lines(total: int) -> Iterator[Show]:
+def _lines(total: int) -> Iterator[ShowProgress]:
     counts = _Counts()
-    pulse = Pulse()
+    log = ThrottledLog()
 
     def show(done: int, documents: int, tokens: int) -> None:
         share = min(done / max(total, 1), 1)
         left = f", about {counts.seconds() * (1 - share) / share:.0f} s left" if done else ""
-        pulse(f"tokenizing: {share:.0%}, {counts.describe(documents, tokens)}{left}")
+        log(f"tokenizing: {share:.0%}, {counts.describe(documents, tokens)}{left}")
 
     yield show
 
 
 class _Counts:
-    """Words for what is done, with the speed since the beginning."""
+    """A description of documents and tokens done, with the mean speed."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -57,15 +61,15 @@ class _Counts:
         return f"{documents:,} documents, {tokens:,} tokens, {tokens / self.seconds():,.0f} tokens/s"
 
 
-class Pulse:
-    """Prints a line given to it on standard error, when the last one is some seconds ago."""
+class ThrottledLog:
+    """A log on standard error that prints at most one line every few seconds."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._last_printed = time.monotonic()
 
     def __call__(self, line: str) -> None:
-        """Print ``line`` or pass over it."""
+        """Print ``line`` unless the last line is too recent."""
         now = time.monotonic()
-        if now - self._said >= _SECONDS_BETWEEN_LINES:
-            self._said = now
+        if now - self._last_printed >= _SECONDS_BETWEEN_LINES:
+            self._last_printed = now
             print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Which of the encoded documents go into which split, in which order and how often.
+"""Select the documents of each split, their order and their number of repeats.
 
-All is a function of the documents' order in the sources, the settings and the seed: the number of processes, and where
-shards begin, decide nothing.
+The result depends only on the order of the documents in the sources, the settings and the seed, not on the number of
+processes or shards.
 """
 
 from collections import Counter
@@ -21,14 +21,14 @@ class Collection:
     """The encoded documents of some sources.
 
     Args:
-        documents: all on the disk, those left out included.
-        kept: int64 [kept], the documents that caps and deduplication leave, in the order of the sources.
-        characters: int64 [documents].
-        sources: int64 [documents], each one's number among the sources.
-        num_read: rows read, up to the one at which a cap ended the reading.
-        skipped: reason → rows left out among those.
-        tokens_cut: reason → tokens taken off kept chats.
-        hashes: uint8 [kept, 16] or [0, 16], of the kept documents' content.
+        documents: all documents on disk, including those that are not kept.
+        kept: int64 [kept], the documents left after caps and deduplication, in the order of the sources.
+        characters: int64 [documents], code points of each document.
+        sources: int64 [documents], the number of each document's source.
+        num_read: rows read, up to the row at which a cap was reached.
+        skipped: reason → rows skipped among those.
+        tokens_cut: reason → tokens removed from kept chats.
+        hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
     """
 
     documents: SpooledDocuments
@@ -49,15 +49,15 @@ def collect(
     max_tokens: int | None,
     seen: np.ndarray | None,
 ) -> Collection:
-    """Put finished shards together.
+    """Collect the documents of finished shards, and apply deduplication and caps.
 
     Args:
-        folder: where they lie.
-        shards: in the order of the sources.
-        records: as many.
-        max_documents: stop after so many documents.
-        max_tokens: stop after the document that reaches so many tokens.
-        seen: where duplicates are to be left out, hashes of documents that were read before these; else None.
+        folder: the folder of the shards.
+        shards: the shards in the order of the sources.
+        records: one per shard.
+        max_documents: keep at most this many documents.
+        max_tokens: stop after the document that reaches this many tokens.
+        seen: uint8 [n, 16], hashes of documents that were read before these; None to keep duplicates.
     """
     documents = np.concatenate([record.documents for record in records])
     first_rows = np.cumsum([0, *(record.num_read for record in records)])
@@ -99,7 +99,7 @@ def _spooled(folder: Path, shard: Shard, record: ShardRecord) -> SpooledFile:
 
 
 def _is_first(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Return whether each document, bool [n], is the first of its content, those ``seen`` before counted."""
+    """Return whether each document is the first with its content, bool [n]; ``seen`` comes before all of them."""
     both = np.ascontiguousarray(np.concatenate([seen, hashes])).view(f"V{HASH_BYTES}").ravel()
     is_first = np.zeros(len(both), dtype=bool)
     is_first[np.unique(both, return_index=True)[1]] = True
@@ -107,7 +107,7 @@ def _is_first(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens: int | None) -> int:
-    """Return how many of the documents are read before a cap ends it; the one that reaches a cap counts."""
+    """Return the number of documents up to and including the one that reaches a cap."""
     last = len(lengths) if max_documents is None else min(max_documents, len(lengths))
     if max_tokens is not None:
         last = min(last, int(np.searchsorted(np.cumsum(lengths), max_tokens)) + 1)
@@ -117,8 +117,8 @@ def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens
 def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
     """Return which documents go to validation, bool [num_documents].
 
-    Exactly ``share`` of them, rounded; but where the share is not 0 and there are two or more, at least one and at most
-    all but one. A function of these three numbers alone.
+    Their number is ``share * num_documents``, rounded. If ``share`` is above 0 and there are two documents or more, at
+    least one goes to validation and at least one does not.
     """
     chosen = np.zeros(num_documents, dtype=bool)
     if share > 0 and num_documents >= 2:
@@ -130,15 +130,17 @@ def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
 def mix(
     lengths: np.ndarray, sources: np.ndarray, weights: Sequence[float], num_tokens: int | None, seed: int
 ) -> np.ndarray:
-    """Return the documents, int64 [n], in the random order in which they are packed, some of them several times.
+    """Return the documents to pack in random order, int64 [n]; a document may come several times.
 
-    Source i gives its share ``weights[i] / sum(weights)`` of ``num_tokens`` (or, where that is None, of as many tokens
-    as all documents have): all its documents as often as they fit, in a new random order each time, and then as many as
-    it takes to reach the share.
+    Source i contributes ``weights[i] / sum(weights)`` of the tokens: whole epochs over its documents, each in a new
+    random order, and then as many documents as are needed to reach its share.
 
     Args:
-        lengths: int64 [documents].
-        sources: int64 [documents], below ``len(weights)``; every source has a document.
+        lengths: int64 [documents], tokens in each document.
+        sources: int64 [documents], the number of each document's source; every source has a document.
+        weights: one per source.
+        num_tokens: tokens to sample; None means as many as all documents have.
+        seed: decides the order.
     """
     total = num_tokens or int(lengths.sum())
     chosen = []

@@ -1,6 +1,4 @@
-"""The hidden folder of finished shards and downloads beside a token dataset that is not there yet; a second start goes
-on with it.
-"""
+"""The hidden folder that keeps finished shards and downloads next to an unfinished token dataset, for a restart."""
 
 import os
 import shutil
@@ -14,19 +12,20 @@ from fabric_train.files.lock import hold_lock
 from fabric_train.tokenization.reading.url_download import PART
 
 DOWNLOADS = "downloads"
-"""Where in it files lie that were fetched."""
+"""The subfolder of downloaded files."""
 
-_WORTH_KEEPING_BYTES = 1 << 20  # less is made again in a moment, and would only lie about
+_MIN_BYTES_TO_KEEP = 1 << 20  # less is quickly made again
 
 
 @contextmanager
 def unfinished_folder(target: Path) -> Iterator[Path]:
-    """Yield ``.NAME.unfinished`` beside ``target``, for this process alone; it goes when the block has ended well.
+    """Yield the locked folder ``.NAME.unfinished`` next to ``target``, and remove it when the block succeeds.
 
-    Where an exception leaves the block, the folder stays if what is finished in it is worth it, and the user is told.
+    If an exception leaves the block and the folder holds more than a MiB of finished work, the folder stays and a line
+    on standard error names it.
 
     Raises:
-        InputError: another process is at work for the same target, or the place cannot be written to.
+        InputError: another process is tokenizing into ``target``, or its parent folder cannot be written to.
     """
     target = Path(os.path.abspath(target))
     folder = target.parent / f".{target.name}.unfinished"
@@ -43,7 +42,7 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
             downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != PART]
             if _is_worth_keeping(folder, num_finished, downloads):
                 kept = f"{num_finished:,} finished shards" + (f" and {len(downloads):,} downloads" if downloads else "")
-                print(f"{kept} are kept in {folder}: the same command goes on with them", file=sys.stderr)
+                print(f"{kept} are kept in {folder}: the same command continues with them", file=sys.stderr)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -52,4 +51,4 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
 
 def _is_worth_keeping(folder: Path, num_finished: int, downloads: list[Path]) -> bool:
     parts = folder.rglob("*") if num_finished else downloads
-    return sum(file.stat().st_size for file in parts) > _WORTH_KEEPING_BYTES
+    return sum(file.stat().st_size for file in parts) > _MIN_BYTES_TO_KEEP

@@ -1,7 +1,7 @@
-"""Processes that apply one function to many items, and end with the process that started them, whatever ends that.
+"""Worker processes that apply one function to many items, and that end when their parent process ends.
 
-``concurrent.futures`` is not used: its processes are forked while its threads run, which Python 3.10 can hang on, and a
-fork made before any thread gives every process the loaded tokenizer without a copy and without its imports.
+``concurrent.futures`` is not used: it forks while its own threads run, which can hang on Python 3.10. A fork before any
+thread starts gives every process the loaded tokenizer and the imported modules without a copy.
 """
 
 import gc
@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
-_ITEMS_AHEAD = 2  # given to a process: one to work on, and one to go on with
+_ITEMS_AHEAD = 2  # per process: the one it works on and the next one
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Linux alone: elsewhere system libraries do not survive a fork
+# fork only on Linux: elsewhere system libraries do not survive it
 _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 class Worker(Generic[Item, Result]):
-    """A process that applies ``function`` to what it is sent."""
+    """A process that applies ``function`` to the items it is sent."""
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
         self.connection, other = _CONTEXT.Pipe()
@@ -34,7 +34,11 @@ class Worker(Generic[Item, Result]):
         other.close()
 
     def send(self, item: Item) -> None:
-        """Give it one more item; they are computed one after another, in this order."""
+        """Send an item; items are computed in the order in which they are sent.
+
+        Raises:
+            ChildProcessError: the process was killed.
+        """
         try:
             self.connection.send(item)
         except BrokenPipeError:
@@ -44,8 +48,8 @@ class Worker(Generic[Item, Result]):
         """Wait for the next result.
 
         Raises:
-            ChildProcessError: the process was killed, as the system does when memory runs out.
-            Exception: what ``function`` raised.
+            ChildProcessError: the process was killed, for example because memory ran out.
+            Exception: the exception that ``function`` raised.
         """
         try:
             result, error = self.connection.recv()
@@ -56,67 +60,72 @@ class Worker(Generic[Item, Result]):
         return result
 
     def kill(self) -> None:
-        """End the process at once; it may take the system a moment to clear it away."""
+        """Kill the process without waiting for its end."""
         self.process.kill()
         self.connection.close()
 
 
-class Workers(Generic[Item, Result]):
-    """``num_proc`` processes; leaving the block ends them at once."""
+class WorkerPool(Generic[Item, Result]):
+    """A context manager of ``num_proc`` processes, which it kills when the block ends."""
 
     def __init__(self, function: Callable[[Item], Result], num_proc: int) -> None:
-        gc.freeze()  # what is loaded is not visited again: not in this process, and not copied for it in those
+        gc.freeze()  # a collection would visit all loaded objects, and so copy their memory pages in every process
         gc.enable()
         self._workers: list[Worker[Item, Result]] = [Worker(function) for _ in range(num_proc)]
 
-    def __enter__(self) -> "Workers[Item, Result]":
+    def __enter__(self) -> "WorkerPool[Item, Result]":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for worker in self._workers:
             worker.kill()
-        if kind is not None:  # what they have begun to write may be removed next
+        if kind is not None:  # the caller may remove the files that they write
             for worker in self._workers:
                 worker.process.join()
 
-    def run(self, items: Iterator[Item], tick: float) -> Iterator[tuple[Item, Result] | None]:
-        """Yield items with their results as they come, items being taken in order, and None every ``tick`` seconds and
-        once at the beginning, when the first ones are under way.
+    def run(self, items: Iterator[Item], tick_seconds: float) -> Iterator[tuple[Item, Result] | None]:
+        """Yield items with their results in the order in which they finish.
+
+        Yields None too: once after the first items are sent, and whenever ``tick_seconds`` pass without a result.
+
+        Args:
+            items: taken in order, as processes become free; none of them is None.
+            tick_seconds: seconds to wait for a result.
 
         Raises:
             ChildProcessError: a process was killed.
-            Exception: what the function raised.
+            Exception: the exception that the function raised.
         """
-        under_way: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
+        queues: dict[Any, tuple[Worker[Item, Result], deque[Item]]] = {
             worker.connection: (worker, deque()) for worker in self._workers
         }
-        has_begun = False
+        has_started = False
         while True:
             for _ in range(_ITEMS_AHEAD):
-                for worker, own in under_way.values():
-                    if len(own) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
+                for worker, queue in queues.values():
+                    if len(queue) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
                         worker.send(item)
-                        own.append(item)
-            if not has_begun:
-                has_begun = True
+                        queue.append(item)
+            if not has_started:
+                has_started = True
                 yield None
-            busy = [one for one, (_, own) in under_way.items() if own]
+            busy = [one for one, (_, queue) in queues.items() if queue]
             if not busy:
                 return
-            ready = connection.wait(busy, timeout=tick)
+            ready = connection.wait(busy, timeout=tick_seconds)
             for one in ready:
-                worker, own = under_way[one]
-                yield own.popleft(), worker.receive()
+                worker, queue = queues[one]
+                yield queue.popleft(), worker.receive()
             if not ready:
                 yield None
 
 
 def _killed() -> ChildProcessError:
-    return ChildProcessError("a tokenizing process was killed; if memory ran out, use fewer with --num_proc")
+    return ChildProcessError("a tokenizing process was killed; if memory ran out, use a smaller --num_proc")
 
 
 def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent kills this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
@@ -127,7 +136,7 @@ def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
         answer: tuple[Any, Exception | None]
         try:
             answer = (function(item), None)
-        except Exception as error:  # noqa: BLE001 - raised again in the parent
+        except Exception as error:  # noqa: BLE001 - the parent raises it again
             answer = (None, error)
         pipe.send(answer)
 

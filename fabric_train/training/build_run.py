@@ -193,7 +193,7 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
-        stands=checkpoints.read_stands(run.start.checkpoint) if run.start.checkpoint and run.start.resumes else None,
+        cursors=checkpoints.read_cursors(run.start.checkpoint) if run.start.checkpoint and run.start.resumes else None,
         num_workers=num_workers,
         pin_memory=pins,
     )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch
-from fabric_train.data.lanes import Cursor, Lanes, LaneStand, deal
+from fabric_train.data.lanes import LaneCursor, Lanes, TextPosition, deal
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
@@ -39,11 +39,11 @@ def letters(text: str) -> np.ndarray:
 def batches_of(
     texts: Sequence[str],
     order: LaneOrder,
-    stands: Sequence[LaneStand] | None = None,
+    cursors: Sequence[LaneCursor] | None = None,
     num_workers: int = 0,
     max_length: int = 5,
 ) -> StreamBatches:
-    return StreamBatches(lambda: texts, letters, max_length, True, order, stands, num_workers, pin_memory=False)
+    return StreamBatches(lambda: texts, letters, max_length, True, order, cursors, num_workers, pin_memory=False)
 
 
 def all_ranks(
@@ -52,14 +52,14 @@ def all_ranks(
     rows_per_window: int,
     micro_batch_size: int,
     world_size: int,
-    stands: Sequence[LaneStand] | None = None,
+    cursors: Sequence[LaneCursor] | None = None,
     num_workers: int = 0,
-) -> tuple[list[np.ndarray], list[list[LaneStand]]]:
-    """Every window's rows over all ranks, [rows_per_window, max_length], and where all lanes stand after it."""
+) -> tuple[list[np.ndarray], list[list[LaneCursor]]]:
+    """Every window's rows over all ranks, [rows_per_window, max_length], and the cursors of all lanes after it."""
     ranks: list[list[Window]] = []
     for rank in range(world_size):
         order = LaneOrder(rows_per_window, micro_batch_size, world_size, rank)
-        ranks.append(list(batches_of(texts, order, stands, num_workers).windows(0, num_windows)))
+        ranks.append(list(batches_of(texts, order, cursors, num_workers).windows(0, num_windows)))
     rows, after = [], []
     for windows in zip(*ranks, strict=True):
         stacked = np.concatenate([batch.input_ids.numpy() for window in windows for batch in window.batches])
@@ -67,7 +67,7 @@ def all_ranks(
         assert sorted(told[:, 0]) == list(range(rows_per_window))
         in_order = np.argsort(told[:, 0])
         rows.append(stacked[in_order])
-        after.append([LaneStand.from_numbers(numbers) for numbers in told[in_order, 1:]])
+        after.append([LaneCursor.from_numbers(numbers) for numbers in told[in_order, 1:]])
     return rows, after
 
 
@@ -113,8 +113,8 @@ def test_resumed_at_any_step_by_other_ranks_the_windows_are_those_of_the_uninter
     texts: list[str], cut: tuple[int, int], other: tuple[int, int], step: int
 ) -> None:
     rows, after = all_ranks(texts, 8, 8, *cut)
-    stands = after[step - 1] if step else None
-    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *other, stands=stands)
+    cursors = after[step - 1] if step else None
+    resumed, resumed_after = all_ranks(texts, 8 - step, 8, *other, cursors=cursors)
     for window, same in zip(rows[step:], resumed, strict=True):
         np.testing.assert_array_equal(window, same)
     assert after[step:] == resumed_after
@@ -148,7 +148,7 @@ def test_a_window_says_what_it_holds() -> None:
 
 
 def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
-    lanes = Lanes(lambda: ["abc", "d", "efghij"], letters, 1, {0: Cursor()}, max_length=6)
+    lanes = Lanes(lambda: ["abc", "d", "efghij"], letters, 1, {0: TextPosition()}, max_length=6)
     rows = [lanes.next_row(0) for _ in range(4)]
     assert ["".join(chr(token or 46) for token in row.input_ids) for row in rows] == [
         "abc.d.",
@@ -157,14 +157,14 @@ def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
         ".efghi",
     ]
     assert [row.document_starts for row in rows] == [[0, 4], [0], [1, 5], [1]]
-    assert [row.stand.next for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
-    assert [row.stand.last for row in rows] == [(0, 0, 0), (0, 2, 0), (0, 2, 6), (1, 1, 1)]
+    assert [row.cursor.next for row in rows] == [(0, 2, 0), (0, 2, 6), (1, 1, 1), (1, 2, 5)]
+    assert [row.cursor.last for row in rows] == [(0, 0, 0), (0, 2, 0), (0, 2, 6), (1, 1, 1)]
 
 
 def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
     texts = ["long " * 20, "short"] * 500
-    cursors = {lane: Cursor() for lane in range(2)}
-    lanes = Lanes(lambda: texts, letters, 2, cursors, max_length=64)
+    begins = {lane: TextPosition() for lane in range(2)}
+    lanes = Lanes(lambda: texts, letters, 2, begins, max_length=64)
     most = 0
     for _, lane in itertools.product(range(700), range(2)):
         lanes.next_row(lane)
@@ -185,8 +185,8 @@ def test_only_a_ranks_own_documents_are_encoded() -> None:
     list(made.windows(0, 2))
     assert encoded == [texts[1], texts[5]]
     encoded.clear()
-    stands = [LaneStand(Cursor(0, 2, 0), Cursor(0, 1, 0), hash_of(letters(texts[1])))] * 4
-    list(StreamBatches(lambda: texts, encode, 10, True, order, stands, 0, pin_memory=False).windows(1, 2))
+    cursors = [LaneCursor(TextPosition(0, 2, 0), TextPosition(0, 1, 0), hash_of(letters(texts[1])))] * 4
+    list(StreamBatches(lambda: texts, encode, 10, True, order, cursors, 0, pin_memory=False).windows(1, 2))
     assert encoded == [texts[1], texts[5]]  # of what lies behind, only the last row is encoded again, to compare it
 
 
@@ -207,7 +207,7 @@ def test_texts_that_have_changed_since_are_refused_before_a_row_is_made(num_work
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_fewer_documents_than_rows_in_a_step_are_refused(num_workers: int) -> None:
     order = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=1, rank=0)
-    with pytest.raises(InputError, match=r"^--streaming_dataset: 3 documents with text do for as many rows") as error:
+    with pytest.raises(InputError, match=r"^--streaming_dataset: 3 documents with text, fewer than the 4") as error:
         list(batches_of(["a", "b", "c"], order, num_workers=num_workers).windows(0, 2))
     assert "\n" not in str(error.value)
 
@@ -478,7 +478,7 @@ def test_a_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
     started = run.start("few", total_batch_size=64)
     assert started.wait(100) == [2]
     output = started.stdout() + started.stderr()
-    assert "error: --streaming_dataset: 40 documents with text do for as many rows of a step, which has 64" in output
+    assert "error: --streaming_dataset: 40 documents with text, fewer than the 64 rows of a step" in output
     assert "Traceback" not in output
 
 

@@ -82,7 +82,7 @@ class Case:
 
 
 STREAM = "-train_data_dir --max_length 32 --total_batch_size 1 --streaming_dataset"
-READABLE = "readable are .txt, .md, .csv, .json, .jsonl, .parquet (but for parquet also with .gz or .zst)"
+READABLE = "readable are .txt, .md, .csv, .json, .jsonl, .parquet (all except parquet also with .gz or .zst)"
 TRAINER = "runs/{}/checkpoints/step-00000007"
 
 CASES: dict[str, Case] = {
@@ -267,7 +267,7 @@ CASES: dict[str, Case] = {
         "the prompt's … tokens and --num_tokens 256 exceed the model's 256 positions: …",
     ),
     "one token dataset to merge": Case("merge", "tokens", "--dataset_dirs: give two token datasets or more"),
-    "a token dataset and itself": Case("merge", "tokens tokens", "tokens is given twice: its documents would be"),
+    "a token dataset and itself": Case("merge", "tokens tokens", "tokens is given twice, so its documents …"),
     "a row beyond the last": Case(
         "inspect", "tokens --start 10000", "--start 10000: train has … rows, numbered from 0"
     ),
@@ -452,30 +452,34 @@ CASES: dict[str, Case] = {
         "inspect", "datasets/list-info", "datasets/list-info/train/dataset_info.json: damaged (…); tokenize again"
     ),
     "a damaged manifest": Case(
-        "train", "--train_data_dir datasets/bad-manifest", "datasets/bad-manifest/manifest.json is damaged (…); make …"
+        "train",
+        "--train_data_dir datasets/bad-manifest",
+        "datasets/bad-manifest/manifest.json is damaged (…); …",
     ),
     "a manifest of another format": Case(
         "inspect",
         "datasets/old-manifest",
-        "…manifest.json is of format 1, this version reads 2; …",
+        "…manifest.json has format 1, this version reads 2; …",
     ),
     "a ledger that does not balance": Case(
-        "merge", "tokens datasets/unbalanced", "…manifest.json is damaged: tokens in rows of train: … is not 64; make …"
+        "merge",
+        "tokens datasets/unbalanced",
+        "…manifest.json is damaged: tokens in rows of train: … is not 64; …",
     ),
     "merging a token dataset without a manifest": Case(
         "merge",
         "tokens datasets/no-manifest",
-        "datasets/no-manifest: no manifest.json, so nobody knows its tokenizer; …",
+        "datasets/no-manifest: no manifest.json, so its tokenizer is unknown; …",
     ),
     "an edited tokenizer": Case(
         "merge",
         "tokens datasets/edited-tokenizer",
-        "…tokenizer.json is not the file of tokenizer.sha256 in manifest.json: …",
+        "…tokenizer.json does not match tokenizer.sha256 in manifest.json: …",
     ),
     "a lost tokenizer": Case(
         "train",
         "--train_data_dir datasets/no-tokenizer",
-        "…tokenizer.json is missing, manifest.json names it in …; tokenize again",
+        "…tokenizer.json is missing, but manifest.json lists it in …; tokenize again",
     ),
     # -------------------------------------------------------------------------------------------------- texts, sources
     "no texts": Case(

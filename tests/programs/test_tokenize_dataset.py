@@ -1,4 +1,4 @@
-"""tokenize_dataset.py: documents in; a complete token dataset with a balanced ledger out, or a clear line, nothing."""
+"""tokenize_dataset.py writes a complete token dataset with a balanced ledger, or one error line and nothing."""
 
 import bz2
 import gzip
@@ -42,7 +42,7 @@ def real_jsonl(tmp_path_factory: pytest.TempPathFactory, shakespeare_jsonl: Path
 
 
 @pytest.mark.parametrize("kind", ["txt", "md", "csv", "json", "jsonl", "lines.json", "parquet", "saved", "saved_dict"])
-def test_the_same_documents_come_out_of_every_kind_of_source(tmp_path: Path, tiny_model_dir: Path, kind: str) -> None:
+def test_every_kind_of_source_gives_the_same_documents(tmp_path: Path, tiny_model_dir: Path, kind: str) -> None:
     source = tmp_path / f"source.{kind}"
     if kind in ("txt", "md"):
         for number, text in enumerate(TEXTS):
@@ -70,7 +70,7 @@ def test_the_same_documents_come_out_of_every_kind_of_source(tmp_path: Path, tin
     assert manifest_of(tmp_path / "out").ledger.documents_kept == len(TEXTS)
 
 
-def test_bos_and_eos_stand_around_each_document_exactly_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_each_document_has_exactly_one_bos_and_one_eos(tmp_path: Path, tiny_model_dir: Path) -> None:
     bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
     texts = ["plain", f"{bos}brings its own{eos}", f"{bos}{bos}twice{eos}{eos}"]
     rows = tokenize(
@@ -104,7 +104,7 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
-    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._SMALLEST", 5_000)  # sixty shards
+    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._MIN_SHARD_BYTES", 5_000)  # sixty shards
     results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
     assert results[0] == results[1] == results[2]
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
@@ -112,14 +112,14 @@ def test_the_output_is_the_same_for_any_number_of_processes(
 
 @pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("word", ["winter", "12"])
-def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
+def test_an_encoder_with_a_wrong_id_is_not_used(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, is_long: bool
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, f"Now is the {word} of our discontent"])
     expected = tokenize(tmp_path / "expected", tiny_model_dir, source)
     encode, use_quick_pattern = PieceEncoder.encode, PieceEncoder.use_quick_pattern
 
-    def encode_but_for_one_word(pieces: PieceEncoder, text: str) -> np.ndarray:
+    def encode_one_word_wrong(pieces: PieceEncoder, text: str) -> np.ndarray:
         is_wrong = not is_long or hasattr(pieces, "is_quick")
         return encode(pieces, text.replace("winter", "summer") if is_wrong else text)
 
@@ -127,7 +127,7 @@ def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
         monkeypatch.setattr(pieces, "is_quick", True, raising=False)
         use_quick_pattern(pieces)
 
-    monkeypatch.setattr(PieceEncoder, "encode", encode_but_for_one_word)
+    monkeypatch.setattr(PieceEncoder, "encode", encode_one_word_wrong)
     monkeypatch.setattr(PieceEncoder, "use_quick_pattern", remember)
     monkeypatch.setattr("fabric_train.tokenization.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
     assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
@@ -135,7 +135,7 @@ def test_an_encoder_with_another_id_for_the_corpus_is_not_used(
     assert used.startswith("encode_batch_fast: ids differ") if word == "winter" else used == "tiktoken"
 
 
-def test_the_ledger_counts_what_was_read_skipped_packed_and_dropped(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_ledger_counts_read_skipped_packed_and_dropped(tmp_path: Path, tiny_model_dir: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [None, *TEXTS[:10], "", " \n\t", *TEXTS[10:]])
     rows = tokenize(tmp_path / "out", tiny_model_dir, source, validation_split=0.25)
     manifest = manifest_of(tmp_path / "out")
@@ -153,7 +153,7 @@ def test_the_ledger_counts_what_was_read_skipped_packed_and_dropped(tmp_path: Pa
     assert manifest.settings.seed == 0
 
 
-def test_the_manifest_names_sources_and_tokenizer_by_hash(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_manifest_has_the_hashes_of_sources_and_tokenizer(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "folder" / "b").mkdir(parents=True)
     files = [
         write_jsonl(tmp_path / "folder" / "b" / "z.jsonl"),
@@ -202,7 +202,7 @@ def test_max_tokens_stops_after_the_document_that_reaches_it(
     assert ledger.documents_read == (expected if max_tokens < 10**6 else len(TEXTS) + 1)
 
 
-def test_a_tokenizer_without_bos_begins_documents_without_it_and_says_so(
+def test_documents_begin_without_bos_if_the_tokenizer_has_none(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "tokenizer"
@@ -271,7 +271,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "empty parquet": ("a.parquet", parquet_of(text=pyarrow.array([], pyarrow.string())), "no document with any text"),
     "empty folder": ("a", lambda path: path.mkdir(), "no readable file in this folder of 0 files"),
     "pdf": ("a.pdf", bytes_of(b"%PDF"), r"cannot read \.pdf; readable are \.txt, \.md"),
-    "nothing there": ("a.jsonl", lambda _path: None, "no such file or folder"),
+    "missing file": ("a.jsonl", lambda _path: None, "no such file or folder"),
     "saved, missing column": (
         "a",
         lambda path: datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(path),
@@ -282,7 +282,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
-def test_a_bad_source_is_one_clear_line_and_nothing_is_written(tmp_path: Path, tiny_model_dir: Path, case: str) -> None:
+def test_a_bad_source_is_one_error_line_and_nothing_is_written(tmp_path: Path, tiny_model_dir: Path, case: str) -> None:
     name, write, message = BAD_SOURCES[case]
     write(tmp_path / name)
     before = sorted(tmp_path.rglob("*"))
@@ -294,14 +294,14 @@ def test_a_bad_source_is_one_clear_line_and_nothing_is_written(tmp_path: Path, t
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_every_source_that_is_not_there_is_named_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_all_missing_sources_are_reported_at_once(tmp_path: Path, tiny_model_dir: Path) -> None:
     with pytest.raises(InputError) as caught:
         tokenize(tmp_path / "out", tiny_model_dir, tmp_path / "a.txt", "owner/name", "x/y/z")
     assert len(caught.value.faults) == 3
     assert "hub cannot be reached" in caught.value.faults[1]
 
 
-def test_files_that_cannot_be_read_in_a_folder_are_said_in_one_line(
+def test_unreadable_files_in_a_folder_are_noted_in_one_line(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"
@@ -310,11 +310,11 @@ def test_files_that_cannot_be_read_in_a_folder_are_said_in_one_line(
         (folder / name).write_text("not this")
     write_jsonl(folder / "a.jsonl")
     tokenize(tmp_path / "out", tiny_model_dir, folder)
-    assert "4 files of other kinds are passed over (1 .docx, 2 .pdf, 1 no suffix)" in capsys.readouterr().err
+    assert "4 files of other kinds are skipped (1 .docx, 2 .pdf, 1 no suffix)" in capsys.readouterr().err
     assert [file.path for file in manifest_of(tmp_path / "out").sources[0].files] == ["a.jsonl"]
 
 
-def test_less_text_than_a_row_is_refused_with_the_numbers(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_less_text_than_a_row_is_an_error_with_the_counts(tmp_path: Path, tiny_model_dir: Path) -> None:
     with pytest.raises(InputError) as caught:
         tokenize(tmp_path / "out", tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", ["one"]), max_length=100)
     train, validation = caught.value.faults
@@ -323,7 +323,7 @@ def test_less_text_than_a_row_is_refused_with_the_numbers(tmp_path: Path, tiny_m
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
-def test_an_output_folder_with_something_in_it_is_refused_before_any_work(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_nonempty_output_folder_is_an_error_before_any_work(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
     with pytest.raises(InputError, match="not empty"):
@@ -332,7 +332,7 @@ def test_an_output_folder_with_something_in_it_is_refused_before_any_work(tmp_pa
 
 
 def start(tmp_path: Path, tokenizer: Path, source: Path, *options: object) -> "subprocess.Popen[str]":
-    """Start the program, in a process group of its own."""
+    """Start the program in a process group of its own."""
     argv = ["--dataset", source, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "new" / "out", *options]
     command = [sys.executable, tokenize_dataset.__file__, *map(str, argv)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -344,19 +344,19 @@ def wait_for_shards(process: "subprocess.Popen[str]", folder: Path, count: int) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes_on(
+def test_an_interrupted_run_leaves_no_output_and_a_restart_continues(
     tmp_path: Path, tiny_model_dir: Path, number: signal.Signals
 ) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 4_000)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_000)
     process = start(tmp_path, tiny_model_dir, source, "--num_proc", 1)
     wait_for_shards(process, tmp_path / "new", 2)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert "Traceback" not in said
+    _, stderr = process.communicate(timeout=60)
+    assert "Traceback" not in stderr
     if number != signal.SIGKILL:
         assert process.returncode == 130
-        assert said.splitlines()[-1] == "error: interrupted"
-        assert "the same command goes on with them" in said.splitlines()[-2]
+        assert stderr.splitlines()[-1] == "error: interrupted"
+        assert "the same command continues with them" in stderr.splitlines()[-2]
     assert not (tmp_path / "new" / "out").exists()
     finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("new/.out.unfinished/*.npz")}
     assert len(finished) >= 2
@@ -367,13 +367,13 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished_and_the_next_goes
             with suppress(FileNotFoundError):  # the run may just have ended
                 assert file.stat().st_mtime_ns == written  # not encoded again
         time.sleep(0.01)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert manifest_of(tmp_path / "new" / "out").ledger.documents_kept == 160_000
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert manifest_of(tmp_path / "new" / "out").ledger.documents_kept == 80_000
     assert os.listdir(tmp_path / "new") == ["out"]
 
 
-def test_two_runs_for_one_folder_do_not_meet(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_second_run_into_the_same_folder_is_an_error(tmp_path: Path, tiny_model_dir: Path) -> None:
     process = start(tmp_path, tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500))
     wait_for_shards(process, tmp_path / "new", 1)
     with pytest.raises(InputError, match="another process is tokenizing into it"):
@@ -382,10 +382,10 @@ def test_two_runs_for_one_folder_do_not_meet(tmp_path: Path, tiny_model_dir: Pat
     process.communicate()
 
 
-def test_a_source_that_has_changed_is_encoded_anew(
+def test_a_changed_source_is_encoded_again(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 0)
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._MIN_BYTES_TO_KEEP", 0)
     first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
     with pytest.raises(InputError, match=r"b\.jsonl, line 2"):
@@ -397,11 +397,11 @@ def test_a_source_that_has_changed_is_encoded_anew(
     assert (ledger.documents_read, ledger.documents_skipped) == (len(TEXTS) + 3, {"bad_row": 1})
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_is_finished(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_full_disk_ends_the_run_with_one_error_line(tmp_path: Path, tiny_model_dir: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
     program = (
         "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"  # as a full disk: the write fails
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"  # a write fails as on a full disk
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
         "import tokenize_dataset; from fabric_train.cli.errors import run_program; run_program(tokenize_dataset.main)"
     )
@@ -419,7 +419,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_is_finished(tmp_pat
     assert not list(tmp_path.glob(".out.incomplete*"))
 
 
-def test_the_program_itself_ends_with_the_projects_exit_codes(
+def test_the_program_ends_with_the_documented_exit_codes(
     tmp_path: Path, tiny_model_dir: Path, run_program: Callable[..., "subprocess.CompletedProcess[str]"]
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl")
@@ -435,7 +435,7 @@ def test_the_program_itself_ends_with_the_projects_exit_codes(
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_a_damaged_manifest_is_refused_and_an_absent_one_is_none(tiny_tokens_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_an_error_and_a_missing_one_is_none(tiny_tokens_dir: Path, tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     whole = (tiny_tokens_dir / "manifest.json").read_text()
     content = json.loads(whole)
@@ -452,7 +452,7 @@ def test_a_damaged_manifest_is_refused_and_an_absent_one_is_none(tiny_tokens_dir
             read_manifest(tmp_path)
 
 
-def test_manifests_are_read_without_heavy_libraries() -> None:
+def test_manifest_is_read_without_importing_heavy_libraries() -> None:
     program = (
         "import sys; import fabric_train.tokenization.manifest, fabric_train.tokenization.encoding\n"
         "print([name for name in ('torch', 'transformers', 'datasets', 'pyarrow') if name in sys.modules])"

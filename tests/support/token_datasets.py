@@ -1,4 +1,4 @@
-"""Small token datasets made by the program, and what lies in them."""
+"""Make small token datasets with the program, and read their manifests and documents."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def write_jsonl(path: Path, texts: list[Any] = TEXTS) -> Path:
 
 
 def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
-    """Return the texts of the whole documents in ``rows``: those between a BOS and an EOS."""
+    """Return the texts of the complete documents in ``rows``, which lie between a BOS and an EOS."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     ids = [token for row in rows for token in row]
     texts, start = [], 0

@@ -381,7 +381,7 @@ def test_unreadable_dataset_is_reported_in_one_line(copy: Path, tmp_path: Path, 
     if wrong == "missing":
         folder, expected = tmp_path / "none", "no such folder"
     elif wrong == "not a dataset":
-        folder, expected = tmp_path, "no token dataset"
+        folder, expected = tmp_path, "not a token dataset"
     elif wrong == "one split":
         folder, expected = copy / "train", "give the folder above it"
     elif wrong == "no file":

@@ -1,4 +1,4 @@
-"""python -m fabric_train.tokenization.merge: the rows of all, one manifest that balances, or a line and nothing."""
+"""python -m fabric_train.tokenization.merge writes all rows and a balanced manifest, or one error line and nothing."""
 
 import json
 import re
@@ -20,7 +20,7 @@ COLUMNS = ("input_ids", "document_starts", "labels")
 
 def merged(target: Path, *folders: Path) -> Manifest:
     merge.main([*map(str, folders), "--output_dir", str(target)])
-    manifest = read_manifest(target)  # refuses one that does not balance
+    manifest = read_manifest(target)  # raises if the ledger does not balance
     assert manifest is not None
     return manifest
 
@@ -42,7 +42,7 @@ def edit_manifest(folder: Path, *path: str, value: Any) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
-    """A copy of the tiny dataset without validation, whose rows begin with three tokens that are not supervised."""
+    """A copy of the tiny token dataset without validation; the first three tokens of its rows are not supervised."""
     folder = Path(shutil.copytree(tiny_tokens_dir, tmp_path / "other"))
     shutil.rmtree(folder / "validation")
     train = datasets.load_from_disk(tiny_tokens_dir)["train"]
@@ -63,7 +63,7 @@ def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     return folder
 
 
-def test_rows_lie_in_order_and_splits_are_united(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+def test_merged_rows_are_in_order_and_splits_are_joined(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
     merged(tmp_path / "out", other, tiny_tokens_dir)
     first, second = rows_of(other), rows_of(tiny_tokens_dir)
     assert "labels" not in second[0]
@@ -73,7 +73,7 @@ def test_rows_lie_in_order_and_splits_are_united(tmp_path: Path, tiny_tokens_dir
     assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").is_file()
 
 
-def test_the_ledger_is_the_sum_and_the_rows_hold_what_it_says(
+def test_merged_ledger_is_the_sum_and_matches_the_rows(
     tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
@@ -91,7 +91,7 @@ def test_the_ledger_is_the_sum_and_the_rows_hold_what_it_says(
     assert "no problems found" in capsys.readouterr().out
 
 
-def test_the_manifest_says_what_it_is_made_of(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+def test_merged_manifest_lists_its_parts(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
     edit_manifest(other, "settings", "seed", value=7)
     manifest = merged(tmp_path / "out", tiny_tokens_dir, other)
     ours, theirs = read_manifest(tiny_tokens_dir), read_manifest(other)
@@ -109,7 +109,7 @@ def test_the_manifest_says_what_it_is_made_of(tmp_path: Path, tiny_tokens_dir: P
     assert again.ledger.splits["train"].rows == 3 * rows["train"]
 
 
-def test_settings_that_differ_and_files_read_twice_are_noted(
+def test_notes_name_differing_settings_and_files_read_twice(
     tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit_manifest(other, "settings", "seed", value=7)
@@ -117,10 +117,10 @@ def test_settings_that_differ_and_files_read_twice_are_noted(
     output = capsys.readouterr().out
     assert "note     --seed differs: 0, 7; manifest.json keeps that of each part\n" in output
     assert "note     slice.jsonl of" in output
-    assert output.count("note") == 2
+    assert output.count("note     ") == 2
 
 
-def test_a_document_cut_at_the_end_of_a_part_is_no_fault(
+def test_inspect_accepts_a_document_cut_at_the_end_of_a_part(
     tmp_path: Path, tiny_tokens_dir: Path, other: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     merged(tmp_path / "out", tiny_tokens_dir, other)
@@ -128,7 +128,7 @@ def test_a_document_cut_at_the_end_of_a_part_is_no_fault(
     assert "Cut off at the end of the split or of a merged part: 2." in capsys.readouterr().out
 
 
-def test_the_fingerprint_is_that_of_the_parts(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+def test_fingerprint_depends_on_the_parts_and_their_order(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
     orders = {"a": (tiny_tokens_dir, other), "b": (tiny_tokens_dir, other), "c": (other, tiny_tokens_dir)}
     for name, folders in orders.items():
         merged(tmp_path / name, *folders)
@@ -139,7 +139,7 @@ def test_the_fingerprint_is_that_of_the_parts(tmp_path: Path, tiny_tokens_dir: P
 def spoil_tokenizer(folder: Path) -> str:
     digests = json.loads((folder / "manifest.json").read_text())["tokenizer"]["sha256"]
     edit_manifest(folder, "tokenizer", "sha256", value={**digests, "tokenizer.json": "0" * 64})
-    return "its tokenizer is another than that of .*, tokenizer.json differs; "
+    return "its tokenizer is not that of .*, tokenizer.json differs; "
 
 
 def spoil_length(folder: Path) -> str:
@@ -147,22 +147,22 @@ def spoil_length(folder: Path) -> str:
     content["settings"]["max_length"] = 32
     content["ledger"]["train"]["rows"] *= 2
     (folder / "manifest.json").write_text(json.dumps(content))
-    return "rows of 32 tokens, those of .* have 64; "
+    return "its rows have 32 tokens, those of .* have 64; "
 
 
 def spoil_format(folder: Path) -> str:
     edit_manifest(folder, "format", value=1)
-    return "is of format 1, this version reads 2; "
+    return "has format 1, this version reads 2; "
 
 
 def spoil_manifest(folder: Path) -> str:
     (folder / "manifest.json").unlink()
-    return "no manifest.json, so nobody knows its tokenizer"
+    return "no manifest.json, so its tokenizer is unknown"
 
 
 def spoil_listing(folder: Path) -> str:
     (folder / "dataset_dict.json").unlink()
-    return "no token dataset"
+    return "not a token dataset"
 
 
 def spoil_splits(folder: Path) -> str:
@@ -174,7 +174,7 @@ def spoil_splits(folder: Path) -> str:
 @pytest.mark.parametrize(
     "spoil", [spoil_tokenizer, spoil_length, spoil_format, spoil_manifest, spoil_listing, spoil_splits]
 )
-def test_what_cannot_be_merged_is_refused_in_a_line(
+def test_bad_input_is_one_error_line_and_nothing_is_written(
     tmp_path: Path, tiny_tokens_dir: Path, other: Path, spoil: Any
 ) -> None:
     fault = spoil(other)
@@ -186,7 +186,7 @@ def test_what_cannot_be_merged_is_refused_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path, tiny_tokens_dir: Path, other: Path) -> None:
     third = Path(shutil.copytree(other, tmp_path / "third"))
     spoil_length(other)
     spoil_tokenizer(other)
@@ -196,17 +196,24 @@ def test_all_faults_are_told_at_once(tmp_path: Path, tiny_tokens_dir: Path, othe
     assert len(error.value.faults) == 3
 
 
-def test_a_dataset_given_twice_and_one_alone_are_refused(tmp_path: Path, tiny_tokens_dir: Path) -> None:
+def test_a_dataset_given_twice_or_alone_is_an_error(tmp_path: Path, tiny_tokens_dir: Path) -> None:
     with pytest.raises(InputError, match="is given twice"):
         merged(tmp_path / "out", tiny_tokens_dir, tiny_tokens_dir / ".." / tiny_tokens_dir.name)
     with pytest.raises(InputError, match="two token datasets or more"):
         merged(tmp_path / "out", tiny_tokens_dir)
 
 
-def test_it_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, other: Path, run_program: Any) -> None:
+def test_merge_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, other: Path, run_program: Any) -> None:
     command = ("-m", "fabric_train.tokenization.merge", tiny_tokens_dir, other, "--output_dir", tmp_path / "out")
     finished = run_program(*command)
     assert (finished.returncode, finished.stderr) == (0, "")
     finished = run_program(*command)
     assert finished.returncode == 2
     assert "already exists and is not empty" in finished.stderr
+
+
+@pytest.mark.parametrize("name", ["merge", "inspect"])
+def test_the_former_module_name_still_runs(name: str, run_program: Any) -> None:
+    finished = run_program("-m", f"fabric_train.corpus.{name}", "--help")
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.startswith("usage: ")

@@ -1,4 +1,4 @@
-"""Rows: nothing lost, nothing doubled, whatever the lengths, their order, the packing and the overlap."""
+"""Rows hold every token as planned, for any lengths, order, packing and overlap."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ Place = tuple[int, int]  # document, token in it
 
 @dataclass(frozen=True)
 class Task:
-    """What ``plan_rows`` is asked for."""
+    """The arguments of ``plan_rows``."""
 
     lengths: list[int]
     order: list[int]
@@ -51,7 +51,7 @@ def tasks(draw: st.DrawFn, *packings: Packing) -> Task:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a plan, its tokens by place, the first of them repeated."""
+    """The tokens of a piece of a plan: the repeated ones, and the new ones after them."""
 
     repeated: list[Place]
     new: list[Place]
@@ -91,7 +91,7 @@ def test_every_token_is_new_in_one_row_or_counted_as_dropped(task: Task) -> None
 
 @settings(max_examples=300)
 @given(task=tasks())
-def test_the_ledger_balances(task: Task) -> None:
+def test_counts_of_a_plan_balance(task: Task) -> None:
     plan = task.plan()
     assert plan.tokens_in == len(all_tokens(task))
     assert plan.tokens_in_rows == sum(len(piece.repeated) + len(piece.new) for piece in pieces_of(plan))
@@ -102,7 +102,7 @@ def test_the_ledger_balances(task: Task) -> None:
 
 @settings(max_examples=300)
 @given(task=tasks())
-def test_a_row_has_room_for_its_pieces_and_each_brings_something_new(task: Task) -> None:
+def test_pieces_fit_into_their_row_and_each_has_a_new_token(task: Task) -> None:
     for row in rows_of(task.plan()):
         assert row
         assert sum(len(piece.repeated) + len(piece.new) for piece in row) <= task.max_length
@@ -111,7 +111,7 @@ def test_a_row_has_room_for_its_pieces_and_each_brings_something_new(task: Task)
 
 @settings(max_examples=300)
 @given(task=tasks("concat"))
-def test_a_joined_row_repeats_the_last_tokens_that_the_row_before_has_of_its_document(task: Task) -> None:
+def test_a_concat_row_repeats_the_end_of_the_row_before(task: Task) -> None:
     before: list[Piece] = []
     for row in rows_of(task.plan()):
         document, token = row[0].new[0]
@@ -139,14 +139,14 @@ def test_documents_that_fit_are_whole_and_longer_ones_are_windows(task: Task) ->
 
 
 @given(task=tasks("none"))
-def test_without_packing_each_window_has_a_row_in_the_documents_order(task: Task) -> None:
+def test_packing_none_gives_each_window_a_row_in_order(task: Task) -> None:
     plan = task.plan()
     assert plan.row_offsets.tolist() == list(range(plan.num_rows + 1))
     assert [place for piece in pieces_of(plan) for place in piece.new] == all_tokens(task)
 
 
-def best_fit_by_the_book(lengths: list[int], max_length: int) -> list[int]:
-    """Return how full each row gets, by trying every row for every piece."""
+def plain_best_fit(lengths: list[int], max_length: int) -> list[int]:
+    """Return the tokens in each row, sorted; every row is tried for every piece."""
     rows: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row, filled in enumerate(rows) if filled + length <= max_length]
@@ -158,7 +158,7 @@ def best_fit_by_the_book(lengths: list[int], max_length: int) -> list[int]:
 
 
 def first_fit(lengths: list[int], max_length: int) -> int:
-    """Return how many rows there are when each piece goes into the first that has room."""
+    """Return the number of rows if each piece goes into the first row with room for it."""
     room = np.empty(len(lengths), dtype=np.int64)
     num_rows = 0
     for length in lengths:
@@ -172,14 +172,14 @@ def first_fit(lengths: list[int], max_length: int) -> int:
 
 @settings(max_examples=500)
 @given(data=st.data(), max_length=st.integers(1, 60))
-def test_best_fit_fills_rows_as_the_book_says_in_any_order(data: st.DataObject, max_length: int) -> None:
+def test_best_fit_equals_a_plain_implementation_in_any_order(data: st.DataObject, max_length: int) -> None:
     lengths = data.draw(st.lists(st.integers(1, max_length), max_size=60))
     rows = best_fit_decreasing(np.array(lengths, dtype=np.int64), max_length)
-    assert sorted(np.bincount(rows, weights=lengths).astype(int).tolist()) == best_fit_by_the_book(lengths, max_length)
+    assert sorted(np.bincount(rows, weights=lengths).astype(int).tolist()) == plain_best_fit(lengths, max_length)
     assert list(dict.fromkeys(rows.tolist())) == list(range(len(set(rows.tolist()))))
 
 
-def test_rows_of_best_fit_come_in_the_order_of_their_first_documents() -> None:
+def test_best_fit_rows_are_in_the_order_of_their_first_documents() -> None:
     plan = Task(lengths=[2, 5, 4, 3], order=[0, 1, 2, 3], packing="best_fit", max_length=6, overlap=0).plan()
     assert [[piece.new[0][0] for piece in row] for row in rows_of(plan)] == [[0, 2], [1], [3]]
 
@@ -192,18 +192,27 @@ def test_rows_of_best_fit_come_in_the_order_of_their_first_documents() -> None:
         ("none", ["abcd", "efghi", "ij", "klm"]),
     ],
 )
-def test_the_worked_examples_of_planning(packing: Packing, rows: list[str]) -> None:
+def test_worked_example_of_plan_rows(packing: Packing, rows: list[str]) -> None:
     texts = ["abcd", "efghij", "klm"]
     plan = Task([len(text) for text in texts], [0, 1, 2], packing, max_length=5, overlap=1).plan()
     places = [[place for piece in row for place in piece.repeated + piece.new] for row in rows_of(plan)]
     assert ["".join(texts[document][i] for document, i in row) for row in places] == rows
 
 
+def test_worked_example_of_row_plan() -> None:
+    plan = Task([4, 6, 3], [0, 1, 2], "concat", max_length=5, overlap=1).plan()
+    assert plan.row_offsets.tolist() == [0, 2, 3, 5]
+    assert plan.documents.tolist() == [0, 1, 1, 1, 2]
+    assert plan.starts.tolist() == [0, 0, 0, 4, 0]
+    assert plan.lengths.tolist() == [4, 1, 5, 2, 3]
+    assert plan.repeated.tolist() == [0, 0, 1, 1, 0]
+
+
 @pytest.fixture(scope="module")
 def chat_lengths(chats_jsonl: Path, smollm2_dir: Path) -> np.ndarray:
-    """Tokens in each of 1,500 chats, as SmolLM2's template writes it but for its system message, int64 [1500]."""
+    """Tokens in each of 500 chats in SmolLM2's template without its system message, int64 [500]."""
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
-    chats = [json.loads(line)["messages"] for line in chats_jsonl.read_text(encoding="utf-8").splitlines()[:1500]]
+    chats = [json.loads(line)["messages"] for line in chats_jsonl.read_text(encoding="utf-8").splitlines()[:500]]
     texts = [
         "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in chat)
         for chat in chats
@@ -212,9 +221,8 @@ def chat_lengths(chats_jsonl: Path, smollm2_dir: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("max_length", [512, 1024, 2048])
-def test_best_fit_is_97_percent_full_on_real_chats_and_needs_no_more_rows_than_first_fit(
-    chat_lengths: np.ndarray, max_length: int
-) -> None:
+def test_best_fit_fills_rows_of_real_chats_to_97_percent(chat_lengths: np.ndarray, max_length: int) -> None:
+    """Check also that first fit needs as many rows or more."""
     plan = plan_rows(chat_lengths, np.arange(len(chat_lengths)), "best_fit", max_length, 0)
     assert plan.tokens_in_rows / (plan.num_rows * max_length) >= 0.97
     windows = [int(window) for length in chat_lengths for window in _windows(int(length), max_length)]
@@ -226,9 +234,9 @@ def _windows(length: int, max_length: int) -> list[int]:
 
 
 def spool(folder: Path, lengths: list[int], files: list[tuple[int, bool]]) -> SpooledDocuments:
-    """Write documents of distinct tokens; a file is (number of documents, whether every third token is masked).
+    """Write documents of distinct tokens into files of (number of documents, whether every third token is masked).
 
-    One more file has the documents that are left.
+    One more file holds the remaining documents.
     """
     ends = list(accumulate(lengths, initial=0))
     spooled, first = [], 0
@@ -245,7 +253,7 @@ def spool(folder: Path, lengths: list[int], files: list[tuple[int, bool]]) -> Sp
 
 
 def expected_rows(task: Task, masked: set[int], with_labels: bool) -> list[dict[str, list[int]]]:
-    """Return the rows as ``datasets`` shows them, put together token by token."""
+    """Return the rows as ``datasets`` loads them, built token by token."""
     begins = list(accumulate(task.lengths, initial=0))
     rows = []
     for pieces in rows_of(task.plan()):
@@ -268,7 +276,7 @@ def expected_rows(task: Task, masked: set[int], with_labels: bool) -> list[dict[
 
 @settings(max_examples=60, deadline=None)
 @given(task=tasks(), files=st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=4))
-def test_what_is_written_is_what_was_planned_and_what_datasets_loads(
+def test_datasets_loads_exactly_the_planned_rows(
     tmp_path_factory: pytest.TempPathFactory, task: Task, files: list[tuple[int, bool]]
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
@@ -297,7 +305,7 @@ def document_of(task: Task, token: int) -> int:
     return int(np.searchsorted(np.cumsum(task.lengths), token, side="right"))
 
 
-def test_more_files_are_read_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_are_read_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fabric_train.tokenization.packing.spooled._MAX_OPEN_FILES", 1)
     documents = spool(tmp_path, [4] * 6, [(2, False), (2, False)])
     order = np.array([5, 0, 3, 1, 4, 2])
@@ -305,7 +313,7 @@ def test_more_files_are_read_than_are_open_at_once(tmp_path: Path, monkeypatch: 
     assert [row[0] // 4 for row in datasets.load_from_disk(tmp_path / "train")["input_ids"][:]] == order.tolist()
 
 
-def test_the_worked_example_of_a_row(tmp_path: Path) -> None:
+def test_worked_example_of_write_split(tmp_path: Path) -> None:
     # B and E are 1 and 2, the letters from 10 on
     tokens = np.array([1, 10, 11, 2, 1, 12, 13, 14, 15, 16, 2], dtype=np.int32)
     tokens.tofile(tmp_path / "tokens")
@@ -321,7 +329,7 @@ def test_the_worked_example_of_a_row(tmp_path: Path) -> None:
     ]
 
 
-def test_a_window_behind_another_document_is_a_border(tmp_path: Path) -> None:
+def test_a_window_after_another_document_is_a_document_start(tmp_path: Path) -> None:
     documents = spool(tmp_path, [2, 7], [])
     write_split(tmp_path / "train", documents, plan_rows(documents.lengths, np.arange(2), "best_fit", 5, 0), PAD)
     rows = datasets.load_from_disk(tmp_path / "train").to_list()
@@ -330,7 +338,7 @@ def test_a_window_behind_another_document_is_a_border(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_the_files_are_those_that_datasets_itself_would_write(tmp_path: Path, overlap: int) -> None:
+def test_files_equal_those_that_datasets_writes(tmp_path: Path, overlap: int) -> None:
     documents = spool(tmp_path, [20], [])
     write_split(tmp_path / "ours", documents, plan_rows(documents.lengths, np.arange(1), "concat", 8, overlap), PAD)
     row = datasets.List(datasets.Value("int32"), length=8)
@@ -345,7 +353,7 @@ def test_the_files_are_those_that_datasets_itself_would_write(tmp_path: Path, ov
         assert len({json.dumps({k: v for k, v in t.items() if k not in leave_out}, sort_keys=True) for t in texts}) == 1
 
 
-def test_rows_go_on_in_further_files_when_one_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_continue_in_the_next_file_when_one_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._TOKENS_PER_BATCH", 8)
     monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._BYTES_PER_FILE", 64)
     documents = spool(tmp_path, [44], [])
@@ -355,7 +363,7 @@ def test_rows_go_on_in_further_files_when_one_is_full(tmp_path: Path, monkeypatc
     assert np.concatenate(datasets.load_from_disk(tmp_path / "train")["input_ids"][:]).tolist() == list(range(44))
 
 
-def test_the_fingerprint_is_one_of_the_content(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_content(tmp_path: Path) -> None:
     fingerprints = []
     for name, lengths in (("a", [9, 9]), ("b", [9, 9]), ("c", [10, 8])):
         folder = tmp_path / name
@@ -367,7 +375,7 @@ def test_the_fingerprint_is_one_of_the_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_no_documents_are_no_rows_that_datasets_loads(tmp_path: Path, packing: Packing) -> None:
+def test_a_split_without_documents_loads_with_no_rows(tmp_path: Path, packing: Packing) -> None:
     documents = spool(tmp_path, [], [])
     plan = plan_rows(documents.lengths, np.arange(0), packing, 8, 2)
     assert write_split(tmp_path / "train", documents, plan, PAD) == 0

@@ -1,4 +1,4 @@
-"""Mixing by weights, deduplication, caps and given validation sources, through the program and by property."""
+"""Selection of documents: mixing by weights, deduplication, caps, bad rows and validation sources."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ A = [f"a{number} from the first source" for number in range(30)]
 B = [f"b{number} from another source, which has longer documents" for number in range(10)]
 
 
-def test_weights_sample_whole_epochs_first_and_say_so(
+def test_weights_sample_whole_epochs_first_and_print_them(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", B)]
@@ -36,7 +36,7 @@ def test_weights_sample_whole_epochs_first_and_say_so(
     assert tokenize(tmp_path / "again", tiny_model_dir, *sources, *argv, validation_split=0, num_proc=2) == rows
 
 
-def test_a_mixture_has_as_many_tokens_as_asked_for(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_mixture_has_the_requested_number_of_tokens(tmp_path: Path, tiny_model_dir: Path) -> None:
     sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", B)]
     tokenize(tmp_path / "out", tiny_model_dir, *sources, "--weights", 2, 2, max_tokens=5_000, validation_split=0)
     assert 5_000 <= manifest_of(tmp_path / "out").ledger.splits["train"].tokens_in < 5_100
@@ -48,7 +48,7 @@ def test_a_mixture_has_as_many_tokens_as_asked_for(tmp_path: Path, tiny_model_di
     st.integers(1, 3_000),
     st.integers(0, 5),
 )
-def test_every_source_reaches_its_share_and_no_document_is_an_epoch_ahead(
+def test_each_source_reaches_its_share_in_balanced_epochs(
     lengths: list[list[int]], weights: list[float], num_tokens: int, seed: int
 ) -> None:
     flat = np.array([length for own in lengths for length in own])
@@ -63,7 +63,7 @@ def test_every_source_reaches_its_share_and_no_document_is_an_epoch_ahead(
         assert times.max() - times.min() <= 1
 
 
-def test_duplicates_are_left_out_across_sources_and_counted(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_duplicates_across_sources_are_skipped_and_counted(tmp_path: Path, tiny_model_dir: Path) -> None:
     sources = [write_jsonl(tmp_path / "a.jsonl", [*A, A[3], A[3]]), write_jsonl(tmp_path / "b.jsonl", [A[0], *B])]
     rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, deduplicate="true", validation_split=0, max_length=4)
     assert (
@@ -74,7 +74,7 @@ def test_duplicates_are_left_out_across_sources_and_counted(tmp_path: Path, tiny
     assert ledger.documents_skipped == {"duplicate": 3}
 
 
-def test_duplicates_do_not_count_for_a_cap(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_duplicates_do_not_count_toward_a_cap(tmp_path: Path, tiny_model_dir: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [A[0], A[0], "", *A[1:]])
     tokenize(tmp_path / "out", tiny_model_dir, source, deduplicate="true", max_documents=5, validation_split=0)
     ledger = manifest_of(tmp_path / "out").ledger
@@ -94,20 +94,20 @@ def test_a_given_validation_source_is_not_mixed_into_train(tmp_path: Path, tiny_
     assert [source.documents for source in manifest_of(tmp_path / "out").sources] == [20, 10]
 
 
-def test_the_split_is_a_function_of_number_share_and_seed() -> None:
+def test_validation_split_depends_on_number_share_and_seed() -> None:
     chosen = draw_validation(1000, 0.05, 3)
     assert chosen.sum() == 50
     assert (chosen == draw_validation(1000, 0.05, 3)).all()
     assert (chosen != draw_validation(1000, 0.05, 4)).any()
 
 
-def test_weights_for_a_source_without_training_documents_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_weight_for_a_source_without_documents_is_an_error(tmp_path: Path, tiny_model_dir: Path) -> None:
     sources = [write_jsonl(tmp_path / "a.jsonl", A), write_jsonl(tmp_path / "b.jsonl", [""])]
     with pytest.raises(InputError, match=r"b\.jsonl: no document with any text"):
         tokenize(tmp_path / "out", tiny_model_dir, *sources, "--weights", 1, 1)
 
 
-def test_bad_rows_are_skipped_and_counted_where_that_is_asked_for(
+def test_bad_rows_are_skipped_and_counted_on_request(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "a.jsonl"

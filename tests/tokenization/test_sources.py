@@ -1,4 +1,4 @@
-"""Where documents come from: compressed files, patterns, URLs; rows that cannot be used; parts of one file."""
+"""Sources: compressed files, parts of a file, glob patterns, URLs, streams, and rows that cannot be used."""
 
 import gzip
 import http.server
@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.files import Reader, split_file
+from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.sources import StreamSource, open_sources
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
@@ -28,7 +28,7 @@ def lines(texts: list[str] = TEXTS) -> bytes:
 
 
 def texts_of(names: list[object], folder: Path, part_bytes: int = 1 << 20) -> list[str]:
-    """The texts of all parts of all sources."""
+    """Return the texts of all parts of all sources."""
     sources = open_sources([str(name) for name in names], "--dataset", False, folder / "downloads")
     rows = [row for source in sources for part in source.parts(part_bytes) for _, row in source.reader(part, ("text",))]
     bad = [str(row) for row in rows if isinstance(row, BadRowError)]
@@ -81,7 +81,7 @@ def test_files_compressed_in_several_streams_are_read_to_the_end(tmp_path: Path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_truncated_compressed_file_is_refused_by_name(tmp_path: Path, suffix: str) -> None:
+def test_the_error_names_a_truncated_compressed_file(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.jsonl{suffix}"
     whole = gzip.compress(lines()) if suffix == ".gz" else compress(lines(), "zstd")
     for damaged in (whole[: len(whole) // 2], b"not compressed at all"):
@@ -90,7 +90,7 @@ def test_a_truncated_compressed_file_is_refused_by_name(tmp_path: Path, suffix: 
             texts_of([file], tmp_path)
 
 
-def test_patterns_name_files_in_order_through_folders(tmp_path: Path) -> None:
+def test_glob_patterns_match_files_in_order_across_folders(tmp_path: Path) -> None:
     for name, text in (("b/2.txt", "two"), ("a/1.txt", "one"), ("a/x.pdf", "no"), ("c.txt", "three")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -101,13 +101,13 @@ def test_patterns_name_files_in_order_through_folders(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """Serves ``tmp_path/served`` over HTTP."""
+    """The address of an HTTP server of the folder ``tmp_path/served``."""
     folder = tmp_path / "served"
     folder.mkdir()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
@@ -115,7 +115,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         running.shutdown()
 
 
-def test_urls_are_fetched_once(tmp_path: Path, server: str) -> None:
+def test_urls_are_downloaded_once(tmp_path: Path, server: str) -> None:
     (tmp_path / "served" / "a.jsonl.gz").write_bytes(gzip.compress(lines()))
     assert texts_of([f"{server}/a.jsonl.gz?download=1"], tmp_path) == TEXTS
     (fetched,) = (tmp_path / "downloads").iterdir()
@@ -124,7 +124,7 @@ def test_urls_are_fetched_once(tmp_path: Path, server: str) -> None:
     assert fetched.stat().st_mtime_ns == written
 
 
-def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished(
+def test_downloads_are_kept_when_a_run_fails_before_its_first_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(name: str, num_bytes: int) -> None:
@@ -133,7 +133,7 @@ def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished
             (folder / DOWNLOADS / name).write_bytes(bytes(num_bytes))
             raise InputError("no document")
 
-    monkeypatch.setattr("fabric_train.tokenization.unfinished._WORTH_KEEPING_BYTES", 100)
+    monkeypatch.setattr("fabric_train.tokenization.unfinished._MIN_BYTES_TO_KEEP", 100)
     for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
         with pytest.raises(InputError):
             fail(name, num_bytes)
@@ -141,10 +141,10 @@ def test_what_was_fetched_is_kept_by_a_run_that_fails_before_a_shard_is_finished
         shutil.rmtree(tmp_path / ".out.unfinished", ignore_errors=True)
 
 
-def test_urls_that_lead_nowhere_are_refused_in_a_line(tmp_path: Path, server: str) -> None:
+def test_bad_urls_are_errors_of_one_line(tmp_path: Path, server: str) -> None:
     for url, reason in [
         (f"{server}/nothing.jsonl", "cannot be fetched"),
-        (f"{server}/page.html", "nothing readable there"),
+        (f"{server}/page.html", "no readable file there"),
         ("http://127.0.0.1:9/a.jsonl", "cannot be fetched"),
         ("nonsense://a.jsonl", "fabric-train"),
     ]:
@@ -154,13 +154,13 @@ def test_urls_that_lead_nowhere_are_refused_in_a_line(tmp_path: Path, server: st
         assert "\n" not in str(caught.value)
 
 
-def test_bad_rows_stand_in_their_place_with_file_and_line(tmp_path: Path) -> None:
+def test_bad_rows_keep_their_place_and_name_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\nnot\n\n{"text": "\xe9"}\n[1]\n{"text": NaN}\n{"text": "b"}\n')
     for part_bytes in (1 << 20, 1):
         found = {}
         for part in split_file(file, part_bytes):
-            reader = Reader(part, ("text",))
+            reader = FileReader(part, ("text",))
             for number, row in reader:
                 found[reader.place(number)] = row
         assert [place.removeprefix(f"{file}, ") for place in found] == [

@@ -1,4 +1,4 @@
-"""Planned rows to a folder that ``datasets.load_from_disk`` reads, written without ``datasets``, slow to import."""
+"""Write planned rows as a folder for ``datasets.load_from_disk``, without the slow import of ``datasets``."""
 
 import json
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.tokenization.packing.rows import RowPlan
-from fabric_train.tokenization.packing.spooled import Pieces, SpooledDocuments, SpoolReader
-from fabric_train.tokenization.progress import Pulse
+from fabric_train.tokenization.packing.spooled import PiecesToCopy, SpooledDocuments, SpoolReader
+from fabric_train.tokenization.progress import ThrottledLog
 
 if TYPE_CHECKING:
     import pyarrow
@@ -22,15 +22,15 @@ _BYTES_PER_FILE = 512 << 20
 
 
 @dataclass(frozen=True)
-class RowBatch:
-    """Rows that follow each other, joined.
+class PackedRows:
+    """Consecutive rows of a split, joined.
 
     Args:
         input_ids: int32 [rows * max_length].
-        labels: int32 [rows * max_length], the token, or -100 where it is not supervised; None where all are.
-        document_starts: int32 [any number], positions in their row.
-        offsets: int32 [rows + 1], row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
-        num_supervised: tokens with a label.
+        labels: int32 [rows * max_length], the token itself, or -100 if it is not supervised; None if all are.
+        document_starts: int32 [any number], positions within a row.
+        offsets: int32 [rows + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
+        num_supervised: tokens whose label is not -100.
     """
 
     input_ids: np.ndarray
@@ -42,15 +42,15 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class RowFiller:
-    """Copies the tokens of planned rows together."""
+    """A builder of planned rows from the tokens of their documents."""
 
     plan: RowPlan
     reader: SpoolReader
     pad_token_id: int
     with_labels: bool
 
-    def fill(self, first: int, last: int) -> RowBatch:
-        """Return the rows from ``first`` to before ``last``, one or more."""
+    def fill(self, first: int, last: int) -> PackedRows:
+        """Return the rows ``first`` to ``last - 1``, at least one."""
         plan, max_length, num_rows = self.plan, self.plan.max_length, last - first
         row_offsets = plan.row_offsets[first : last + 1]
         chosen = slice(row_offsets[0], row_offsets[-1])
@@ -58,7 +58,7 @@ class RowFiller:
         rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
         filled = np.bincount(rows, weights=lengths).astype(np.int64)
         positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
-        pieces = Pieces(plan.documents[chosen], starts, lengths, targets=rows * max_length + positions)
+        pieces = PiecesToCopy(plan.documents[chosen], starts, lengths, targets=rows * max_length + positions)
 
         input_ids = np.full(num_rows * max_length, self.pad_token_id, dtype=np.int32)
         labels, num_supervised = None, len(input_ids)
@@ -72,33 +72,38 @@ class RowFiller:
         begins = (positions > 0) | (starts + repeated == 0)
         offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
         document_starts = positions[begins].astype(np.int32)
-        return RowBatch(input_ids, labels, document_starts, offsets.astype(np.int32), num_supervised)
+        return PackedRows(input_ids, labels, document_starts, offsets.astype(np.int32), num_supervised)
 
 
 def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int) -> int:
-    """Write the planned rows into ``folder``, a new one, in files of about 512 MiB; return how many tokens have labels.
+    """Write the planned rows into the new folder ``folder``, in files of about 512 MiB.
 
     The columns of a row of ``max_length`` tokens:
 
-    - ``input_ids``: int32 [max_length]; padding is at the row's end.
-    - ``document_starts``: list of int32, where pieces of documents begin. Position 0 is in it only if a document begins
-      there, not if the row goes on with one; any other position is, also where a window goes on with a long document
-      that began in another row. So nothing before such a position belongs to what is after it.
-    - ``labels``: int32 [max_length], ``input_ids`` with -100 on tokens that are not supervised: masked, repeated and
-      padding. The column is missing if the documents have no masks and the plan neither repeats tokens nor pads.
+    - ``input_ids``: int32 [max_length], with padding at the end of the row.
+    - ``document_starts``: list of int32, the positions at which pieces of documents begin. Position 0 is included only
+      if a document begins there, not if the row continues one. Any other position is also included if its piece is a
+      window of a document that began in another row. So tokens on the two sides of such a position never belong to the
+      same document.
+    - ``labels``: int32 [max_length], ``input_ids`` with -100 for tokens that are not supervised: masked tokens,
+      repeated tokens and padding. The column is missing if there are none of these: the documents have no masks, and
+      the plan neither repeats tokens nor pads.
 
-    Documents ``B a b E`` and ``B c d e f g E`` (B and E are BOS and EOS, P is padding), of which ``B a`` is masked, as
-    rows of 5 with one token of overlap, packed with ``best_fit``::
+    Documents ``B a b E`` and ``B c d e f g E`` (B and E are BOS and EOS, P is padding) in rows of 5, with one token of
+    overlap, packed with ``best_fit``; the first ``B a`` is masked::
 
         input_ids  B a b E P    labels  -100 -100    b    E -100    document_starts  0
         input_ids  B c d e f    labels     B    c    d    e    f    document_starts  0
         input_ids  f g E P P    labels  -100    g    E -100 -100    document_starts
 
     Args:
-        folder: its name is the split's.
-        documents: what the plan was made for.
-        plan: rows.
-        pad_token_id: what padding is filled with.
+        folder: its name is the name of the split.
+        documents: the documents of the plan.
+        plan: the rows to write.
+        pad_token_id: the id of padding.
+
+    Returns:
+        The number of tokens whose label is not -100.
     """
     import pyarrow
 
@@ -113,7 +118,7 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
     filler = RowFiller(plan, SpoolReader(documents), pad_token_id, with_labels)
     digest = xxh3_64(json.dumps(features).encode())
     num_supervised = 0
-    pulse = Pulse()
+    log = ThrottledLog()
     for index, name in enumerate(names):
         first, last = index * rows_per_file, min((index + 1) * rows_per_file, plan.num_rows)
         with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
@@ -124,24 +129,24 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
                     if column is not None:
                         digest.update(column.data)
                 num_supervised += batch.num_supervised
-                pulse(f"writing {folder.name}: {begin:,} of {plan.num_rows:,} rows")
+                log(f"writing {folder.name}: {begin:,} of {plan.num_rows:,} rows")
     _write_json(folder / "dataset_info.json", _dataset_info(features))
     _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
     return num_supervised
 
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
-    """Write the ``dataset_dict.json`` that makes one ``DatasetDict`` of the splits' folders."""
+    """Write ``dataset_dict.json``, which joins the folders of the splits into a ``DatasetDict``."""
     _write_json(folder / "dataset_dict.json", {"splits": list(splits)})
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return ``start, start + 1, ...``, as many as ``length`` says, for each range after the other."""
+    """Return the joined ranges ``start, start + 1, ..., start + length - 1``."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def _record_batch(batch: RowBatch, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":
+def _record_batch(batch: PackedRows, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":
     from pyarrow import FixedSizeListArray, ListArray, RecordBatch
 
     rows = schema.field("input_ids").type
@@ -154,14 +159,14 @@ def _record_batch(batch: RowBatch, schema: "pyarrow.Schema") -> "pyarrow.RecordB
 
 
 def _int32(values: np.ndarray) -> "pyarrow.Array":
-    """Return the array without a copy; ``pyarrow.array`` would import pandas to look at it, for 0.3 s."""
+    """Return int32 values without a copy; ``pyarrow.array`` would import pandas, which takes 0.3 s."""
     from pyarrow import Array, int32, py_buffer
 
     return Array.from_buffers(int32(), len(values), [None, py_buffer(np.ascontiguousarray(values))])
 
 
 def _features(max_length: int, with_labels: bool) -> dict[str, Any]:
-    """Return the columns as ``datasets`` writes its ``Features``."""
+    """Return the columns in the JSON form of ``datasets.Features``."""
     token = {"dtype": "int32", "_type": "Value"}
     row = {"feature": token, "length": max_length, "_type": "List"}
     features = {"input_ids": row, "document_starts": {"feature": token, "_type": "List"}}

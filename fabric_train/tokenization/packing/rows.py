@@ -1,4 +1,4 @@
-"""Which piece of which document lies in which row, planned from the documents' lengths alone."""
+"""Plan which piece of which document goes into which row, from the lengths of the documents alone."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,20 +12,26 @@ Packing = Literal["concat", "best_fit", "none"]
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The pieces of documents that rows of ``max_length`` tokens are made of; 24 bytes a piece and 8 a row.
+    """The pieces of documents that make up rows of ``max_length`` tokens; 24 bytes per piece and 8 per row.
 
-    Row r holds the pieces ``row_offsets[r] : row_offsets[r + 1]``, one after another from its position 0 on. What they
-    leave free is padding.
+    Row r holds the pieces ``row_offsets[r] : row_offsets[r + 1]``, joined from position 0 on. The rest of the row is
+    padding. The ``concat`` example of :func:`plan_rows`, three rows of five pieces::
+
+        row_offsets  0     2  3     5
+        documents    0  1  1  1  2      abcd e | efghi | ij klm
+        starts       0  0  0  4  0
+        lengths      4  1  5  2  3
+        repeated     0  0  1  1  0
 
     Args:
         max_length: tokens in a row.
         row_offsets: int64 [rows + 1].
-        documents: int64 [pieces], the document that a piece is cut from.
-        starts: int64 [pieces], the piece's first token in its document.
+        documents: int64 [pieces], the document that the piece is cut from.
+        starts: int64 [pieces], the position of the piece's first token in its document.
         lengths: int32 [pieces], tokens in the piece.
-        repeated: int32 [pieces], tokens at the piece's front that are in the row or window before it too.
-        tokens_in: tokens that were to be packed.
-        tokens_dropped: of them, those that are in no row, by reason.
+        repeated: int32 [pieces], tokens at the start of the piece that are also in the row or window before it.
+        tokens_in: tokens to pack.
+        tokens_dropped: tokens of these that are in no row, by reason.
     """
 
     max_length: int
@@ -43,7 +49,7 @@ class RowPlan:
 
     @property
     def tokens_in_rows(self) -> int:
-        """Tokens of documents in the rows, repeated ones included."""
+        """Tokens in the rows, repeated ones included and padding not."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
@@ -58,10 +64,12 @@ class RowPlan:
 def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_length: int, overlap: int) -> RowPlan:
     """Plan rows of ``max_length`` tokens.
 
-    ``concat`` joins the documents in their order and cuts at row ends; a last row that is not full is dropped.
-    ``best_fit`` fills rows with whole documents and ``none`` gives each a row of its own; both cut a document that is
-    longer than a row into windows first, and pad. A row or window that goes on with a document begins with the last
-    ``overlap`` tokens of the document again, as many as there are in the row before. Empty documents are skipped.
+    - ``concat`` joins the documents and cuts the result into rows. The last row is dropped if it is not full.
+    - ``best_fit`` fills rows with whole documents, and ``none`` gives each document a row of its own. Both first cut a
+      document that is longer than a row into windows, and pad rows at the end.
+
+    A row or window that continues a document first repeats the ``overlap`` tokens before it, or fewer if the row before
+    holds fewer tokens of the document. Empty documents are skipped.
 
     Documents a b c d, e f g h i j and k l m in rows of 5, ``overlap`` 1, where ``·`` is padding::
 
@@ -69,11 +77,11 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_leng
         best_fit   a b c d ·    e f g h i    i j k l m
         none       a b c d ·    e f g h i    i j · · ·    k l m · ·
 
-    Rows of ``best_fit`` come in the order of their first documents, and so do the documents in a row.
+    Rows of ``best_fit`` are in the order of their first documents, and so are the documents in a row.
 
     Args:
-        lengths: int64 [documents], tokens in each.
-        order: int64 [any number], the documents to pack, in this order; one may come several times.
+        lengths: int64 [documents], tokens in each document.
+        order: int64 [any number], the documents to pack, in this order; a document may come several times.
         packing: see above.
         max_length: tokens in a row.
         overlap: tokens to repeat, less than ``max_length``.
@@ -86,12 +94,12 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_leng
 
 
 def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
-    """Return a row for each piece, int64 [pieces], numbered in the order of the rows' first pieces.
+    """Return the row of each piece, int64 [pieces]; rows are numbered in the order of their first pieces.
 
-    From the longest piece to the shortest, equal ones in their order, each goes where the least room is left that
-    suffices ("Fewer Truncations Improve Language Modeling", arXiv:2404.10830). How full the rows get does not depend on
-    the pieces' order. Pieces of one length and rows with equal room are dealt with at once, so that the number of steps
-    hangs on how many different lengths there are, and hardly on how many pieces.
+    The pieces are placed from the longest to the shortest, equal ones in their order. Each goes into the fullest row
+    that has room for it ("Fewer Truncations Improve Language Modeling", arXiv:2404.10830). How full the rows get does
+    not depend on the order of the pieces. Pieces of one length are placed together in all rows with equal room, so the
+    number of steps depends on the number of different lengths and hardly on the number of pieces.
 
     Args:
         lengths: integers [pieces] from 1 to ``max_length``.
@@ -120,7 +128,7 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
                 room = max_length
                 group = np.arange(num_rows, num_rows - (-left // (max_length // length)))
                 num_rows += len(group)
-            # the row that a piece went to has the least room that suffices for the next one, as long as it does
+            # a row that has just received a piece stays the best fit for the next one, as long as that fits
             each = room // length
             num_full = min(len(group), left // each)
             rest = left % each if num_full < len(group) else 0
@@ -136,14 +144,14 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
 
 def _number_by_first(rows: np.ndarray, num_rows: int) -> np.ndarray:
     first = np.empty(num_rows, dtype=np.int64)
-    first[rows[::-1]] = np.arange(len(rows))[::-1]  # of several, the last assignment stays
+    first[rows[::-1]] = np.arange(len(rows))[::-1]  # of several assignments, numpy keeps the last
     number = np.empty(num_rows, dtype=np.int64)
     number[np.argsort(first)] = np.arange(num_rows)
     return number[rows]
 
 
 def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overlap: int) -> RowPlan:
-    """Give each document, or each window of a longer one, a row; a window brings at least one new token."""
+    """Give each document a row, or several windows if it is too long; each window has at least one new token."""
     stride = max_length - overlap
     num_windows = 1 + np.maximum(-((max_length - lengths[order]) // stride), 0)
     documents = np.repeat(order, num_windows)
@@ -180,7 +188,7 @@ def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
     tokens_in = int(document_begins[-1]) if len(order) else 0
     document_begins -= lengths[order]
     row_begins, row_repeats = _cut_joined(document_begins, tokens_in, max_length, overlap)
-    # a piece begins where a document or a row does; a stable sort merges two sorted runs in no time
+    # a piece begins where a document or a row begins; a stable sort merges two sorted arrays in linear time
     in_rows = document_begins[: np.searchsorted(document_begins, row_begins[-1])]
     borders = np.sort(np.concatenate([in_rows, row_begins]), kind="stable")
     borders = borders[np.diff(borders, prepend=-1) > 0]
@@ -207,9 +215,11 @@ def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
 def _cut_joined(
     document_begins: np.ndarray, num_tokens: int, max_length: int, overlap: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where rows begin in the joined documents, int64 [rows + 1] with the last one's end, and what they repeat.
+    """Return where rows begin in the joined documents and how many tokens each repeats.
 
-    A position counts a token once. A row's repeated tokens, int64 [rows], come before the token that it begins with.
+    Returns:
+        int64 [rows + 1], the position of each row's first new token, and the end of the last row; int64 [rows], the
+        number of repeated tokens before that token.
     """
     if not overlap:
         begins = np.arange(0, num_tokens + 1, max_length)
@@ -221,6 +231,6 @@ def _cut_joined(
         position += max_length - repeated
         row_begins.append(position)
         document = document_begins.searchsorted(position, side="right") - 1
-        # a document from before the row that ends here has filled it, and overlap is less than a row
+        # a document that began before this row has filled the whole row, and overlap is less than a row
         repeated = min(overlap, position - int(document_begins[document]))
     return np.array(row_begins), np.array(row_repeats, dtype=np.int64)

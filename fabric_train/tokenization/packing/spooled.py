@@ -1,4 +1,4 @@
-"""Encoded documents that lie on the disk until all are there and rows can be planned from their lengths."""
+"""Read encoded documents from disk, where they wait until all lengths are known and rows are planned."""
 
 import mmap
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ import numpy as np
 _TOKEN_BYTES = 4
 _MAX_OPEN_FILES = 128
 
-_Runs = tuple[list[int], list[int], list[int]]  # begins in the file, lengths, begins in the target
+_Runs = tuple[list[int], list[int], list[int]]  # first positions in the file, lengths, first positions in the target
 
 
 @dataclass(frozen=True)
 class SpooledFile:
-    """Documents one after another, without anything between them.
+    """Files with the joined documents.
 
-    ``tokens`` is a file of int32 and ``supervised`` one of as many bytes, 1 for a token that is a target and 0 for one
-    that is not; None where all are.
+    ``tokens`` holds one int32 per token. ``supervised`` holds one byte per token, 1 if it is a target and 0 if not; it
+    is None if all are.
     """
 
     tokens: Path
@@ -28,13 +28,13 @@ class SpooledFile:
 
 @dataclass(frozen=True)
 class SpooledDocuments:
-    """The documents of all files, numbered in the files' order; a document does not go on in the next file.
+    """The documents of all files, numbered in the order of the files; each document is in one file.
 
-    There may be any number of files, of any size; out of up to 128 of them documents are read fast in any order.
+    There may be any number of files of any size. Reading in random order is fast for up to 128 files.
 
     Args:
-        lengths: int64 [documents], tokens in each; 0 is allowed. Their sum is what the files hold.
-        files: the files in order.
+        lengths: int64 [documents], tokens in each document; 0 is allowed.
+        files: in order; together they hold as many tokens as ``lengths`` adds up to.
     """
 
     lengths: np.ndarray
@@ -42,15 +42,15 @@ class SpooledDocuments:
 
     @property
     def has_masks(self) -> bool:
-        """Whether a file says which tokens are supervised."""
+        """Whether some tokens may not be supervised."""
         return any(file.supervised is not None for file in self.files)
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Pieces of documents and the places they are copied to, int64 [pieces] each, one piece or more.
+class PiecesToCopy:
+    """One or more pieces of documents and where to copy them, int64 [pieces] each.
 
-    ``starts`` is the first token in the document, ``targets`` the first in what is copied to.
+    ``starts`` are the first positions in the documents, ``targets`` the first positions in the target array.
     """
 
     documents: np.ndarray
@@ -60,7 +60,7 @@ class Pieces:
 
 
 class SpoolReader:
-    """Copies pieces of documents out of the files, a batch at a time; what it has read does not stay in memory."""
+    """A reader that copies pieces of documents from the files, and does not keep them in memory."""
 
     def __init__(self, documents: SpooledDocuments) -> None:
         self._begins = np.cumsum(documents.lengths) - documents.lengths
@@ -70,10 +70,14 @@ class SpoolReader:
         self._file_begins = ends[:-1]
         self._map = lru_cache(_MAX_OPEN_FILES)(_map)
 
-    def read(self, pieces: Pieces, input_ids: np.ndarray, supervised: np.ndarray | None) -> None:
-        """Copy the pieces' tokens into ``input_ids``, int32, and whether they are targets into ``supervised``, uint8.
+    def read(self, pieces: PiecesToCopy, input_ids: np.ndarray, supervised: np.ndarray | None) -> None:
+        """Copy pieces.
 
-        ``supervised`` is None where it is not asked for, and stays as it is where a file says nothing of its tokens.
+        Args:
+            pieces: what to copy, and where.
+            input_ids: int32, receives the tokens.
+            supervised: uint8, receives 1 for targets and 0 for other tokens. It is not changed for the tokens of a file
+                without masks. None if it is not needed.
         """
         for index, runs in self._runs_by_file(pieces):
             file = self._files[index]
@@ -81,8 +85,8 @@ class SpoolReader:
             if supervised is not None and file.supervised is not None:
                 self._copy(file.supervised, runs, supervised)
 
-    def _runs_by_file(self, pieces: Pieces) -> Iterator[tuple[int, _Runs]]:
-        """Join pieces that follow each other in a file and in the target; yield each file's."""
+    def _runs_by_file(self, pieces: PiecesToCopy) -> Iterator[tuple[int, _Runs]]:
+        """Join pieces that are adjacent in a file and in the target, and yield the runs of each file."""
         sources = self._begins[pieces.documents] + pieces.starts
         files = np.searchsorted(self._file_begins, sources, side="right") - 1
         follows = (np.diff(files) == 0) & (np.diff(sources) == pieces.lengths[:-1])
@@ -99,9 +103,9 @@ class SpoolReader:
     def _copy(self, file: Path, runs: _Runs, into: np.ndarray) -> None:
         mapped, target = self._map(file), into.data
         with memoryview(mapped) as content, content.cast("i" if into.itemsize == _TOKEN_BYTES else "B") as source:
-            for begin, length, at in zip(*runs, strict=True):  # slices of memoryviews: half the time of numpy's
+            for begin, length, at in zip(*runs, strict=True):  # slicing memoryviews takes half as long as numpy arrays
                 target[at : at + length] = source[begin : begin + length]
-        mapped.madvise(mmap.MADV_DONTNEED)  # else the files' pages count as this process's memory
+        mapped.madvise(mmap.MADV_DONTNEED)  # otherwise the pages of the file count as memory of this process
 
 
 def _map(file: Path) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""A token dataset as it lies on the disk: its splits' rows in batches of flat arrays, without loading ``datasets``."""
+"""Read the rows of a token dataset's splits as batches of flat arrays, without importing ``datasets``."""
 
 import json
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ import pyarrow as pa
 from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.files.safe_paths import check_file_name
 
-_TOKENS_PER_BATCH = 1 << 20  # bounds memory, whatever the batches are that the files were written in
+_TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of a split, one behind the other; row i lies in ``input_ids[offsets[i]:offsets[i + 1]]``.
+    """Consecutive rows of a split, joined; row i is ``input_ids[offsets[i] : offsets[i + 1]]``.
 
     Args:
         first_row: number of the first row in its split.
         input_ids: integers [N].
         offsets: int64 [rows + 1], from 0 to N.
-        labels: integers [N]; None where the split has no column of them, as all tokens are then their own labels.
-        document_starts: integers, positions in their rows at which documents begin; None without such a column.
-        start_rows: int64, of the same length: the row of each, from 0 in this batch.
+        labels: integers [N]; None if the split has no such column, so that each token is its own label.
+        document_starts: integers [S], positions within a row at which documents begin; None without such a column.
+        start_rows: int64 [S], the row of each position, counted from 0 in this batch; None without such a column.
     """
 
     first_row: int
@@ -38,7 +38,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class Split:
-    """One split: its arrow files in order, what they hold, and how many rows there are."""
+    """One split of a token dataset, with its arrow files in order."""
 
     name: str
     files: tuple[Path, ...]
@@ -65,43 +65,48 @@ class Split:
 
 
 def open_splits(folder: Path) -> dict[str, Split]:
-    """Return the splits of a token dataset by name, in the order of its ``dataset_dict.json``.
+    """Return the splits of a token dataset by name, in the order of ``dataset_dict.json``.
 
     Raises:
-        InputError: ``folder`` is no token dataset, or a damaged one.
+        InputError: ``folder`` is not a token dataset, or it is damaged.
     """
     listing = folder / "dataset_dict.json"
     if not folder.is_dir():
         raise InputError(f"{folder}: {missing_folder(folder)}; give the --output_dir of tokenize_dataset.py")
     if not listing.is_file():
-        inside = " but those of one split; give the folder above it" if (folder / "state.json").is_file() else ""
-        mend = inside or "; give the --output_dir of tokenize_dataset.py"
-        raise InputError(f"{folder}: no token dataset: there is no dataset_dict.json in it{mend}")
+        fault, fix = "no dataset_dict.json in it", "give the --output_dir of tokenize_dataset.py"
+        if (folder / "state.json").is_file():
+            fault, fix = "only one split of it", "give the folder above it"
+        raise InputError(f"{folder}: not a token dataset: {fault}; {fix}")
     names = _read_list(listing, "splits")
     if not names:
-        raise InputError(f"{listing}: damaged, it names no split; tokenize again")
+        raise InputError(f"{listing}: damaged, it lists no split; tokenize again")
     return {check_file_name(name, listing): _open_split(folder, name) for name in names}
 
 
-def refuse_foreign_files(folder: Path, mend: str) -> None:
-    """Refuse a save_to_disk folder, of a dataset or of splits, whose listings name files or folders elsewhere.
+def check_listed_files(folder: Path, fix: str) -> None:
+    """Check that the JSON files of a save_to_disk folder list only files and folders inside it.
+
+    Args:
+        folder: of a dataset or of a ``DatasetDict``.
+        fix: what to do about a damaged folder, for the error message.
 
     Raises:
-        InputError: naming the listing; ``mend`` is what to do where it is damaged.
+        InputError: a JSON file is damaged, or lists a file or folder elsewhere.
     """
     listing, splits = folder / "dataset_dict.json", [folder]
     if listing.is_file():
-        splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", mend)]
+        splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", fix)]
     for split in splits:
-        for file in _read_list(split / "state.json", "_data_files", mend):
+        for file in _read_list(split / "state.json", "_data_files", fix):
             check_file_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
 
 
 def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of an arrow file, mapped and not copied into memory.
+    """Yield the record batches of an arrow file, memory-mapped.
 
     Raises:
-        InputError: the file is not there or damaged.
+        InputError: the file is missing or damaged.
     """
     try:
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
@@ -120,31 +125,34 @@ def _open_split(folder: Path, name: str) -> Split:
     try:
         files = tuple(folder / name / check_file_name(file["filename"], listing) for file in listed)
     except (TypeError, KeyError):
-        raise InputError(f"{listing}: damaged, it names no files; tokenize again") from None
+        raise InputError(f"{listing}: damaged, it lists no files; tokenize again") from None
     schema, num_rows = pa.schema([]), 0
     for file in files:
         for batch in read_arrow(file):
             schema, num_rows = batch.schema, num_rows + batch.num_rows
     if not num_rows:
         raise InputError(f"{folder / name}: no rows; leave the split out or tokenize again")
-    fault = _fault_of_columns(schema)
-    if fault:
-        raise InputError(f"{folder / name}: {fault}")
+    _check_columns(schema, folder / name)
     return Split(name, files, schema, num_rows)
 
 
-def _fault_of_columns(schema: pa.Schema) -> str | None:
+def _check_columns(schema: pa.Schema, folder: Path) -> None:
+    """Check that a split has ``input_ids``, and that its columns hold lists of integers.
+
+    Raises:
+        InputError: naming the column.
+    """
     if "input_ids" not in schema.names:
-        return (
-            f"no column input_ids, only {', '.join(schema.names)}: no token dataset; tokenize with tokenize_dataset.py"
-        )
+        columns = ", ".join(schema.names)
+        raise InputError(f"{folder}: no column input_ids, only {columns}; tokenize with tokenize_dataset.py")
     for name in ("input_ids", "labels", "document_starts"):
         if name in schema.names:
             kind = schema.field(name).type
             is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
             if not is_list or not pa.types.is_integer(kind.value_type):
-                return f"a column {name} of {kind}, not of lists of whole numbers; tokenize with tokenize_dataset.py"
-    return None
+                raise InputError(
+                    f"{folder}: column {name} holds {kind}, not lists of integers; tokenize with tokenize_dataset.py"
+                )
 
 
 def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
@@ -154,7 +162,7 @@ def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
         labels, label_offsets = _flat(batch, "labels", file)
         if not np.array_equal(label_offsets, offsets):
             row = first_row + int((label_offsets != offsets).argmax()) - 1
-            raise InputError(f"{file}: row {row} has not as many labels as input_ids; tokenize again")
+            raise InputError(f"{file}: row {row} has more or fewer labels than input_ids; tokenize again")
     if "document_starts" in batch.schema.names:
         starts, start_offsets = _flat(batch, "document_starts", file)
         start_rows = np.repeat(np.arange(batch.num_rows), np.diff(start_offsets))
@@ -162,11 +170,11 @@ def _row_batch(batch: pa.RecordBatch, first_row: int, file: Path) -> RowBatch:
 
 
 def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return a column of lists as one array and where each list begins in it, with the end."""
+    """Return a column of lists as one joined array, and int64 [rows + 1], where each list begins and the last ends."""
     column = batch.column(name)
     values = column.flatten()
     if column.null_count or values.null_count:
-        raise InputError(f"{file}: damaged, its {name} have gaps (nulls); tokenize again")
+        raise InputError(f"{file}: damaged, its {name} contain nulls; tokenize again")
     if pa.types.is_fixed_size_list(column.type):
         offsets = np.arange(len(column) + 1, dtype=np.int64) * column.type.list_size
     else:
@@ -175,17 +183,17 @@ def _flat(batch: pa.RecordBatch, name: str, file: Path) -> tuple[np.ndarray, np.
     return values.to_numpy(zero_copy_only=False), offsets
 
 
-def _read_list(file: Path, key: str, mend: str = "tokenize again") -> list[Any]:
-    content = _read_json(file, key, mend)
+def _read_list(file: Path, key: str, fix: str = "tokenize again") -> list[Any]:
+    content = _read_json(file, key, fix)
     if not isinstance(content, list):
-        raise InputError(f"{file}: damaged, {key} is no list; {mend}")
+        raise InputError(f"{file}: damaged, {key} is not a list; {fix}")
     return content
 
 
-def _read_json(file: Path, key: str, mend: str = "tokenize again") -> Any:
+def _read_json(file: Path, key: str, fix: str = "tokenize again") -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))[key]
     except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; {mend}") from None
+        raise InputError(f"{file}: {error.strerror}; {fix}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file}: damaged ({type(error).__name__}: {first_line(error)}); {mend}") from None
+        raise InputError(f"{file}: damaged ({type(error).__name__}: {first_line(error)}); {fix}") from None

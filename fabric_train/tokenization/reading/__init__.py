@@ -1,1 +1,4 @@
-"""Where documents come from: files, folders, URLs, datasets, and the rows in them."""
+"""Sources of documents (files, folders, URLs, datasets) and the rows in them.
+
+Read ``sources.py`` first: it opens what ``--dataset`` names. ``files.py`` then reads the rows of one file.
+"""

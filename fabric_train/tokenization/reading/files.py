@@ -1,7 +1,7 @@
-"""Rows out of one local file: txt, md, csv, json, jsonl, parquet, plain or compressed with gzip or zstandard.
+"""Read the rows of one local file: txt, md, csv, json, jsonl or parquet, plain or compressed with gzip or zstandard.
 
-Files are read directly and not through the loaders of ``datasets``, because those change documents ("NA" in a
-csv becomes nothing, strings that look like dates become dates) and report bad JSON or bad UTF-8 without its place.
+The loaders of ``datasets`` are not used, because they change documents ("NA" in a csv becomes None, strings that look
+like dates become dates) and report bad JSON or bad UTF-8 without its place.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from fabric_train.tokenization.documents import BadRowError
 Row = Mapping[str, Any]
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_FOREIGN = {
+_NOT_TEXT_SIGNATURES = {
     b"\x1f\x8b": "gzip-compressed",
     b"PK\x03\x04": "a zip archive",
     b"BZh": "bzip2-compressed",
@@ -37,10 +37,10 @@ _FOREIGN = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is read of a file: all of it, or bytes ``start`` to ``stop`` of JSON lines, or these row groups of parquet.
+class FilePart:
+    """A file, or a part of it: bytes ``start`` to ``stop`` of JSON lines, or those row groups of parquet.
 
-    ``num_bytes`` is what it takes of the disk. A line belongs to the part that it begins in.
+    ``num_bytes`` is its size, of row groups uncompressed. A line belongs to the part in which it begins.
     """
 
     path: Path
@@ -50,25 +50,25 @@ class Part:
 
     @property
     def suffix(self) -> str:
-        """Lower-case suffix beneath a compression's."""
+        """Lower-case suffix without that of a compression."""
         return file_suffix(self.path)
 
 
-class Reader:
-    """Iterates over the rows of a part as (number, row), ``number`` counting from 1 within the part.
+class FileReader:
+    """An iterable over the rows of a part as (number, row); ``number`` counts from 1 within the part.
 
-    A row that cannot be used is a ``BadRowError`` in its stead. ``position`` is how many of the part's bytes have been
-    read.
+    A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes read
+    so far.
 
     Args:
         part: what to read.
-        columns: columns to keep where a file is stored by column; a txt or md is one row with the first of them.
+        columns: the columns to read of parquet; a txt or md file is one row with the first of them.
 
     Raises:
-        InputError: the file is not what its name says; with the place.
+        InputError: the file is not of the kind that its name says, or a damaged one.
     """
 
-    def __init__(self, part: Part, columns: tuple[str, ...]) -> None:
+    def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
         self.part, self.columns, self.position = part, columns, 0
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]:
@@ -76,7 +76,7 @@ class Reader:
         self.position = self.part.num_bytes
 
     def place(self, number: int) -> str:
-        """Return where row ``number`` is, for the user."""
+        """Return the place of row ``number`` for messages."""
         path = self.part.path
         if self.part.suffix in (".txt", ".md"):
             return str(path)
@@ -85,44 +85,43 @@ class Reader:
         return f"{path}, record {number}"
 
     def _lines_before(self) -> int:
-        """Count the lines before the part, which only a fault makes worth reading them."""
+        """Count the lines before the part. This reads the file again, so it is for error messages only."""
         if not self.part.start:
             return 0
         with self.part.path.open("rb") as file:
-            lines = left = 0
-            left = self.part.start
+            lines, left = 0, self.part.start
             while left > 0 and (piece := file.read(min(left, 1 << 20))):
                 lines += piece.count(b"\n")
                 left -= len(piece)
             file.seek(self.part.start - 1)
-            return lines + (file.read(1) != b"\n")  # the line that began before is the part's before
+            return lines + (file.read(1) != b"\n")  # a line that began earlier belongs to an earlier part
 
 
 def file_suffix(path: Path) -> str:
-    """Return the lower-case suffix that tells the kind of file, without that of its compression."""
+    """Return the lower-case suffix that names the kind of file, without that of a compression."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in _COMPRESSIONS else path.suffix.lower()
 
 
 def is_readable(path: Path) -> bool:
-    """Return whether the name promises a file that can be read."""
+    """Return whether the name is that of a file that can be read."""
     return file_suffix(path) in _READERS and not (file_suffix(path) == ".parquet" and is_compressed(path))
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether the name says gzip or zstandard."""
+    """Return whether the name is that of a gzip or zstandard file."""
     return path.suffix.lower() in _COMPRESSIONS
 
 
 def readable_suffixes() -> str:
-    """Return the suffixes of readable files, for the user."""
-    return f"{', '.join(_READERS)} (but for parquet also with {' or '.join(_COMPRESSIONS)})"
+    """Return the suffixes of readable files for messages."""
+    return f"{', '.join(_READERS)} (all except parquet also with {' or '.join(_COMPRESSIONS)})"
 
 
-def split_file(path: Path, part_bytes: int) -> list[Part]:
-    """Cut a file into parts of about ``part_bytes`` where its kind allows it; otherwise the file is one part.
+def split_file(path: Path, part_bytes: int) -> list[FilePart]:
+    """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part.
 
     Raises:
-        InputError: it is not the parquet its name says.
+        InputError: the file has the suffix of parquet and is something else, or damaged.
     """
     size = path.stat().st_size
     suffix = file_suffix(path)
@@ -130,33 +129,33 @@ def split_file(path: Path, part_bytes: int) -> list[Part]:
         return _split_parquet(path, part_bytes)
     is_lines = suffix == ".jsonl" or (suffix == ".json" and not is_compressed(path) and is_json_lines(path))
     if not is_lines or is_compressed(path) or size <= part_bytes:
-        return [Part(path, size)]
+        return [FilePart(path, size)]
     starts = range(0, size, part_bytes)
-    return [Part(path, min(part_bytes, size - start), start, min(start + part_bytes, size)) for start in starts]
+    return [FilePart(path, min(part_bytes, size - start), start, min(start + part_bytes, size)) for start in starts]
 
 
-def _split_parquet(path: Path, part_bytes: int) -> list[Part]:
+def _split_parquet(path: Path, part_bytes: int) -> list[FilePart]:
     from pyarrow import parquet
 
     with _whole_parquet(path), parquet.ParquetFile(path) as file:
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     first = total = 0
     for group, size in enumerate(sizes, 1):
         total += size
         if total >= part_bytes or group == len(sizes):
-            parts.append(Part(path, total, first, group))
+            parts.append(FilePart(path, total, first, group))
             first, total = group, 0
-    return parts or [Part(path, path.stat().st_size, 0, 0)]
+    return parts or [FilePart(path, path.stat().st_size, 0, 0)]
 
 
 @contextmanager
-def _opened(reader: Reader) -> Iterator[BinaryIO]:
-    """Open the part's file at its beginning, decompressed; keep the reader's position."""
+def _opened(reader: FileReader) -> Iterator[BinaryIO]:
+    """Open the reader's file at its beginning, decompressed; of a compressed file, update ``reader.position``."""
     path = reader.part.path
     with path.open("rb") as raw:
         if not is_compressed(path):
-            _refuse_foreign(path, raw.read(8))
+            _check_is_text(path, raw.read(8))
             raw.seek(0)
             yield raw
             return
@@ -166,9 +165,9 @@ def _opened(reader: Reader) -> Iterator[BinaryIO]:
         try:
             with pyarrow.CompressedInputStream(_Counted(raw, reader), compression) as stream:
                 file = io.BufferedReader(stream, 1 << 20)
-                _refuse_foreign(path, file.peek(8)[:8])
+                _check_is_text(path, file.peek(8)[:8])
                 yield file
-        except OSError as error:  # arrow's errors of damaged streams are OSErrors without a number
+        except OSError as error:  # for a damaged stream, pyarrow raises an OSError without errno
             if error.errno:
                 raise
             reason = str(error).strip().splitlines()[0]
@@ -176,9 +175,9 @@ def _opened(reader: Reader) -> Iterator[BinaryIO]:
 
 
 class _Counted(io.RawIOBase):
-    """A file whose reads set a reader's position."""
+    """A file whose reads advance the position of ``reader``."""
 
-    def __init__(self, file: BinaryIO, reader: Reader) -> None:
+    def __init__(self, file: BinaryIO, reader: FileReader) -> None:
         self._file, self._reader = file, reader
 
     def readable(self) -> bool:
@@ -190,7 +189,7 @@ class _Counted(io.RawIOBase):
         return piece
 
 
-def _read_text(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
+def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.path
     with _opened(reader) as file:
         data = file.read()
@@ -204,14 +203,14 @@ def _read_text(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
         yield 1, error
 
 
-def _read_json_lines(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
+def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
     with _opened(reader) as file:
         position = 0
         if part.start:
             position = file.seek(part.start - 1)
-            position += len(file.readline())  # the rest of the line that began before
+            position += len(file.readline())  # the rest of a line of the part before
         number = 0
         while position < stop and (line := file.readline()):
             number += 1
@@ -231,8 +230,12 @@ def _read_json_lines(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
             yield number, _checked(row, reader, number)
 
 
-def _parse_line(line: bytes, start: int, reader: Reader, number: int) -> Any:
-    """Parse what orjson refuses: NaN, half surrogates and a byte order mark are read, the rest gets its reason."""
+def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any:
+    """Parse a line that orjson rejects: the standard library accepts NaN and lone surrogates.
+
+    Raises:
+        BadRowError: the line is not UTF-8 or not JSON.
+    """
     text = _decode(line, reader.part.path, start)
     try:
         return _parse_json(text.strip())
@@ -240,7 +243,7 @@ def _parse_line(line: bytes, start: int, reader: Reader, number: int) -> Any:
         raise BadRowError(f"{reader.place(number)}: {error}") from None
 
 
-def _checked(row: Any, reader: Reader, number: int) -> Row | BadRowError:
+def _checked(row: Any, reader: FileReader, number: int) -> Row | BadRowError:
     if isinstance(row, dict):
         return row
     return BadRowError(
@@ -248,8 +251,8 @@ def _checked(row: Any, reader: Reader, number: int) -> Row | BadRowError:
     )
 
 
-def _read_json(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
-    """Yield the rows of an array of objects, of one object, or of JSON lines in a file called .json."""
+def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
+    """Yield the rows of a .json file: an array of objects, one object, or JSON lines."""
     path = reader.part.path
     if is_json_lines(path):
         yield from _read_json_lines(reader)
@@ -261,14 +264,14 @@ def _read_json(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
         content = _parse_json(text) if text.strip() else []
     except BadRowError as error:
         where = "" if str(error).startswith(str(path)) else f"{path}: "
-        raise InputError(f"{where}{error}; mend the file, or leave it out") from None
+        raise InputError(f"{where}{error}; fix the file, or leave it out") from None
     for number, row in enumerate(content if isinstance(content, list) else [content], 1):
         yield number, _checked(row, reader, number)
 
 
 def is_json_lines(path: Path) -> bool:
-    """Return whether the first line that is not blank is a JSON object by itself."""
-    with _opened(Reader(Part(path, 0), ())) as file:
+    """Return whether the first line that is not blank is a complete JSON object."""
+    with _opened(FileReader(FilePart(path, 0), ())) as file:
         first = next((line for line in file if line.strip()), b"")
     try:
         return first.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
@@ -276,7 +279,7 @@ def is_json_lines(path: Path) -> bool:
         return False
 
 
-def _read_csv(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
+def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.path
     csv.field_size_limit(sys.maxsize)
     with _opened(reader) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
@@ -287,21 +290,17 @@ def _read_csv(reader: Reader) -> Iterator[tuple[int, Row | BadRowError]]:
                 return
             for number, row in enumerate((row for row in rows if row), 1):
                 if len(row) != len(header):
-                    yield (
-                        number,
-                        BadRowError(
-                            f"{path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}"
-                        ),
-                    )
+                    fault = f"{len(row)} fields, but the header has {len(header)}"
+                    yield number, BadRowError(f"{path}, line {rows.line_num}: {fault}")
                 else:
                     yield number, dict(zip(header, row, strict=True))
         except csv.Error as error:
-            raise InputError(f"{path}, line {rows.line_num}: not csv: {error}; mend its quotes") from None
+            raise InputError(f"{path}, line {rows.line_num}: not csv: {error}; fix the quotes") from None
         except UnicodeDecodeError:
             raise _undecodable(path) from None
 
 
-def _read_parquet(reader: Reader) -> Iterator[tuple[int, Row]]:
+def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
     from pyarrow import parquet
 
     part = reader.part
@@ -311,7 +310,7 @@ def _read_parquet(reader: Reader) -> Iterator[tuple[int, Row]]:
         columns = [name for name in reader.columns if name in schema.names]
         if not columns:
             raise missing_column(str(part.path), reader.columns[0], schema.names)
-        refuse_numbers(str(part.path), schema, columns)
+        check_text_columns(str(part.path), schema, columns)
         groups = list(range(part.start, file.metadata.num_row_groups if part.stop is None else part.stop))
         num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
         for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=columns):
@@ -323,18 +322,24 @@ def _read_parquet(reader: Reader) -> Iterator[tuple[int, Row]]:
 
 @contextmanager
 def _whole_parquet(path: Path) -> Iterator[None]:
+    """Turn the errors that pyarrow raises for a damaged file into InputError."""
     import pyarrow
 
     try:
         yield
     except UnicodeDecodeError:
-        raise InputError(f"{path}: a column of text holds bytes that are not UTF-8") from None
+        raise InputError(f"{path}: a column of text holds bytes that are not UTF-8; write it as UTF-8") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a whole parquet file: {first_line(error).rstrip('.')}; fetch it again") from None
+        reason = first_line(error).rstrip(".")
+        raise InputError(f"{path}: not a whole parquet file: {reason}; fetch it again") from None
 
 
-def refuse_numbers(place: str, schema: Any, columns: list[str]) -> None:
-    """Raise InputError for a column of a pyarrow schema that is neither text nor nested."""
+def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
+    """Check that ``columns`` of a pyarrow schema hold text or nested values.
+
+    Raises:
+        InputError: a column holds something else, such as numbers.
+    """
     from pyarrow import types
 
     for name in columns:
@@ -347,10 +352,10 @@ def refuse_numbers(place: str, schema: Any, columns: list[str]) -> None:
 
 
 def text_of(row: Row, column: str, place: Callable[[], str]) -> str | None:
-    """Return the row's text, None or blank where the document is empty.
+    """Return the text in ``column``; it is None or blank if the document is empty.
 
     Raises:
-        BadRowError: the column is missing or holds something else; ``place`` tells where.
+        BadRowError: the column is missing, or holds something that is not text; ``place`` names the row.
     """
     value = row.get(column)
     if value is None:
@@ -363,7 +368,7 @@ def text_of(row: Row, column: str, place: Callable[[], str]) -> str | None:
         value.encode()
     except UnicodeEncodeError as error:
         raise BadRowError(
-            f"{place()}: column {column!r} holds half a surrogate pair at character {error.start}, which is no text"
+            f"{place()}: column {column!r} holds half a surrogate pair at character {error.start}, which is not text"
         ) from None
     return value
 
@@ -373,7 +378,7 @@ def _not_text(column: str, kind: object) -> str:
 
 
 def missing_column(place: str, column: str, columns: Any) -> InputError:
-    """Return the fault that names the columns there are."""
+    """Return the error for a missing column, which lists the columns there are."""
     names = ", ".join(map(str, columns)) or "none"
     return InputError(f"{place}: no column {column!r}; there are: {names}; choose one with --text_column")
 
@@ -389,7 +394,11 @@ def _parse_json(text: str) -> Any:
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
-    """Decode UTF-8 that begins at byte ``offset`` of ``path``, without a byte order mark."""
+    """Decode UTF-8 that begins at byte ``offset`` of ``path``, and remove a byte order mark.
+
+    Raises:
+        BadRowError: naming the first byte that is not UTF-8.
+    """
     if offset == 0 and data.startswith(codecs.BOM_UTF8):
         data = data[len(codecs.BOM_UTF8) :]
         offset = len(codecs.BOM_UTF8)
@@ -402,9 +411,9 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 
 
 def _undecodable(path: Path) -> InputError:
-    """Return the fault with the place of the first byte of ``path`` that is not UTF-8."""
+    """Return the error that names the first byte of ``path`` that is not UTF-8."""
     offset = 0
-    with _opened(Reader(Part(path, 0), ())) as file:
+    with _opened(FileReader(FilePart(path, 0), ())) as file:
         for line in file:
             try:
                 _decode(line, path, offset)
@@ -414,15 +423,16 @@ def _undecodable(path: Path) -> InputError:
     raise AssertionError(f"{path} is UTF-8 after all")
 
 
-def _refuse_foreign(path: Path, start: bytes) -> None:
-    for mark, kind in _FOREIGN.items():
-        if start.startswith(mark):
+def _check_is_text(path: Path, start: bytes) -> None:
+    """Raise InputError if the first bytes of a file are those of an archive, a PDF, parquet or UTF-16."""
+    for signature, kind in _NOT_TEXT_SIGNATURES.items():
+        if start.startswith(signature):
             raise InputError(
                 f"{path}: its content is {kind}, not {file_suffix(path)} text in UTF-8; convert or unpack it"
             )
 
 
-_READERS: dict[str, Callable[[Reader], Iterator[tuple[int, Any]]]] = {
+_READERS: dict[str, Callable[[FileReader], Iterator[tuple[int, Any]]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".csv": _read_csv,

@@ -1,4 +1,4 @@
-"""What --dataset names, as parts that processes read: files, folders, globs, URLs, save_to_disk folders, hub names."""
+"""Open what --dataset names: files, folders, globs, URLs, save_to_disk folders, hub names."""
 
 import glob
 import hashlib
@@ -15,12 +15,12 @@ from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
 from fabric_train.tokenization.reading.files import (
-    Part,
-    Reader,
+    FilePart,
+    FileReader,
     Row,
+    check_text_columns,
     is_readable,
     readable_suffixes,
-    refuse_numbers,
     split_file,
 )
 from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
@@ -32,23 +32,28 @@ _SAVED = ("dataset_dict.json", "state.json")
 
 
 class PartReader(Protocol):
-    """Iterates over a part's rows; see ``files.Reader``."""
+    """An iterable over the rows of a part; see ``files.FileReader``."""
 
     position: int
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]: ...
 
     def place(self, number: int) -> str:
-        """Return where row ``number`` is, for the user."""
+        """Return the place of row ``number`` for messages."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file, or several in the order of their names beneath ``root``.
+    """One or several local files; the manifest lists their paths relative to ``root``.
 
-    Like every source it has ``notes``, lines for the user, is cut in order into ``parts`` of at most about so many
-    bytes where its kind allows that, and opens a part with ``reader``. ``identity`` tells that a part has not changed
-    since it was read, and is None where nothing tells; ``record`` is what the manifest says.
+    All sources have the same members:
+
+    - ``notes``: lines for the user.
+    - ``num_bytes``: size of the source; 0 if it is unknown.
+    - ``parts(part_bytes)``: yields the source's parts in order, each of about ``part_bytes`` bytes if its kind allows.
+    - ``reader(part, columns)``: returns an iterable over the rows of a part.
+    - ``identity(part)``: returns a string that changes if the part changes; None if there is no such string.
+    - ``record()``: returns the source's record for the manifest.
     """
 
     name: str
@@ -58,15 +63,14 @@ class FileSource:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
         return sum(path.stat().st_size for path in self.files)
 
-    def parts(self, part_bytes: int) -> Iterator[Part]:
+    def parts(self, part_bytes: int) -> Iterator[FilePart]:
         for path in self.files:
             yield from split_file(path, part_bytes)
 
-    def reader(self, part: Any, columns: tuple[str, ...]) -> Reader:
-        return Reader(part, columns)
+    def reader(self, part: Any, columns: tuple[str, ...]) -> FileReader:
+        return FileReader(part, columns)
 
     def identity(self, part: Any) -> str:
         status = part.path.stat()
@@ -79,7 +83,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` of a split; the ``start``-th of ``stop`` shards of a streamed one."""
+    """Rows ``start`` to ``stop`` of a split; of a streamed split, shard ``start`` of ``stop`` shards."""
 
     split: str
     start: int
@@ -89,7 +93,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A dataset of the ``datasets`` library: its train split where there is one, otherwise all its splits."""
+    """A dataset of the ``datasets`` library; ``root`` is its save_to_disk folder, None for a hub dataset."""
 
     name: str
     splits: "dict[str, Dataset]"
@@ -114,7 +118,7 @@ class DatasetSource:
     def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
         dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
         kept = [name for name in columns if name in dataset.column_names] or dataset.column_names
-        refuse_numbers(place, dataset.features.arrow_schema, kept if kept != dataset.column_names else [])
+        check_text_columns(place, dataset.features.arrow_schema, kept if kept != dataset.column_names else [])
         rows = dataset.select_columns(kept).select(range(part.start, part.stop))
         return RowReader(rows, place, part, part.start)
 
@@ -132,7 +136,7 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """A hub dataset read as a stream, without a copy on the disk; a file of the hub is a part."""
+    """A hub dataset that is streamed without a copy on disk; a part is one file on the hub."""
 
     name: str
     splits: "dict[str, IterableDataset]"
@@ -164,7 +168,7 @@ class StreamSource:
 
 
 class RowReader:
-    """The rows of a ``datasets`` dataset; see ``files.Reader``."""
+    """An iterable over the rows of a ``datasets`` dataset; see ``files.FileReader``."""
 
     def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
         self.position = 0
@@ -189,10 +193,16 @@ Source = FileSource | DatasetSource | StreamSource
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
-    """Find every source, in the order given; what a URL names is downloaded into ``downloads`` first.
+    """Open every source, in the order of ``names``.
+
+    Args:
+        names: files, folders, globs, URLs, save_to_disk folders or hub names.
+        option: the command-line option that gives them, for error messages.
+        stream: stream hub datasets instead of downloading them.
+        downloads: folder for the files that URLs name.
 
     Raises:
-        InputError: one line for each name that leads nowhere.
+        InputError: one line for each name that cannot be opened.
     """
     sources: list[Source] = []
     faults: list[str] = []
@@ -224,7 +234,7 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
     if glob.has_magic(name):
         return _open_glob(name, option)
     if is_readable(path) or not is_hub_name(name):
-        raise InputError(f"{option} {name}: no such file or folder; give a path that is there, or a hub name")
+        raise InputError(f"{option} {name}: no such file or folder; give a path that exists, or a hub name")
     return _open_hub(name, option, stream)
 
 
@@ -251,7 +261,7 @@ def _of_files(name: str, option: str, where: str, root: Path, found: list[Path])
             f"{option} {name}: no readable file in {where} of {len(found)} files; readable are {readable_suffixes()}"
         )
     listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(unread.items()))
-    notes = (f"{unread.total():,} files of other kinds are passed over ({listed})",) if unread else ()
+    notes = (f"{unread.total():,} files of other kinds are skipped ({listed})",) if unread else ()
     return FileSource(name=name, root=root, files=files, notes=notes)
 
 
@@ -265,10 +275,10 @@ def _open_url(name: str, option: str, downloads: Path) -> FileSource:
 def _open_saved(name: str, option: str, folder: Path) -> DatasetSource:
     import datasets
 
-    from fabric_train.tokenization.packing.token_folder import refuse_foreign_files
+    from fabric_train.tokenization.packing.token_folder import check_listed_files
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    refuse_foreign_files(folder, "save it again")
+    check_listed_files(folder, "save it again")
     try:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -276,7 +286,7 @@ def _open_saved(name: str, option: str, folder: Path) -> DatasetSource:
             f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
         ) from None
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
-    return DatasetSource(name=name, splits=_choose(splits), root=folder)
+    return DatasetSource(name=name, splits=_splits_to_read(splits), root=folder)
 
 
 def _open_hub(name: str, option: str, stream: bool) -> DatasetSource | StreamSource:
@@ -292,16 +302,17 @@ def _open_hub(name: str, option: str, stream: bool) -> DatasetSource | StreamSou
     except (OSError, ValueError) as error:
         raise hub_fault(option, name, error) from None
     if stream:
-        return StreamSource(name=name, splits=_choose(loaded))
-    return DatasetSource(name=name, splits=_choose(loaded), root=None)
+        return StreamSource(name=name, splits=_splits_to_read(loaded))
+    return DatasetSource(name=name, splits=_splits_to_read(loaded), root=None)
 
 
-def _choose(splits: "dict[str, Any]") -> "dict[str, Any]":
+def _splits_to_read(splits: "dict[str, Any]") -> "dict[str, Any]":
+    """Return the train split if there is one, otherwise all splits."""
     return {"train": splits["train"]} if "train" in splits else dict(splits)
 
 
 def hash_files(root: Path, files: Sequence[Path]) -> tuple[SourceFile, ...]:
-    """Return name beneath ``root``, size in bytes and SHA-256 of each file, read in pieces."""
+    """Return the path relative to ``root``, the size in bytes and the SHA-256 of each file."""
     return tuple(SourceFile(path.relative_to(root).as_posix(), path.stat().st_size, sha256(path)) for path in files)
 
 

@@ -1,4 +1,4 @@
-"""Files that a URL names (https, s3, gs and what else fsspec knows) to local files, once."""
+"""Download the files that a URL names (https, s3, gs and the other protocols of fsspec), each once."""
 
 import glob
 import hashlib
@@ -7,20 +7,29 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
-from fabric_train.tokenization.progress import Pulse
+from fabric_train.tokenization.progress import ThrottledLog
 from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
 
 PART = ".part"
-"""What the name of a file ends with that is not fetched to its end."""
+"""The suffix of a file whose download has not finished."""
 
 
 def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
-    """Fetch the file, or the readable files that a URL with a pattern names, into ``folder`` unless they lie there.
+    """Download the file, or the readable files that a URL with a pattern names, into ``folder``.
 
-    A file is local before it is read: so it is cut among processes, hashed, and not fetched again by a second start.
+    Files are downloaded before they are read, so that several processes can read parts of one file, the file can be
+    hashed, and a restart does not download it again. A file that is in ``folder`` already is not downloaded.
+
+    Args:
+        url: of one file, or with a glob pattern.
+        option: the command-line option that gives it, for error messages.
+        folder: made if it does not exist.
+
+    Returns:
+        The local files.
 
     Raises:
-        InputError: the protocol's package is not installed, nothing readable is there, or it cannot be fetched.
+        InputError: the protocol's package is not installed, there is no readable file, or the download fails.
     """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -29,12 +38,12 @@ def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
     except (ImportError, ValueError) as error:
         raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
     try:
-        is_web = url.startswith("http")  # where a query begins with the pattern character
+        is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
         is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
         paths = sorted(system.glob(path)) if is_pattern else [path]
         readable = [path for path in paths if is_readable(_name(path))]
         if not readable:
-            raise InputError(f"{option} {url}: nothing readable there; readable are {readable_suffixes()}")
+            raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
         return tuple(_fetch(system, path, folder) for path in readable)
     except OSError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -49,15 +58,15 @@ def _fetch(system: Any, path: str, folder: Path) -> Path:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}{PART}")
-    pulse = Pulse()
+    log = ThrottledLog()
     with system.open(path, "rb") as remote, part.open("wb") as local:
         while piece := remote.read(1 << 22):
             local.write(piece)
-            pulse(f"fetching {redact(path)}: {local.tell() / 1e6:,.0f} MB")
+            log(f"fetching {redact(path)}: {local.tell() / 1e6:,.0f} MB")
     part.rename(target)
     return target
 
 
 def _name(path: str) -> Path:
-    """Return a remote path's file name, without what a query adds."""
+    """Return a remote path's file name, without a query."""
     return Path(Path(path.split("?")[0]).name)
