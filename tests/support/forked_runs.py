@@ -39,6 +39,8 @@ _IMPORTED_LATER = (
     "torch._dynamo",
     "torch.distributed._shard.checkpoint",
     "torch.utils.tensorboard",
+    "attrs",
+    "rich._emoji_codes",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -229,6 +231,8 @@ def serve() -> None:
     os.dup2(2, 1)  # nothing but answers goes there
     for module in ("arguments", "fabric_train.__main__", *_IMPORTED_LATER):
         importlib.import_module(module)
+    get_mapping = importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
+    get_mapping("llama")  # compiles the patterns of every family, which takes a third of a small run
     gc.collect()
     gc.freeze()  # the ranks' collections leave the pages alone that they share
     running: dict[int, Path] = {}
