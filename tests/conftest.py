@@ -93,7 +93,7 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
     documents.write_text("".join(json.dumps({"text": part}) + "\n" for part in slices), encoding="utf-8")
     tokens = folder / "tokens"
     arguments = ["--dataset", documents, "--tokenizer_name", tiny_model_dir, "--output_dir", tokens, "--max_length", 64]
-    arguments += ["--validation_split", 0.1, "--num_proc", 1]
+    arguments += ["--validation_split", 0.04, "--num_proc", 1]
     finished = run_python(folder, 300, "tokenize_dataset.py", *arguments)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return tokens

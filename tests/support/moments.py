@@ -1,4 +1,4 @@
-"""Short runs of the tiny model, and what to do to a rank when it comes to a certain point of one."""
+"""Short runs of the tiny model, and code that a rank executes at a certain point of one."""
 
 import csv
 from pathlib import Path
@@ -7,10 +7,11 @@ SETTINGS = {
     "accelerator": "cpu",
     "precision": "32-true",
     "micro_batch_size": 2,
-    "total_batch_size": 12,
+    "total_batch_size": 8,
     "max_step": 8,
     "lr": 1e-3,
     "eval_step_interval": 5,
+    "eval_iters": 2,
     "save_step_interval": 3,
     "num_workers": 0,
     "loggers": "csv",
@@ -29,9 +30,9 @@ Progress.at = at
 
 
 def at_point(action: str, step: int, phase: str, index: int = 0, ranks: tuple[int, ...] = (0, 1)) -> str:
-    """Return source for ``ForkedRuns.start(before=)``: these ranks do ``action`` when they come to a phase of a step.
+    """Return source for ``ForkedRuns.start(before=)``: these ranks execute ``action`` when they reach a phase of a step.
 
-    The action knows ``os``, ``signal`` and ``time``.
+    The action can use ``os``, ``signal`` and ``time``.
     """
     return _AT_A_POINT.format(action=action, step=step, phase=phase, index=index, ranks=ranks)
 
@@ -43,7 +44,7 @@ def argv(model: Path, tokens: Path, run: Path, **options: object) -> list[str]:
 
 
 def metrics(run: Path) -> list[tuple[str, ...]]:
-    """The rows of metrics.csv without what is measured in seconds and bytes."""
+    """Return the rows of metrics.csv without the columns that measure seconds and bytes."""
     names = ("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm", "num_tokens")
     file = run / "metrics.csv"
     if not file.is_file():
@@ -53,5 +54,5 @@ def metrics(run: Path) -> list[tuple[str, ...]]:
 
 
 def checkpoints(run: Path) -> list[int]:
-    """The steps whose checkpoints have their final name."""
+    """Return the steps whose checkpoints have their final name."""
     return sorted(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))
