@@ -131,7 +131,12 @@ class Watch:
             host = "127.0.0.1" if is_local else os.environ["MASTER_ADDR"]
             rank_0 = _Rank(0, connection=socket.create_connection((host, port), timeout=_JOIN_SECONDS))
             rank_0.send(token=token, **self._introduction())
+            answer = rank_0.read()  # rank 0 reads no more than the introduction: an earlier message would be lost
+            if not answer:
+                raise ConnectionError("rank 0 has ended before it could answer")
             self._add(rank_0)
+            for message in answer:
+                self._take(rank_0, message)
         os.register_at_fork(after_in_child=self._close_connections)  # no worker may keep a dead rank's open
         self._thread.start()
 
@@ -214,16 +219,20 @@ class Watch:
                 # where this rank is now says more than where that one was at its last beat
                 self._lose([other], f"died as the run was at {self._progress.mark} (killed, or its memory ran out)")
         for message in messages or []:
-            if "mark" in message:
-                other.hear(Mark(*message.pop("mark")), **message)
-            elif "bye" in message:
-                del self._others[other.rank]
-            elif "end" not in message:
-                other.host, other.pid, other.processes = (message[name] for name in ("host", "pid", "processes"))
-            elif self._me.rank:
-                leave(message["end"])
-            else:
-                self._end_all(message["end"], *message["lines"])
+            self._take(other, message)
+
+    def _take(self, other: _Rank, message: dict[str, Any]) -> None:
+        """Do what a message asks for."""
+        if "mark" in message:
+            other.hear(Mark(*message.pop("mark")), **message)
+        elif "bye" in message:
+            del self._others[other.rank]
+        elif "end" not in message:
+            other.host, other.pid, other.processes = (message[name] for name in ("host", "pid", "processes"))
+        elif self._me.rank:
+            leave(message["end"])
+        else:
+            self._end_all(message["end"], *message["lines"])
 
     def _judge(self) -> None:
         """Find ranks that are silent and, on rank 0, those that all the others have left behind for too long; where

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT and SIGUSR1 to any rank or to the launcher: all ranks save at the same step border and end with 75;
-what goes on from there is the run that nobody stopped.
+"""SIGTERM, SIGINT and SIGUSR1 to any rank or to the launcher: all ranks save after the same step and end with 75;
+the resumed run equals the one that nobody stopped.
 """
 
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 STOPPED = 75
 LAST_STEP = 8
-HEARD = "time.sleep(0.5)"  # by the thread that hears signals, before the ranks tell each other
+HEARD = "time.sleep(0.5)"  # the thread that hears signals has the time to, before the ranks compare their flags
 Arguments = Callable[..., list[str]]
 
 
@@ -36,15 +36,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, arg
     return run
 
 
-def said(run: ForkedRun) -> list[str]:
-    """The lines in which a run says that it was stopped, whichever rank says it."""
+def lines_about_the_stop(run: ForkedRun) -> list[str]:
+    """Return the lines in which any rank reports that the run was stopped."""
     lines = [line for rank in (0, 1) for line in (run.stdout(rank) + run.stderr(rank)).splitlines()]
     assert not any("Traceback" in line for line in lines), run.report()
     return [line for line in lines if "stopped by" in line or "error" in line or "again:" in line]
 
 
 def members(run: ForkedRun) -> list[psutil.Process]:
-    """Every living process of a run: each rank leads a session."""
+    """Return every living process of a run: each rank leads a session."""
     living = [process for process in psutil.process_iter() if process.pid not in (0, os.getpid())]
     return [process for process in living if process.is_running() and _session(process.pid) in run.pids]
 
@@ -67,7 +67,7 @@ def _session(pid: int) -> int:
     ],
     ids=["a step", "waiting for data", "a save", "a validation", "the last step"],
 )
-def test_a_signal_in(
+def test_signal_leads_to_a_checkpoint_and_an_exact_resume_in(
     forked_runs: ForkedRuns,
     tmp_path: Path,
     arguments: Arguments,
@@ -79,7 +79,6 @@ def test_a_signal_in(
     index: int,
     saved: int,
 ) -> None:
-    """... leads to a checkpoint of that step, from which the run goes on to the very metrics of one nobody stopped."""
     run = tmp_path / "run"
     stops = at_point(f"os.kill(os.getpid(), {int(number)}); {HEARD}", step, phase, index, ranks)
     stopped = forked_runs.start(arguments(run), before=stops)
@@ -87,14 +86,14 @@ def test_a_signal_in(
     name = signal.Signals(number).name
     checkpoint = run / "checkpoints" / f"step-{saved:08d}"
     how = f"stopped by {name} after step {saved} of {LAST_STEP}, saved in {checkpoint}"
-    assert said(stopped) == [f"{how}: go on with --resume true"]
+    assert lines_about_the_stop(stopped) == [f"{how}: go on with --resume true"]
     assert checkpoints(run)[-1] == saved
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert checkpoints(run)[-1] == LAST_STEP
 
 
-def test_a_signal_after_the_last_step_lets_the_run_end_well(
+def test_signal_after_the_last_step_lets_the_run_finish(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
 ) -> None:
     stops = at_point("os.kill(os.getpid(), signal.SIGTERM)", LAST_STEP, "SAVING")
@@ -102,13 +101,18 @@ def test_a_signal_after_the_last_step_lets_the_run_end_well(
     assert metrics(tmp_path / "run") == metrics(whole)
 
 
-def test_a_signal_before_training_ends_all_ranks_with_nothing_saved(
+def test_signal_before_training_ends_all_ranks_with_nothing_saved(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     stops = """
-import os, signal, time
+import os, signal, socket, time
 import fabric_train.training.build_run as building
-load = building._open
+accept = socket.socket.accept
+def accept_slowly(self):
+    accepted = accept(self)
+    time.sleep(1)  # rank 1 is stopped before rank 0 has read its introduction
+    return accepted
+socket.socket.accept = accept_slowly
 def load_and_be_stopped(prepared):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -120,11 +124,11 @@ building._open = load_and_be_stopped
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     assert time.monotonic() - started < 25
     how = "stopped by SIGTERM outside of training, nothing was to be saved"
-    assert said(stopped) == [f"{how}: go on with --resume true"]
+    assert lines_about_the_stop(stopped) == [f"{how}: go on with --resume true"]
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_second_signal_ends_all_ranks_at_once_and_leaves_nothing_half_written(
+def test_second_signal_ends_all_ranks_at_once_without_saving(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
 ) -> None:
     run = tmp_path / "run"
@@ -143,21 +147,21 @@ Writing.run = write_and_be_stopped
 """
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
-    assert said(stopped) == ["SIGTERM again: ended at once, without saving: go on with --resume true"]
+    assert lines_about_the_stop(stopped) == ["SIGTERM again: ended at once, without saving: go on with --resume true"]
     assert checkpoints(run) == [3]
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
 
 
-def test_data_workers_leave_a_signal_to_their_rank_and_end_with_it(
+def test_data_workers_ignore_signals_and_end_with_their_rank(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """torchrun signals a rank's process group, Slurm and a terminal every process there is."""
     stops = at_point(f"os.killpg(os.getpid(), signal.SIGTERM); {HEARD}", 4, "OPTIMIZER")
     stopped = forked_runs.start(arguments(tmp_path / "run", num_workers=2), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
-    assert len(said(stopped)) == 1
+    assert len(lines_about_the_stop(stopped)) == 1
     assert checkpoints(tmp_path / "run")[-1] == 4
     assert not members(stopped)
     killed = forked_runs.start(
@@ -171,7 +175,7 @@ def test_data_workers_leave_a_signal_to_their_rank_and_end_with_it(
     assert not members(killed)
 
 
-def test_a_stream_stops_and_goes_on(
+def test_stream_stops_and_resumes(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, tiny_tokens_dir: Path
 ) -> None:
     options = {
@@ -198,7 +202,7 @@ def test_a_stream_stops_and_goes_on(
         ("fabric run", signal.SIGUSR1, False, -signal.SIGUSR1),  # which ends the launcher, and the ranks notice
     ],
 )
-def test_a_signal_to_the_launcher_leads_to_a_saved_checkpoint(
+def test_signal_to_the_launcher_leads_to_a_checkpoint(
     tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], name: str, number: int, to_all: bool, code: int
 ) -> None:
     run = tmp_path / "run"
