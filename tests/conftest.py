@@ -18,6 +18,7 @@ from sample_data import real_data
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_tiny_model
+from tests.support.token_datasets import tokenize
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:
@@ -92,10 +93,7 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
     slices = [text[start : start + 1500] for start in range(0, 60 * 1500, 1500)]
     documents.write_text("".join(json.dumps({"text": part}) + "\n" for part in slices), encoding="utf-8")
     tokens = folder / "tokens"
-    arguments = ["--dataset", documents, "--tokenizer_name", tiny_model_dir, "--output_dir", tokens, "--max_length", 64]
-    arguments += ["--validation_split", 0.04, "--num_proc", 1]
-    finished = run_python(folder, 300, "tokenize_dataset.py", *arguments)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    tokenize(tokens, tiny_model_dir, documents, max_length=64, validation_split=0.04)
     return tokens
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -29,6 +28,7 @@ from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.token_datasets import tokenize
 
 
 def letters(text: str) -> np.ndarray:
@@ -264,15 +264,12 @@ ONE_LANE = LaneOrder(rows_per_window=1, micro_batch_size=1, world_size=1, rank=0
 
 @pytest.mark.parametrize("kind", ["tiny_model_dir", "spm_tokenizer_model"])
 def test_with_one_row_a_step_the_rows_are_those_of_tokenization(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, slices: list[str], run_program: Callable[..., Any]
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, slices: list[str]
 ) -> None:
     tokenizer: Path = request.getfixturevalue(kind)
     texts = [*slices[:12], "  \n", "<s> and </s> within a text, <|end_of_text|> too", *slices[12:]]
     file = write_jsonl(tmp_path / "texts.jsonl", texts)
-    line = ["--dataset", file, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "tokens"]
-    line += ["--max_length", 64, "--validation_split", 0, "--num_proc", 1]
-    finished = run_program("tokenize_dataset.py", *line)
-    assert finished.returncode == 0, finished.stderr
+    tokenize(tmp_path / "tokens", tokenizer, file, max_length=64, validation_split=0)
     split = datasets.load_from_disk(str(tmp_path / "tokens"))["train"]
     rows = Rows(split)
     streamed = windows_of(stream_of([file], tokenizer, tmp_path), len(rows), ONE_LANE, num_workers=1)

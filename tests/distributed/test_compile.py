@@ -1,4 +1,4 @@
-"""Compiled layers compute what they compute uncompiled: on rows of any length, under every parallelism, after a kill."""
+"""Compiled layers compute the same as uncompiled ones: for any length, under every parallelism, after a kill."""
 
 import random
 from collections.abc import Iterator
@@ -160,9 +160,7 @@ def test_killed_compiled_run_resumes_bit_for_bit(
     ids=["ddp", "fsdp", "fsdp2", "tensor parallel"],
 )
 @pytest.mark.usefixtures("on_one_device")  # whose kernels most of them use
-def test_compiled_ranks_equal_plain_pytorch(
-    compiled: CompiledRuns, tmp_path: Path, options: dict[str, object]
-) -> None:
+def test_compiled_ranks_equal_plain_pytorch(compiled: CompiledRuns, tmp_path: Path, options: dict[str, object]) -> None:
     train_at_once(compiled.runs, compiled.training(2, compiled.tokens, **options), tmp_path / "run")
     compiled.assert_equals_plain_pytorch(tmp_path / "run")
     expected = open_weights(compiled.model)

@@ -1,37 +1,26 @@
-"""Precision inside the wrapped model, on two real ranks: what is held, computed and reduced in which type."""
+"""Types inside the wrapped model on two real ranks: of weights, products, reductions and optimizer states."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import ROOT
+from tests.support.forked_runs import ForkedRuns
 
 FP32, BF16 = "torch.float32", "torch.bfloat16"
-PROBE = ROOT / "tests" / "support" / "two_ranks.py"
 
 pytestmark = pytest.mark.slow
 
 
-def types_inside(model: Path, parallelism: str, port: int) -> dict[str, dict[str, list[str]]]:
-    options = ["--train_data_dir", "unused", "--output_dir", "unused", "--model_name", str(model)]
-    options += ["--accelerator", "cpu", "--parallelism", parallelism]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    finished = subprocess.run(
-        [*launcher, str(PROBE), *options], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
 def test_rotary_and_reduction_stay_fp32_in_every_precision(
-    tiny_model_dir: Path, free_port: Callable[[], int], parallelism: str
+    forked_runs: ForkedRuns, tiny_model_dir: Path, parallelism: str
 ) -> None:
-    inside = types_inside(tiny_model_dir, parallelism, free_port())
+    options = ["--train_data_dir", "unused", "--output_dir", "unused", "--model_name", tiny_model_dir]
+    options += ["--accelerator", "cpu", "--parallelism", parallelism]
+    run = forked_runs.start(options, 2, program="tests.support.two_ranks")
+    run.finish()
+    inside = json.loads(run.stdout().splitlines()[-1])
     for precision, held, computed in (("32-true", FP32, FP32), ("bf16-mixed", FP32, BF16), ("bf16-true", BF16, BF16)):
         assert inside[precision] == {
             "rotary": [FP32],

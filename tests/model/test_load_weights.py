@@ -11,7 +11,7 @@ from tests.support.unequal_rows import VOCABULARY, argv, write_rows
 pytestmark = pytest.mark.slow
 
 _MEASURE = """
-import ctypes
+import ctypes, os, torch
 import fabric_train.training.build_run as building
 from fabric_train.model.parallelize import setup_model
 from fabric_train.distributed.precision import weights_dtype
@@ -23,19 +23,20 @@ def status(name):
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 read, set_up = building._open, setup_model
-def measured_read(prepared):
+def measured_read(run):
     global before
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins here
     # what is freed goes back to the system, as that of a real model's large tensors does
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     before = status("VmRSS")
-    return Unread(load_model(prepared.shape, weights_dtype("32-true")), None) if WHOLE else read(prepared)
+    return Unread(load_model(run.model, weights_dtype("32-true")), None) if WHOLE else read(run)
 def measured_set_up(*args):
     model = set_up(*args)
-    print("grown by", status("VmHWM") - before)
-    return model
-building._open, setup_model = measured_read, measured_set_up
+    print("grown by", status("VmHWM") - before, flush=True)
+    torch.distributed.barrier()
+    os._exit(0)
+building._open, building.setup_model = measured_read, measured_set_up
 """
 
 
@@ -61,7 +62,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2"])
-def test_a_rank_reads_its_part_and_never_holds_the_whole(
+def test_rank_reads_its_shard_and_never_holds_the_whole(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
 ) -> None:
     size = 2 * sum(file.stat().st_size for file in model.glob("*.safetensors"))

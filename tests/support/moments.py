@@ -30,7 +30,7 @@ Progress.at = at
 
 
 def at_point(action: str, step: int, phase: str, index: int = 0, ranks: tuple[int, ...] = (0, 1)) -> str:
-    """Return source for ``ForkedRuns.start(before=)``: these ranks execute ``action`` when they reach a phase of a step.
+    """Return source for ``ForkedRuns.start(before=)``: these ranks execute ``action`` at a phase of a step.
 
     The action can use ``os``, ``signal`` and ``time``.
     """

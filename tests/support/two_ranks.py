@@ -1,4 +1,4 @@
-"""Run by the tests under torchrun: set up a model as a run does and report what is inside, one JSON line from rank 0.
+"""A program for forked ranks: set up a model as a run does and report the types inside, one JSON line from rank 0.
 
 Reports the types of the weights, of the rotary frequencies and of what enters a matrix product, of the optimizer's
 moments, and of every gradient handed to a reducing collective.

@@ -118,9 +118,7 @@ def test_run_killed_at_random_moments_resumes_bit_for_bit(
     killing(f"random-{name}", [AT_RANDOM] * num_kills, num_ranks, {"max_step": 12, **options})
 
 
-def test_killed_stream_resumes_bit_for_bit(
-    killing: Killing, tmp_path: Path, shakespeare_jsonl: Path
-) -> None:
+def test_killed_stream_resumes_bit_for_bit(killing: Killing, tmp_path: Path, shakespeare_jsonl: Path) -> None:
     with shakespeare_jsonl.open(encoding="utf-8") as lines:
         text = json.loads(next(lines))["text"]
     starts = itertools.accumulate(150 + number * 7919 % 2500 for number in range(40))
