@@ -121,7 +121,7 @@ def last_tensors(run: Path) -> dict[str, torch.Tensor]:
     return {name: tensors.read(name) for tensors in (open_weights(checkpoint), optimizer) for name in tensors}
 
 
-def test_compiled_run_equals_the_uncompiled_one_in_metrics_and_checkpoint(
+def test_compiled_run_has_the_metrics_and_checkpoint_of_an_uncompiled_one(
     compiled: CompiledRuns, on_one_device: tuple[Path, Course], tmp_path: Path
 ) -> None:
     run, _ = on_one_device

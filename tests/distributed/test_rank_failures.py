@@ -95,7 +95,7 @@ def test_an_error_of_one_rank_is_said_by_rank_0_in_one_line(
     assert only_line(run).startswith("error (rank 1): No space left on device: a file; ")
 
 
-def test_a_rank_that_lawfully_keeps_the_others_waiting_is_let_alone(
+def test_rank_that_saves_or_compiles_long_is_not_ended(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     """A long save, and a first step that compiles; the watch would else have ended the run after a second."""
@@ -112,7 +112,7 @@ def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path:
     assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
 
 
-def test_torchrun_goes_on_by_itself_to_the_metrics_of_a_run_that_nobody_killed(
+def test_torchrun_restarts_and_ends_with_the_uninterrupted_metrics(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, free_port: Callable[[], int]
 ) -> None:
     options = {"max_step": 60, "eval_step_interval": 20, "save_step_interval": 10, "num_workers": 1}
@@ -142,7 +142,7 @@ def _kill_and_wait_for_restart(started: Launched, rank: int) -> None:
     started.wait_until(lambda: len(started.ranks()) == 2 and not set(started.ranks()) & set(before))
 
 
-def test_a_second_run_into_a_folder_is_refused_until_the_first_has_ended_in_whatever_way(
+def test_second_run_into_a_folder_waits_for_the_end_of_the_first(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     folder = tmp_path / "run"

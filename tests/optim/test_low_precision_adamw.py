@@ -52,7 +52,7 @@ def test_what_bfloat16_can_hold_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 16])
-def test_both_halves_of_the_bits_are_uniform_and_independent_of_their_neighbours(shift: int) -> None:
+def test_both_halves_of_the_bits_are_uniform_and_independent(shift: int) -> None:
     count, cells = 2**20, 256
     for key in (0, 1, salt(0, "a"), salt(0, "b")):
         bits = random_bits(numbers(count), key) >> shift & 0xFFFF
@@ -75,7 +75,7 @@ def test_seeds_names_steps_and_elements_have_bits_of_their_own() -> None:
     assert random_bits(numbers(1), 7) != random_bits(numbers(1, begin=1), 7)
 
 
-def test_a_part_of_a_tensor_has_the_numbers_that_its_elements_have_in_the_whole() -> None:
+def test_shard_has_the_random_numbers_of_its_elements_in_the_whole() -> None:
     whole = torch.arange(7 * 6 * 5).reshape(7, 6, 5)
     cpu = torch.device("cpu")
     rows, columns = whole[2:5].flatten(), whole[2:5, 1:4].flatten()
@@ -160,7 +160,7 @@ def test_in_fp32_throughout_it_is_torchs_own() -> None:
             assert torch.equal(built.state[ours[name]][key], reference.state[theirs[name]][key])
 
 
-def test_bf16_true_without_chance_is_torchs_own_and_with_fp32_moments_is_not() -> None:
+def test_bf16_true_without_stochastic_rounding_uses_torchs_adamw() -> None:
     parameters = {"matrix": nn.Parameter(torch.zeros(2, 2, dtype=BF16))}
     assert type(optimizer_of(parameters, stochastic_rounding=False)) is torch.optim.AdamW
     mixed = optimizer_of(parameters, stochastic_rounding=False, optimizer_states="float32")
