@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is named and not used: the one before is."""
+"""A damaged checkpoint is named and not used: the one before it is."""
 
 import csv
 import shutil
@@ -84,7 +84,7 @@ def run(
 
 @pytest.fixture
 def damaged(tmp_path: Path, run: Path) -> Path:
-    """A copy, whose newest checkpoint is to be damaged."""
+    """Return a copy of the run, whose newest checkpoint a test damages."""
     return shutil.copytree(run, tmp_path / "run")
 
 
@@ -103,7 +103,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert lines[0].endswith("; step-00000002 is used")
     assert again.stdout(1) == ""
     assert checkpoints(damaged) == named(2, 4, 6)
-    assert find_damage(newest) is None  # it has been written anew
+    assert find_damage(newest) is None  # it was written again
     assert find_wrong_content(newest) is None
     with (damaged / "metrics.csv").open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5, 6]

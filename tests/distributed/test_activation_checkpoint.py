@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
 
 
 class Watched(TorchDispatchMode):
-    """Counts matrix products and attentions, and the bytes of what has come to be in it and still is there."""
+    """Counts operations, and the bytes of the tensors that were created in it and are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Watched(TorchDispatchMode):
 
 
 class Step:
-    """The second of two forward and backward passes of a model, the first of which may plan."""
+    """The second of two forward and backward passes of a model; the first may plan."""
 
     def __init__(self, budget: float | None, dropout: float = 0.0, **options: Any) -> None:
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""A rank that dies or hangs ends the run in time and in one line that names it; torchrun's restarts go on by
-themselves; two runs do not share a folder.
+"""A rank that dies or hangs ends the run in time with one line that names it; torchrun restarts resume on their own;
+two runs never share a folder.
 """
 
 import re
@@ -28,7 +28,7 @@ def arguments(tiny_model_dir: Path, tiny_tokens_dir: Path) -> Arguments:
 
 
 def only_line(run: ForkedRun) -> str:
-    """The one line that all ranks together say on standard error; gloo's own apart."""
+    """Return the only line that all ranks together write to standard error, except gloo's."""
     lines = [line for rank in (0, 1) for line in run.stderr(rank).splitlines() if "gloo" not in line]
     assert len(lines) == 1, run.report()
     return lines[0]
@@ -98,14 +98,14 @@ def test_an_error_of_one_rank_is_said_by_rank_0_in_one_line(
 def test_rank_that_saves_or_compiles_long_is_not_ended(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
-    """A long save, and a first step that compiles; the watch would else have ended the run after a second."""
+    """In a long save, and in a first step that compiles: elsewhere the watch would end the run after 1.5 s."""
     lasts = at_point("time.sleep(3)", 6, "SAVING", 0, (1,)) + at_point("time.sleep(3)", 1, "COMPUTING", 1, (0,))
     forked_runs.start(arguments(tmp_path / "run", rank_timeout=1.5), before=lasts).finish()
     assert len(metrics(tmp_path / "run")) == 8
 
 
 def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
-    """It was started by a process that is not there any more: here, one that never was its parent."""
+    """The process that started it is gone: here, one that never was its parent."""
     run = forked_runs.start(arguments(tmp_path / "run"), env={"FABRIC_TRAIN_LAUNCHER": "999999"})
     codes = run.wait(60)
     assert codes == [75, 75], run.report()

@@ -1,4 +1,4 @@
-"""Families beside Llama are read by each rank in parts, and train under both FSDPs as they do in plain PyTorch."""
+"""Other families than Llama are read by each rank in parts, and train under both FSDPs as in plain PyTorch."""
 
 from pathlib import Path
 from typing import Any

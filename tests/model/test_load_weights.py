@@ -1,4 +1,4 @@
-"""No rank ever holds a whole copy of the model that is read: what its memory grows by, seen by the kernel."""
+"""No rank ever holds a whole copy of the model while it is read, as measured by the kernel."""
 
 from pathlib import Path
 

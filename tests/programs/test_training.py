@@ -1,4 +1,4 @@
-"""Whole runs, of forked ranks or by ``fabric run``: every parallelism beside plain PyTorch; kill, resume; refusals."""
+"""Whole runs, of forked ranks or by ``fabric run``: every parallelism against plain PyTorch; kills; resume."""
 
 import csv
 import functools
@@ -92,7 +92,7 @@ def trainer(
 
 @pytest.fixture(scope="module")
 def uninterrupted(trainer: Trainer) -> Path:
-    """A run under FSDP on two ranks that nobody stops."""
+    """A run under FSDP on two ranks that nobody interrupts."""
     return trainer("uninterrupted", parallelism="fsdp", state_dict_type="full")
 
 
@@ -114,13 +114,13 @@ def column(run: Path, name: str) -> list[float]:
 
 
 def timeless(run: Path) -> list[tuple[str, ...]]:
-    """The metrics that are the same in every repetition, to the last digit."""
+    """Return the metrics that are the same in every repetition, to the last digit."""
     names = ("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm", "num_tokens")
     return [tuple(row[name] for name in names) for row in metrics(run)]
 
 
 def mean_loss(model: Any, split: Any, rows: Sequence[int]) -> torch.Tensor:
-    """The loss over rows of a token dataset whose documents the model is given one at a time."""
+    """Return the loss over rows of a token dataset, with one document at a time through the model."""
     losses = []
     for row in rows:
         ids, starts = torch.tensor(split[row]["input_ids"]), split[row]["document_starts"]
@@ -131,7 +131,7 @@ def mean_loss(model: Any, split: Any, rows: Sequence[int]) -> torch.Tensor:
 
 @functools.cache
 def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[float], float]:
-    """The same training written out, whole windows on one device: losses, gradient norms, last validation loss."""
+    """Train on whole windows on one device; return losses, gradient norms and the last validation loss."""
     dataset = open_dataset(str(tokens_dir))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]

@@ -1,4 +1,4 @@
-"""A training run written out in plain PyTorch, which ours is compared with."""
+"""A training run written in plain PyTorch, to compare ours with."""
 
 import functools
 from itertools import count
@@ -21,7 +21,7 @@ LR, GRAD_CLIP = 1e-3, 0.4
 def plain_pytorch(
     model_dir: Path, tokens: Path, rows_per_window: int, num_steps: int
 ) -> tuple[list[float], list[float]]:
-    """The same training written out on one device, a document at a time: losses and gradient norms before clipping."""
+    """Train on one device, a document at a time; return losses and gradient norms before clipping."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -47,7 +47,7 @@ def plain_pytorch(
 
 
 def document_losses(model: torch.nn.Module, row: dict[str, list[int]]) -> torch.Tensor:
-    """The losses of a row's supervised tokens, each document by itself."""
+    """Return the losses of a row's supervised tokens, with each document on its own."""
     borders = row["document_starts"][1:]
     documents = torch.tensor(row["input_ids"]).tensor_split(borders)
     labels = torch.tensor(row["labels"]).tensor_split(borders)

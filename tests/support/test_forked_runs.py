@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 TELL = """
 import json, os, sys, torch
 names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GIVEN", "LT_DEVICES")
-told = {name: os.environ.get(name) for name in names}
-told |= {"threads": torch.get_num_threads(), "own session": os.getsid(0) == os.getpid(), "argv": sys.argv}
-print(json.dumps(told))
+found = {name: os.environ.get(name) for name in names}
+found |= {"threads": torch.get_num_threads(), "own session": os.getsid(0) == os.getpid(), "argv": sys.argv}
+print(json.dumps(found))
 print("an error of rank", rank, file=sys.stderr)
 sys.exit(3 + rank)
 """
@@ -77,7 +77,7 @@ def test_killed_rank_ends_its_workers_and_leaves_the_others(forked_runs: ForkedR
 
 
 def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
-    runs = ForkedRuns(tmp_path / "said")
+    runs = ForkedRuns(tmp_path / "output")
     run = runs.start([], 2, before="import time; time.sleep(600)")
     started = time.monotonic()
     runs.close()

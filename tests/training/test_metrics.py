@@ -1,4 +1,4 @@
-"""What a run tells reaches metrics.csv, TensorBoard, Weights & Biases and the console, each step once."""
+"""Metrics reach metrics.csv, TensorBoard, Weights & Biases and the console, each step once."""
 
 import csv
 import io
@@ -319,6 +319,6 @@ def test_stopwatch_counts_everything_since_its_last_reading() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
 def test_memory_on_cpu_is_the_most_that_this_process_held() -> None:
-    told = peak_memory_gb(torch.device("cpu"))
+    measured = peak_memory_gb(torch.device("cpu"))
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    assert told == pytest.approx(int(status["VmHWM"].removesuffix(" kB")) * 1024 / 1e9, rel=0.02)
+    assert measured == pytest.approx(int(status["VmHWM"].removesuffix(" kB")) * 1024 / 1e9, rel=0.02)

@@ -1,5 +1,5 @@
-"""No step is taken on a loss or gradient that is not finite, and none far above the others goes by without a line that
-names its step, ranks and rows.
+"""No step uses a loss or gradient that is not finite, and a loss far above the others is reported in one line with its
+step, ranks and rows.
 """
 
 import json
