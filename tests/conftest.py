@@ -1,17 +1,19 @@
-"""What the tests share: real data, a tiny model made on the spot, and ways to run the programs."""
+"""Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
 import json
 import os
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-# before any Hugging Face library is imported: no test may lean on a hub
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: several workers share the cores
+# before any Hugging Face library is imported: no test may depend on a hub
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -20,6 +22,14 @@ from sample_data import real_data
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_tiny_model
+from tests.support.token_datasets import tokenize
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the files that have the most slow tests: the workers that take them then end at the same time."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])  # stable: the order within a file stays
+
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
@@ -133,16 +143,13 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
     slices = [text[start : start + 1500] for start in range(0, 60 * 1500, 1500)]
     documents.write_text("".join(json.dumps({"text": part}) + "\n" for part in slices), encoding="utf-8")
     tokens = folder / "tokens"
-    arguments = ["--dataset", documents, "--tokenizer_name", tiny_model_dir, "--output_dir", tokens, "--max_length", 64]
-    arguments += ["--validation_split", 0.1, "--num_proc", 1]
-    finished = run_python(folder, 300, "tokenize_dataset.py", *arguments)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    tokenize(tokens, tiny_model_dir, documents, max_length=64, validation_split=0.04)
     return tokens
 
 
 @pytest.fixture(scope="session")
 def forked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRuns]:
-    """What starts runs of real ranks in about a second each; its first start takes as long as the imports."""
+    """Starts runs of real ranks in about a second each; the first start takes as long as the imports."""
     runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"))
     yield runs
     runs.close()

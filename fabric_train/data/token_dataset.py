@@ -16,6 +16,7 @@ from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.tokenization.packing.token_folder import check_listed_files
 
 VALIDATION_NAMES = ("validation", "valid")
 

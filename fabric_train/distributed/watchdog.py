@@ -133,7 +133,13 @@ class Watchdog:
             host = "127.0.0.1" if is_local else os.environ["MASTER_ADDR"]
             rank_0 = _RankState(0, connection=socket.create_connection((host, port), timeout=_JOIN_SECONDS))
             rank_0.send(token=token, **self._introduction())
+            # rank 0 reads only the introduction here, so an earlier message would be lost
+            answer = rank_0.read()
+            if not answer:
+                raise ConnectionError("rank 0 ended before it answered")
             self._add(rank_0)
+            for message in answer:
+                self._handle(rank_0, message)
         os.register_at_fork(after_in_child=self._close_connections)  # a worker must not keep a dead rank's open
         self._thread.start()
 
@@ -223,16 +229,20 @@ class Watchdog:
                 how = f"died while the run was at {self._heartbeat.position} (killed, or out of memory)"
                 self._end_without([other], how)
         for message in messages or []:
-            if "position" in message:
-                other.update(Position(*message.pop("position")), **message)
-            elif "bye" in message:
-                del self._others[other.rank]
-            elif "end" not in message:
-                other.host, other.pid, other.pid_namespace = (message[key] for key in ("host", "pid", "pid_namespace"))
-            elif self._me.rank:
-                exit_process(message["end"])
-            else:
-                self._end_all_ranks(message["end"], *message["lines"])
+            self._handle(other, message)
+
+    def _handle(self, other: _RankState, message: dict[str, Any]) -> None:
+        """Act on a message of another rank."""
+        if "position" in message:
+            other.update(Position(*message.pop("position")), **message)
+        elif "bye" in message:
+            del self._others[other.rank]
+        elif "end" not in message:
+            other.host, other.pid, other.pid_namespace = (message[key] for key in ("host", "pid", "pid_namespace"))
+        elif self._me.rank:
+            exit_process(message["end"])
+        else:
+            self._end_all_ranks(message["end"], *message["lines"])
 
     def _check_ranks(self) -> None:
         """End the run if a rank is silent or, on rank 0, if a rank hangs.

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is named and not used: the one before is."""
+"""A damaged checkpoint is named and not used: the one before it is."""
 
 import csv
 import shutil
@@ -84,12 +84,12 @@ def run(
 
 @pytest.fixture
 def damaged(tmp_path: Path, run: Path) -> Path:
-    """A copy, whose newest checkpoint is to be damaged."""
+    """Return a copy of the run, whose newest checkpoint a test damages."""
     return shutil.copytree(run, tmp_path / "run")
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_the_newest_checkpoint_is_named_and_the_one_before_is_used_where_it_is_damaged(
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
 ) -> None:
     newest = damaged / "checkpoints" / "step-00000004"
@@ -103,14 +103,14 @@ def test_the_newest_checkpoint_is_named_and_the_one_before_is_used_where_it_is_d
     assert lines[0].endswith("; step-00000002 is used")
     assert again.stdout(1) == ""
     assert checkpoints(damaged) == named(2, 4, 6)
-    assert find_damage(newest) is None  # it has been written anew
+    assert find_damage(newest) is None  # it was written again
     assert find_wrong_content(newest) is None
     with (damaged / "metrics.csv").open(newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("damage", [cut, flip_a_weight], ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_that_is_asked_for_is_refused_by_every_program(
+def test_every_program_refuses_a_damaged_checkpoint_given_by_name(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path, damage: Callable[[Path], None]
 ) -> None:
     newest, target = damaged / "checkpoints" / "step-00000004", damaged.parent / "target"
@@ -130,9 +130,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_by_every_program(
     assert not target.exists()
 
 
-def test_the_other_programs_take_the_checkpoint_before_a_damaged_one_too(
-    damaged: Path, forked_runs: ForkedRuns
-) -> None:
+def test_generate_uses_the_checkpoint_before_a_damaged_one_too(damaged: Path, forked_runs: ForkedRuns) -> None:
     newest = damaged / "checkpoints" / "step-00000004"
     flip_a_weight(newest)
     words = ["--model_name", damaged, "--prompt", "To be", "--num_tokens", 2]
@@ -142,7 +140,7 @@ def test_the_other_programs_take_the_checkpoint_before_a_damaged_one_too(
     assert "; step-00000002 is used" in generated.stderr(0)
 
 
-def test_where_no_checkpoint_is_whole_the_run_is_refused_and_not_begun_anew(
+def test_run_is_refused_where_no_checkpoint_is_intact(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
     for name in named(2, 4):
@@ -154,7 +152,7 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused_and_not_begun_anew(
     assert (damaged / "metrics.csv").read_text() == before
 
 
-def test_a_damaged_checkpoint_counts_for_nothing_when_old_ones_are_removed(
+def test_damaged_checkpoint_does_not_count_when_old_ones_are_removed(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
     cut(damaged / "checkpoints" / "step-00000004")

@@ -143,7 +143,7 @@ def test_resuming_at_any_step_yields_the_windows_that_were_left(num_workers: int
                 assert torch.equal(one.labels, other.labels)
 
 
-def test_windows_carry_the_hash_of_all_rows_up_to_them_however_they_are_cut_and_from_wherever_they_go_on() -> None:
+def test_windows_carry_the_hash_of_all_rows_for_any_split_and_start() -> None:
     rows = numbered(10)  # windows of 4, 4 and 2
     by_hand, hashes = b"", []
     for epoch in range(2):
@@ -168,7 +168,7 @@ def test_windows_count_steps_epochs_and_rows_of_all_ranks() -> None:
         assert [window.num_rows for window in windows] == [4, 4, 3, 4, 4, 3, 4]
 
 
-def test_lengths_of_a_batch_are_those_of_its_rows_when_rows_differ_in_length() -> None:
+def test_batch_has_the_lengths_of_its_rows() -> None:
     rows = rows_of([[row] * (row + 1) for row in range(10)])
     windows = train_windows(rows, (0, 3), rows_per_window=4, micro_batch_size=4)
     for window in windows:
@@ -178,7 +178,7 @@ def test_lengths_of_a_batch_are_those_of_its_rows_when_rows_differ_in_length() -
     assert sum(sum(batch.lengths) for window in windows for batch in window.batches) == 55
 
 
-def test_padding_is_in_no_length_and_documents_that_are_kept_apart_are_counted_apart() -> None:
+def test_lengths_exclude_padding_and_separate_isolated_documents() -> None:
     split = datasets.Dataset.from_dict(
         {
             "input_ids": [[1, 2, 3, 4, 5, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 9], [9] * 8, [1, 2, 3, 4, 5, 6, 9, 9]],
@@ -200,7 +200,7 @@ def test_padding_is_in_no_length_and_documents_that_are_kept_apart_are_counted_a
     assert apart.__getitems__([]).lengths == ()
 
 
-def test_a_rank_without_rows_in_the_last_window_gets_a_batch_that_supervises_nothing() -> None:
+def test_rank_without_rows_gets_a_batch_that_supervises_nothing() -> None:
     last = [train_windows(numbered(5), (0, 2), world_size=4, rank=rank)[1] for rank in range(4)]
     assert [len(window.batches) for window in last] == [1, 1, 1, 1]
     assert sorted(itertools.chain(*(row_numbers(window.batches[0]) for window in last)))[0] in range(5)
@@ -243,7 +243,7 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
         assert not same.is_shared()
 
 
-def test_shorter_rows_are_padded_at_the_end_and_the_padding_is_not_supervised() -> None:
+def test_short_rows_are_padded_at_the_end_without_supervision() -> None:
     batch = rows_of([[7, 8, 9], [5], []]).__getitems__([0, 1, 2])  # what a DataLoader calls
     assert batch.input_ids.tolist() == [[7, 8, 9], [5, 0, 0], [0, 0, 0]]
     assert batch.labels.tolist() == [[7, 8, 9], [5, IGNORED_LABEL, IGNORED_LABEL], [IGNORED_LABEL] * 3]
@@ -293,7 +293,7 @@ def test_a_token_dataset_is_read_as_it_was_written(tiny_tokens_dir: Path) -> Non
     assert {path.name for path in dataset.attachments} == {"manifest.json", "tokenizer"}
 
 
-def test_an_older_folder_with_valid_split_and_labels_of_unequal_lengths_works(tmp_path: Path) -> None:
+def test_older_folder_with_a_valid_split_and_labels_works(tmp_path: Path) -> None:
     train = datasets.Dataset.from_dict(
         {
             "input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9]],
@@ -314,7 +314,7 @@ def test_an_older_folder_with_valid_split_and_labels_of_unequal_lengths_works(tm
     assert (window.num_rows, sorted(window.batches[0].lengths)) == (3, [2, 3, 4])
 
 
-def test_another_dataset_has_another_fingerprint_and_the_same_one_the_same(tmp_path: Path) -> None:
+def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     first = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     second = datasets.Dataset.from_dict({"input_ids": [[1, 3]]})
     folders = [save(tmp_path / "a", train=first), save(tmp_path / "b", train=second)]

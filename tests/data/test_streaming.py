@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -29,6 +28,7 @@ from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.token_datasets import tokenize
 
 
 def letters(text: str) -> np.ndarray:
@@ -93,9 +93,7 @@ cuts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 2), (8, 1), 
 
 @settings(deadline=None, max_examples=40)
 @given(some_texts, cuts)
-def test_each_document_is_in_one_lane_once_a_pass_in_order_over_all_ranks(
-    texts: list[str], cut: tuple[int, int]
-) -> None:
+def test_each_document_is_in_one_lane_once_a_pass_in_order(texts: list[str], cut: tuple[int, int]) -> None:
     rows, after = all_ranks(texts, 12, 8, *cut)
     lanes = lanes_by_hand(texts, 8)
     assert sorted(itertools.chain(*lanes)) == sorted(texts)
@@ -109,7 +107,7 @@ def test_each_document_is_in_one_lane_once_a_pass_in_order_over_all_ranks(
 
 @settings(deadline=None, max_examples=40)
 @given(some_texts, cuts, cuts, st.integers(0, 7))
-def test_resumed_at_any_step_by_other_ranks_the_windows_are_those_of_the_uninterrupted_run(
+def test_other_ranks_resume_with_the_same_windows_at_any_step(
     texts: list[str], cut: tuple[int, int], other: tuple[int, int], step: int
 ) -> None:
     rows, after = all_ranks(texts, 8, 8, *cut)
@@ -263,16 +261,13 @@ ONE_LANE = LaneOrder(rows_per_window=1, micro_batch_size=1, world_size=1, rank=0
 
 
 @pytest.mark.parametrize("kind", ["tiny_model_dir", "spm_tokenizer_model"])
-def test_with_one_row_a_step_the_rows_are_those_of_tokenization(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, slices: list[str], run_program: Callable[..., Any]
+def test_streamed_rows_are_those_of_tokenization(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, slices: list[str]
 ) -> None:
     tokenizer: Path = request.getfixturevalue(kind)
     texts = [*slices[:12], "  \n", "<s> and </s> within a text, <|end_of_text|> too", *slices[12:]]
     file = write_jsonl(tmp_path / "texts.jsonl", texts)
-    line = ["--dataset", file, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "tokens"]
-    line += ["--max_length", 64, "--validation_split", 0, "--num_proc", 1]
-    finished = run_program("tokenize_dataset.py", *line)
-    assert finished.returncode == 0, finished.stderr
+    tokenize(tmp_path / "tokens", tokenizer, file, max_length=64, validation_split=0)
     split = datasets.load_from_disk(str(tmp_path / "tokens"))["train"]
     rows = Rows(split)
     streamed = windows_of(stream_of([file], tokenizer, tmp_path), len(rows), ONE_LANE, num_workers=1)
@@ -330,7 +325,9 @@ def test_a_bad_row_ends_the_run_with_its_place(
     assert fault.startswith(f"{file}, line 21: column 'text' holds int, not text")
 
 
-def test_what_is_no_text_is_refused_before_the_run(tmp_path: Path, tiny_model_dir: Path, chats_jsonl: Path) -> None:
+def test_sources_without_text_are_refused_before_the_run(
+    tmp_path: Path, tiny_model_dir: Path, chats_jsonl: Path
+) -> None:
     fault = refusal(lambda: stream_of([chats_jsonl], tiny_model_dir, tmp_path))
     assert fault.startswith(f"--streaming_dataset {chats_jsonl}: chats and instructions are not streamed; ")
     file = write_jsonl(tmp_path / "a.jsonl", ["text"])
@@ -436,7 +433,7 @@ def uninterrupted(run: Run) -> Path:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_with_the_very_metrics_of_the_uninterrupted_one(run: Run, uninterrupted: Path) -> None:
+def test_killed_run_resumes_with_the_uninterrupted_metrics(run: Run, uninterrupted: Path) -> None:
     started = run.start("killed")
     wanted = run.folder / "killed" / "checkpoints" / "step-00000003"
     assert started.wait_until(wanted.is_dir)
@@ -453,7 +450,7 @@ def test_a_killed_run_resumes_with_the_very_metrics_of_the_uninterrupted_one(run
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_under_two_ranks_and_without_the_models_name(run: Run, uninterrupted: Path) -> None:
+def test_stream_resumes_on_two_ranks_and_without_the_models_name(run: Run, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / "step-00000003"
     resumed = run("two-ranks", 2, checkpoint=checkpoint, parallelism="fsdp", model_name="no/such-model")
     ours, theirs = ([row[:1] + row[2:4] + row[7:] for row in timeless(one)] for one in (resumed, uninterrupted))
@@ -474,7 +471,7 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
 
 
 @pytest.mark.slow
-def test_a_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
+def test_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
     started = run.start("few", total_batch_size=64)
     assert started.wait(100) == [2]
     output = started.stdout() + started.stderr()

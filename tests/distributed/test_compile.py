@@ -1,16 +1,45 @@
-"""Compiled layers compute what they compute uncompiled, of rows of any length, also where they keep less."""
+"""Compiled layers compute the same as uncompiled ones: for any length, under every parallelism, after a kill."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.compile import compile_layers
 from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.loss import summed_loss
+from tests.support.forked_runs import ForkedRuns
+from tests.support.kills import Course, Training, differences, train_at_once, train_through
+from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
+from tests.support.unequal_rows import ROWS_PER_WINDOW, metrics, write_model, write_rows
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (24, 17, 40, 9, 33)
+NUM_ROWS, NUM_STEPS = 27, 5  # the fourth window is short and ends the epoch
+SETTINGS = {
+    "accelerator": "cpu",
+    "precision": "32-true",
+    "number_epochs": 99,
+    "max_step": NUM_STEPS,
+    "total_batch_size": ROWS_PER_WINDOW,
+    "micro_batch_size": 1,
+    "eval_batch_size": 1,
+    "eval_iters": 2,
+    "save_step_interval": 2,
+    "keep_checkpoints": 2,
+    "lr": LR,
+    "grad_clip": GRAD_CLIP,
+    "num_workers": 0,
+    "loggers": "csv",
+}
 
 
 @pytest.fixture
@@ -20,9 +49,8 @@ def settings_as_they_were() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("settings_as_they_were")
-def test_of_many_lengths_layers_are_compiled_once_and_keep_no_more_than_their_budget(tiny_model_dir: Path) -> None:
+def test_layers_are_compiled_once_for_rows_of_many_lengths(tiny_model_dir: Path) -> None:
     model: Any = load_model(read_shape(str(tiny_model_dir)), torch.float32).train()
     rows = [torch.randint(3, 1000, (2, length), generator=torch.Generator().manual_seed(0)) for length in LENGTHS]
     expected = [loss_and_gradients(model, ids) for ids in rows]
@@ -39,11 +67,102 @@ def test_of_many_lengths_layers_are_compiled_once_and_keep_no_more_than_their_bu
     assert graphs[-1] == graphs[0]
 
 
-LENGTHS = (24, 17, 40, 9, 33)
-
-
 def loss_and_gradients(model: Any, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = summed_loss(model, ids, ids)
     loss.backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+# All rows have one shape and are packed: their kernels are compiled once, and then come from torch's cache.
+
+
+class CompiledRuns:
+    """Runs of a small model, compiled or not, which are compared with plain PyTorch and with each other."""
+
+    def __init__(self, folder: Path, runs: ForkedRuns) -> None:
+        self.folder, self.runs = folder, runs
+        self.model = write_model(folder / "model")
+        self.tokens = write_rows(folder / "rows", num_rows=NUM_ROWS, packed_every=1)
+        rows = datasets.load_from_disk(folder / "rows")["train"]
+        splits = {"train": rows, "validation": rows.select(range(1, 4))}
+        datasets.DatasetDict(splits).save_to_disk(str(folder / "with-validation"))
+
+    def training(self, num_ranks: int, tokens: Path, **options: object) -> Training:
+        given = {"model_name": self.model, "train_data_dir": tokens, "compile": "true", **SETTINGS, **options}
+        return Training(given, num_ranks)
+
+    def of_one_device(self, **options: object) -> Training:
+        return self.training(1, self.folder / "with-validation", parallelism="single", **options)
+
+    def assert_equals_plain_pytorch(self, run: Path) -> None:
+        losses, norms = plain_pytorch(self.model, self.tokens, ROWS_PER_WINDOW, NUM_STEPS)
+        assert [float(row["train_loss"]) for row in metrics(run)] == pytest.approx(losses, rel=1e-5)
+        assert [float(row["grad_norm"]) for row in metrics(run)] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns) -> CompiledRuns:
+    return CompiledRuns(tmp_path_factory.mktemp("compiled"), forked_runs)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(compiled: CompiledRuns) -> tuple[Path, Course]:
+    """A compiled run, with evaluation, and how long it took."""
+    run = compiled.folder / "single"
+    return run, train_at_once(compiled.runs, compiled.of_one_device(), run)
+
+
+def last_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Return weights and optimizer states of the last checkpoint."""
+    checkpoint = run / "checkpoints" / f"step-{NUM_STEPS:08d}"
+    optimizer = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
+    return {name: tensors.read(name) for tensors in (open_weights(checkpoint), optimizer) for name in tensors}
+
+
+def test_compiled_run_has_the_metrics_and_checkpoint_of_an_uncompiled_one(
+    compiled: CompiledRuns, on_one_device: tuple[Path, Course], tmp_path: Path
+) -> None:
+    run, _ = on_one_device
+    compiled.assert_equals_plain_pytorch(run)
+    train_at_once(compiled.runs, compiled.of_one_device(compile="false"), tmp_path / "run")
+    for row, expected in zip(metrics(run), metrics(tmp_path / "run"), strict=True):
+        assert float(row["val_loss"] or 0) == pytest.approx(float(expected["val_loss"] or 0), rel=1e-5)
+    ours, expected_tensors = last_tensors(run), last_tensors(tmp_path / "run")
+    assert ours.keys() == expected_tensors.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, expected_tensors[name], rtol=1e-4, atol=2e-5)
+    checkpoint = run / "checkpoints" / f"step-{NUM_STEPS:08d}"
+    weights = open_weights(checkpoint)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().items():
+        assert torch.equal(tensor, weights.read(name))
+
+
+def test_killed_compiled_run_resumes_bit_for_bit(
+    compiled: CompiledRuns, on_one_device: tuple[Path, Course], tmp_path: Path
+) -> None:
+    whole, course = on_one_device
+    moments = ["optimizer step, half the parameters changed"]
+    kills = train_through(compiled.runs, compiled.of_one_device(), tmp_path / "run", moments, random.Random(0), course)
+    assert len(kills) == 1
+    assert differences(tmp_path / "run", whole) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallelism": "ddp"},
+        {"parallelism": "fsdp"},
+        {"parallelism": "fsdp2", "state_dict_type": "sharded"},
+        {"parallelism": "fsdp2", "tensor_parallel_size": 2},
+    ],
+    ids=["ddp", "fsdp", "fsdp2", "tensor parallel"],
+)
+@pytest.mark.usefixtures("on_one_device")  # whose kernels most of them use
+def test_compiled_ranks_equal_plain_pytorch(compiled: CompiledRuns, tmp_path: Path, options: dict[str, object]) -> None:
+    train_at_once(compiled.runs, compiled.training(2, compiled.tokens, **options), tmp_path / "run")
+    compiled.assert_equals_plain_pytorch(tmp_path / "run")
+    expected = open_weights(compiled.model)
+    weights = open_weights(tmp_path / "run" / "checkpoints" / f"step-{NUM_STEPS:08d}")
+    assert {name: weights.shape(name) for name in weights} == {name: expected.shape(name) for name in expected}

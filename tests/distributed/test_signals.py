@@ -107,8 +107,14 @@ def test_before_training_a_signal_ends_all_ranks_without_a_save(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
 ) -> None:
     stops = """
-import os, signal, time
+import os, signal, socket, time
 import fabric_train.training.build_run as building
+accept = socket.socket.accept
+def accept_slowly(self):
+    accepted = accept(self)
+    time.sleep(1)  # rank 1 is stopped before rank 0 has read its introduction
+    return accepted
+socket.socket.accept = accept_slowly
 def load_and_be_stopped(run):
     open(f"loading-{rank}", "w").close()
     while rank == 1 and not os.path.exists("loading-0"):

@@ -1,4 +1,4 @@
-"""Families beside Llama are read by each rank in parts, and train under both FSDPs as they do in plain PyTorch."""
+"""Other families than Llama are read by each rank in parts, and train under both FSDPs as in plain PyTorch."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, dtype: torch.dtype) -> None:
+def test_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, dtype: torch.dtype) -> None:
     shape = read_shape(str(model))
     whole: Any = load_model(shape, dtype)
     unread = open_pretrained(shape, dtype)
@@ -74,10 +74,10 @@ def test_a_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2"])
-def test_a_family_trains_as_in_plain_pytorch(
+def test_family_trains_as_in_plain_pytorch(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
 ) -> None:
-    given = {"parallelism": parallelism, "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP}
+    given = {"parallelism": parallelism, "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP, "micro_batch_size": 2}
     forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 2).finish()
     losses, norms = plain_pytorch(model, tokens, ROWS_PER_WINDOW, STEPS)
     logged = metrics(tmp_path / "run")
@@ -87,7 +87,7 @@ def test_a_family_trains_as_in_plain_pytorch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mistral"], indirect=True)
-def test_a_rank_whose_part_begins_within_a_row_reads_it(
+def test_rank_reads_a_shard_that_begins_within_a_row(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
     given = {"parallelism": "fsdp", "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP, "total_batch_size": 6}

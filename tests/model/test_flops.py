@@ -54,7 +54,7 @@ def test_a_token_is_multiplied_with_its_own_experts_alone() -> None:
     assert flops.num_used + 32_000 * 4096 == 12_879_925_248
 
 
-def test_heads_wider_than_the_model_and_a_sliding_window_count_as_they_are() -> None:
+def test_flops_count_wide_heads_and_a_sliding_window() -> None:
     wide = flops_of(Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=128, num_hidden_layers=3))
     assert wide.attention == (Attention(3, 512, None),)
     sliding = flops_of(MistralConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, sliding_window=100))

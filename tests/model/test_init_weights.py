@@ -45,7 +45,7 @@ def faults(*line: str) -> list[str]:
     return list(refusal.value.faults)
 
 
-def test_weights_are_those_that_transformers_would_draw_in_number_and_kind() -> None:
+def test_new_weights_have_the_names_and_spread_of_transformers() -> None:
     tensors = whole("gpt2", num_layers=8, hidden_width=64)
     up, down = tensors["transformer.h.0.mlp.c_fc.weight"], tensors["transformer.h.0.mlp.c_proj.weight"]
     assert up.std().item() == pytest.approx(0.02, rel=0.05)
@@ -82,9 +82,7 @@ def test_weights_differ_by_name_and_seed_and_by_nothing_else() -> None:
 
 
 @pytest.mark.slow
-def test_a_new_model_begins_the_same_on_any_ranks_and_goes_on_from_its_checkpoint(
-    forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_new_model_starts_the_same_on_any_ranks_and_resumes(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     tokens = write_rows(tmp_path / "tokens")
     logged = []
     for name, ranks in (("single", 1), ("fsdp", 2), ("fsdp2", 2)):

@@ -118,7 +118,7 @@ def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
     assert largest.num_elements == 4001 * WIDTH
 
 
-def test_at_once_the_gradient_of_the_head_is_added_to_what_is_there_before_the_backward_pass() -> None:
+def test_head_gradient_is_added_before_the_backward_pass() -> None:
     model = build("llama")
     assert compute_loss_in_head(model, grad_in_place=True)
     scale = torch.tensor(0.5, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_at_once_the_gradient_of_the_head_is_added_to_what_is_there_before_the_b
     torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
 
 
-def test_the_gradient_of_a_tied_embedding_is_added_in_the_rows_of_its_tokens() -> None:
+def test_tied_embeddings_gradient_is_added_in_the_rows_of_its_tokens() -> None:
     model = build("llama", tie_word_embeddings=True, vocab_size=4001)
     expected = loss_and_gradients(model)[1]["model.embed_tokens.weight"]
     assert compute_loss_in_head(model, grad_in_place=True)
@@ -163,7 +163,7 @@ def test_on_the_meta_device_it_is_found_out_too() -> None:
         assert not compute_loss_in_head(build("gemma2", **COMPUTED_FURTHER["gemma2"]))
 
 
-def test_nothing_supervised_costs_nothing_and_gives_every_weight_a_gradient() -> None:
+def test_unsupervised_batch_gives_no_loss_and_every_weight_a_gradient() -> None:
     model = build("llama")
     assert compute_loss_in_head(model)
     ids, _ = rows()

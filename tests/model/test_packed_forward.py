@@ -206,7 +206,7 @@ def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
         pytest.param("flash_attention_2", torch.bfloat16, 2e-2, marks=no_flash),
     ],
 )
-def test_on_cuda_packed_documents_have_loss_and_gradient_of_the_documents_alone(
+def test_on_cuda_packed_documents_have_the_loss_of_single_documents(
     tiny_model_dir: Path,
     documents: list[list[torch.Tensor]],
     split: datasets.Dataset,
@@ -282,7 +282,7 @@ def test_flash_attention_need_not_look_at_positions(
 
 
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)
-def test_a_window_and_an_evaluation_count_what_isolation_leaves_supervised(
+def test_windows_and_evaluations_count_what_isolation_supervises(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
 ) -> None:
     expected, gradient = loss_and_gradient(model, alone(documents))
@@ -337,7 +337,7 @@ def test_positions_labels_and_borders_are_those_counted_token_by_token(case: tup
     assert batch.documents.longest == max(np.diff(borders))
 
 
-def test_rows_of_one_document_and_rows_without_borders_take_the_plain_way() -> None:
+def test_rows_of_one_document_take_the_plain_path() -> None:
     rows = [[1, 2, 3], [4, 5, 6]]
     whole = Rows(datasets.Dataset.from_dict({"input_ids": rows, "document_starts": [[0], []]}))
     older = Rows(datasets.Dataset.from_dict({"input_ids": rows}))
@@ -374,9 +374,7 @@ LLAMA: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads"
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "leaks" if value else "isolates",
 )
-def test_a_family_whose_documents_see_each_other_whatever_the_positions_say_is_refused(
-    config: PretrainedConfig, leaks: bool
-) -> None:
+def test_family_whose_documents_see_each_other_is_refused(config: PretrainedConfig, leaks: bool) -> None:
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1)
     model = fabric.setup_module(AutoModelForCausalLM.from_config(config)).train()
@@ -421,7 +419,7 @@ def test_flex_attention_without_a_compiler_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_attention_without_its_package_is_refused_before_anything_is_built(tiny_model_dir: Path) -> None:
+def test_flash_attention_without_its_package_is_refused_early(tiny_model_dir: Path) -> None:
     with pytest.raises(InputError) as error:
         read_shape(str(tiny_model_dir), attention="flash_attention_2")
     (fault,) = error.value.faults
@@ -430,9 +428,7 @@ def test_flash_attention_without_its_package_is_refused_before_anything_is_built
     assert "\n" not in fault
 
 
-def test_the_implementation_of_attention_is_the_one_asked_for_and_does_not_go_into_a_checkpoint(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_attention_is_the_one_asked_for_and_not_in_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
     for attention in ("sdpa", "eager", "flex_attention"):
         model = load(tiny_model_dir, attention)
         assert model.config._attn_implementation == attention

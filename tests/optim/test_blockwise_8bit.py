@@ -91,20 +91,22 @@ def losses(run: Path) -> list[float]:
     ("parallelism", "num_ranks", "kind"),
     [("single", 1, "full"), ("ddp", 2, "full"), ("fsdp", 2, "sharded"), ("fsdp2", 2, "full")],
 )
-def test_it_learns_as_fp32_does_and_resumes_exactly(
+def test_8bit_states_learn_as_fp32_does_and_resume_exactly(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str, num_ranks: int, kind: str
 ) -> None:
     given = {"parallelism": parallelism, "devices": num_ranks, "lr_schedule": "constant", "state_dict_type": kind}
-    exact = forked_runs.start(argv(model, tokens, tmp_path / "fp32", **given, max_step=8), num_ranks)
-    for run, last in (("whole", 8), ("parts", 4), ("parts", 8)):
-        line = argv(model, tokens, tmp_path / run, **given, optimizer_states="8bit", max_step=last, resume="true")
-        forked_runs.start(line, num_ranks).finish()
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    given |= {"max_step": 8, "micro_batch_size": 2}
+    exact = forked_runs.start(argv(model, tokens, tmp_path / "fp32", **given), num_ranks)
+    quantized = {**given, "optimizer_states": "8bit"}
+    line = argv(model, tokens, tmp_path / "whole", **quantized, save_step_interval=4)
+    forked_runs.start(line, num_ranks).finish()
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    line = argv(model, tokens, tmp_path / "resumed", **quantized, checkpoint=checkpoint)
+    forked_runs.start(line, num_ranks).finish()
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[4:]
     exact.finish()
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "fp32"), rel=5e-3)
     assert losses(tmp_path / "whole") != losses(tmp_path / "fp32")
-    other = argv(model, tokens, tmp_path / "other", devices=1, parallelism="single", lr_schedule="constant")
-    other += ["--optimizer_states", "8bit", "--max_step", "8", "--checkpoint", str(tmp_path / "parts" / "checkpoints")]
-    other[-1] += "/step-00000004"
-    forked_runs.start(other, 1).finish()
+    on_one_device = {**quantized, "parallelism": "single", "devices": 1, "checkpoint": checkpoint}
+    forked_runs.start(argv(model, tokens, tmp_path / "other", **on_one_device), 1).finish()
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "whole")[4:], rel=5e-3)

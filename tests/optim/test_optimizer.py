@@ -62,7 +62,7 @@ def test_without_decay_every_schedule_is_constant(run: tuple[int, TrainingArgume
 
 @settings(deadline=None)
 @given(runs(list(get_args(Schedule))))
-def test_the_rate_rises_linearly_to_lr_and_then_never_rises_nor_leaves_its_bounds(
+def test_rate_rises_linearly_to_lr_and_then_never_rises_again(
     run: tuple[int, TrainingArguments],
 ) -> None:
     num_steps, arguments = run
@@ -128,7 +128,7 @@ def test_every_group_gets_the_rate_of_the_step(tiny_model_dir: Path) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
 
-def test_weight_decay_is_on_matrices_alone_and_every_parameter_is_in_one_group(tiny_model_dir: Path) -> None:
+def test_only_matrices_decay_and_every_parameter_is_in_one_group(tiny_model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     arguments = TrainingArguments(weight_decay=0.1, beta1=0.8, beta2=0.99, lr=0.25)
     optimizer = build_optimizer(model.named_parameters(), decayed_names(model), arguments)

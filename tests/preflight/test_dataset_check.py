@@ -60,7 +60,7 @@ def note(tokens: Path, model: Path | ModelShape) -> str:
 # --------------------------------------------------------------------------------------------------------- agreement
 
 
-def test_a_token_dataset_and_the_model_it_was_made_for_agree_without_reading_every_id(
+def test_matching_dataset_and_model_pass_without_reading_every_id(
     tokens: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Rows, "id_range")
@@ -168,9 +168,7 @@ def test_ids_beyond_the_models_vocabulary_are_refused(tokens: Path, model: Path)
     assert all(line.endswith(f"{model} has 300 tokens; tokenize with the model's own tokenizer") for line in faults)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_no_fault_where_the_rows_hold_none_of_them(
-    tokens: Path, model: Path
-) -> None:
+def test_tokenizer_may_have_more_tokens_where_the_rows_hold_none(tokens: Path, model: Path) -> None:
     change(tokens / "manifest.json", lambda content: content["tokenizer"].update(vocab_size=1001))
     assert compare(tokens, model) == SILENT
 
@@ -220,7 +218,7 @@ def move_eos(content: dict[str, Any]) -> None:
         (move_eos, "token '<|end_of_text|>' is id 1 here and 1000 there"),
     ],
 )
-def test_another_tokenizer_than_the_models_is_refused_naming_what_differs(
+def test_other_tokenizer_than_the_models_is_refused_with_the_difference(
     tokens: Path, model: Path, how: Change, words: str
 ) -> None:
     ids = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
@@ -258,9 +256,7 @@ def test_an_added_token_that_no_row_holds_is_a_note(tokens: Path, model: Path) -
     )
 
 
-def test_a_configuration_that_names_other_borders_is_a_note_and_one_that_names_several_is_none(
-    tokens: Path, model: Path
-) -> None:
+def test_other_document_borders_in_a_configuration_are_a_note(tokens: Path, model: Path) -> None:
     change(model / "config.json", lambda content: content.update(eos_token_id=[7, 1]))
     assert compare(tokens, model) == SILENT
     change(model / "config.json", lambda content: content.update(eos_token_id=[7, 8]))

@@ -59,7 +59,7 @@ def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, 
 # ------------------------------------------------------------------------------------------------------- activations
 
 
-def test_a_traced_micro_batch_grows_by_what_layers_keep_and_checkpointing_keeps_their_inputs(llama: ModelShape) -> None:
+def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape) -> None:
     plain, full = (
         trace_activations(
             llama,
@@ -135,7 +135,7 @@ def test_a_line_between_machines_that_is_slower_decides() -> None:
 # ------------------------------------------------------------------------------------------------------------ fitting
 
 
-def test_a_run_that_does_not_fit_is_refused_with_a_change_that_makes_it_fit(llama: ModelShape) -> None:
+def test_run_that_does_not_fit_is_refused_with_a_change_that_fits(llama: ModelShape) -> None:
     tried = wanted(llama, 4, 16, "--parallelism", "ddp", "--micro_batch_size", "2", "--precision", "32-true")
     (fault,) = faults_of(tried, tried.forecast())
     options = re.search(r"; with (--.+) it would need ([\d.]+) GB$", fault)
@@ -149,7 +149,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_change_that_makes_it_fit(llam
     assert forecast.device_bytes / 1e9 == pytest.approx(float(options[2]), abs=0.1)
 
 
-def test_what_fits_is_not_refused_and_what_nothing_makes_fit_is_said_to_be_so(llama: ModelShape) -> None:
+def test_run_that_fits_passes_and_one_that_never_fits_is_named(llama: ModelShape) -> None:
     fits = wanted(llama, 4, 80, "--parallelism", "fsdp2")
     assert faults_of(fits, fits.forecast()) == []
     never = wanted(llama, 1, 2.1, "--parallelism", "single")
@@ -157,7 +157,7 @@ def test_what_fits_is_not_refused_and_what_nothing_makes_fit_is_said_to_be_so(ll
     assert "no change of its arguments makes it fit" in fault
 
 
-def test_gradients_summed_over_devices_each_micro_batch_are_held_in_shards(llama: ModelShape) -> None:
+def test_gradients_reduced_each_micro_batch_are_held_in_shards(llama: ModelShape) -> None:
     """Else fsdp2 holds the whole sum of earlier micro-batches in fp32, and fsdp in the type of the pass."""
     parameters = 1_235_814_400
     for name, itemsize in (("fsdp", 2), ("fsdp2", 4)):
@@ -170,7 +170,7 @@ def test_gradients_summed_over_devices_each_micro_batch_are_held_in_shards(llama
         assert each.budget.phases[0].parts["gradients"] == 2 * parameters // 4
 
 
-def test_gradients_of_a_tied_vocabulary_are_counted_by_the_strategy_alone(llama: ModelShape) -> None:
+def test_tied_vocabulary_gradients_count_as_the_strategy_holds_them(llama: ModelShape) -> None:
     """Beside what is held, single has the embedding's until it is added, ddp the sum as well until a bucket has it."""
     at_end = {
         name: wanted(llama, ranks, 80, "--parallelism", name, "--precision", "32-true").forecast().budget.phases[1]
@@ -228,9 +228,7 @@ def test_a_plan_that_does_not_fit_ends_as_wrong_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case", [Case("single", 1, ("--gradient_accumulation_steps", "2")), Case("fsdp", 2), Case("fsdp2", 2)], ids=str
 )
-def test_the_plan_is_within_15_percent_of_what_real_ranks_have_resident(
-    forked_runs: ForkedRuns, tmp_path: Path, case: Case
-) -> None:
+def test_plan_is_within_15_percent_of_resident_memory(forked_runs: ForkedRuns, tmp_path: Path, case: Case) -> None:
     model, tokens = plan_accuracy.write_model(tmp_path / "model"), plan_accuracy.write_rows(tmp_path / "tokens")
     planned = plan_accuracy.plan_of(forked_runs, case, model, tokens, tmp_path / "run")
     measured = plan_accuracy.resident(forked_runs, case, model, tokens, tmp_path / "run")

@@ -1,6 +1,7 @@
-"""Whole runs, of forked ranks or by ``fabric run``: every parallelism beside plain PyTorch; kill, resume; refusals."""
+"""Whole runs, of forked ranks or by ``fabric run``: every parallelism against plain PyTorch; kills; resume."""
 
 import csv
+import functools
 import json
 import math
 import os
@@ -28,11 +29,11 @@ from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
 
-# 12 rows a window: with 2 ranks, micro-batches of 2 and 3 accumulations; the last window of the epoch is smaller
-ROWS_PER_WINDOW, MAX_STEP, LR = 12, 13, 1e-3
+# 12 rows a window: with 2 ranks, micro-batches of 3 and 2 accumulations
+ROWS_PER_WINDOW, MAX_STEP, LR = 12, 10, 1e-3
 SETTINGS = {
     "total_batch_size": ROWS_PER_WINDOW,
-    "micro_batch_size": 2,
+    "micro_batch_size": 3,
     "max_step": MAX_STEP,
     "lr": LR,
     "warmup_steps": 2,
@@ -91,8 +92,8 @@ def trainer(
 
 @pytest.fixture(scope="module")
 def uninterrupted(trainer: Trainer) -> Path:
-    """A run under FSDP on two ranks that nobody stops."""
-    return trainer.launch_to_its_end("uninterrupted", state_dict_type="full")
+    """A run under FSDP on two ranks that nobody interrupts."""
+    return trainer("uninterrupted", parallelism="fsdp", state_dict_type="full")
 
 
 def kill_with_ranks(process: "subprocess.Popen[str]") -> None:
@@ -113,13 +114,13 @@ def column(run: Path, name: str) -> list[float]:
 
 
 def timeless(run: Path) -> list[tuple[str, ...]]:
-    """The metrics that are the same in every repetition, to the last digit."""
+    """Return the metrics that are the same in every repetition, to the last digit."""
     names = ("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm", "num_tokens")
     return [tuple(row[name] for name in names) for row in metrics(run)]
 
 
 def mean_loss(model: Any, split: Any, rows: Sequence[int]) -> torch.Tensor:
-    """The loss over rows of a token dataset whose documents the model is given one at a time."""
+    """Return the loss over rows of a token dataset, with one document at a time through the model."""
     losses = []
     for row in rows:
         ids, starts = torch.tensor(split[row]["input_ids"]), split[row]["document_starts"]
@@ -128,8 +129,9 @@ def mean_loss(model: Any, split: Any, rows: Sequence[int]) -> torch.Tensor:
     return torch.cat(losses).mean()
 
 
+@functools.cache
 def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[float], float]:
-    """The same training written out, whole windows on one device: losses, gradient norms, last validation loss."""
+    """Train on whole windows on one device; return losses, gradient norms and the last validation loss."""
     dataset = open_dataset(str(tokens_dir))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -169,10 +171,10 @@ def test_every_parallelism_trains_as_plain_pytorch_does(
     assert column(run, "grad_norm") == pytest.approx(norms, rel=1e-4)
     assert column(run, "val_loss")[-1] == pytest.approx(held_out, abs=1e-5)
     assert column(run, "perplexity")[-1] == pytest.approx(math.exp(held_out), rel=1e-4)
-    assert losses[-1] < losses[0] - 0.3  # and it does learn
+    assert losses[-1] < losses[0] - 0.15  # and it does learn
 
 
-def test_evaluation_and_saves_come_at_intervals_epoch_ends_and_the_end(trainer: Trainer, uninterrupted: Path) -> None:
+def test_evaluations_and_saves_come_at_intervals_and_the_end(trainer: Trainer, uninterrupted: Path) -> None:
     per_epoch = math.ceil(len(open_dataset(str(trainer.tokens)).train) / ROWS_PER_WINDOW)
     evaluated = [int(row["step"]) for row in metrics(uninterrupted) if row["val_loss"]]
     assert evaluated == sorted({*range(5, MAX_STEP + 1, 5), *range(per_epoch, MAX_STEP + 1, per_epoch), MAX_STEP})
@@ -180,12 +182,12 @@ def test_evaluation_and_saves_come_at_intervals_epoch_ends_and_the_end(trainer: 
     assert saved == sorted({*range(4, MAX_STEP + 1, 4), *range(per_epoch, MAX_STEP + 1, per_epoch), MAX_STEP})
 
 
-def test_a_checkpoint_stands_on_its_own_and_is_plain_hugging_face(trainer: Trainer, uninterrupted: Path) -> None:
+def test_checkpoint_is_complete_and_a_plain_hugging_face_folder(trainer: Trainer, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / f"step-{MAX_STEP:08d}"
     for name in ("config.json", "generation_config.json", "manifest.json", "tokenizer/tokenizer.json", "trainer.json"):
         assert (checkpoint / name).is_file()
     described = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-    assert described["arguments"]["gradient_accumulation_steps"] == 3  # 12 rows in micro-batches of 2 on 2 ranks
+    assert described["arguments"]["gradient_accumulation_steps"] == 2  # 12 rows in micro-batches of 3 on 2 ranks
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     dataset = open_dataset(str(trainer.tokens))
     assert dataset.validation is not None
@@ -194,9 +196,7 @@ def test_a_checkpoint_stands_on_its_own_and_is_plain_hugging_face(trainer: Train
     assert column(uninterrupted, "val_loss")[-1] == pytest.approx(float(held_out), abs=1e-5)
 
 
-def test_a_run_killed_by_sigkill_resumes_with_the_very_losses_of_the_uninterrupted_one(
-    trainer: Trainer, uninterrupted: Path
-) -> None:
+def test_launched_run_killed_by_sigkill_resumes_bit_for_bit(trainer: Trainer, uninterrupted: Path) -> None:
     process = trainer.launch("killed")
     wanted = trainer.folder / "killed" / "checkpoints" / "step-00000004"
     deadline = time.monotonic() + 200
@@ -217,13 +217,13 @@ def test_a_run_killed_by_sigkill_resumes_with_the_very_losses_of_the_uninterrupt
 @pytest.mark.parametrize(
     ("parallelism", "num_ranks", "options"),
     [
-        ("fsdp", 3, {"micro_batch_size": 1}),
+        ("fsdp", 3, {"micro_batch_size": 2}),
         ("fsdp2", 2, {}),
-        ("ddp", 2, {"micro_batch_size": 3}),
+        ("ddp", 2, {"micro_batch_size": 6}),
         ("single", 1, {}),
     ],
 )
-def test_a_sharded_checkpoint_goes_on_under_other_ranks_and_parallelism(
+def test_sharded_checkpoint_resumes_on_other_ranks_and_parallelism(
     trainer: Trainer, uninterrupted: Path, parallelism: str, num_ranks: int, options: dict[str, object]
 ) -> None:
     half = trainer.folder / "sharded"
@@ -238,7 +238,7 @@ def test_a_sharded_checkpoint_goes_on_under_other_ranks_and_parallelism(
     assert metrics(run)[-1]["num_tokens"] == metrics(uninterrupted)[-1]["num_tokens"]
 
 
-def test_a_finished_run_says_so_and_ends_with_0(trainer: Trainer, uninterrupted: Path) -> None:
+def test_finished_run_reports_it_and_ends_with_0(trainer: Trainer, uninterrupted: Path) -> None:
     before = timeless(uninterrupted)
     run = trainer.start("uninterrupted", 1, resume="true")
     run.finish()
@@ -250,12 +250,12 @@ def test_weights_alone_start_a_new_run(trainer: Trainer, uninterrupted: Path) ->
     checkpoint = uninterrupted / "checkpoints" / f"step-{MAX_STEP:08d}"
     run = trainer("weights", 1, checkpoint=checkpoint, weights_only="true", max_step=2, seed=5)
     assert column(run, "step") == [1, 2]
-    assert column(run, "train_loss")[0] < column(uninterrupted, "train_loss")[0] - 0.3
+    assert column(run, "train_loss")[0] < column(uninterrupted, "train_loss")[0] - 0.15
 
 
-def test_other_data_than_the_checkpoints_are_refused_by_name(trainer: Trainer, uninterrupted: Path) -> None:
+def test_other_data_than_the_checkpoints_are_named(trainer: Trainer, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / "step-00000004"
-    run = trainer.start("other", 1, checkpoint=checkpoint, seed=1, total_batch_size=10)
+    run = trainer.start("other", 1, checkpoint=checkpoint, seed=1, total_batch_size=9)
     assert run.wait() == [2]
     output = run.stdout() + run.stderr()
     assert "--seed differs: 0 there, 1 here" in output
@@ -264,7 +264,7 @@ def test_other_data_than_the_checkpoints_are_refused_by_name(trainer: Trainer, u
     assert not (trainer.folder / "other").exists()
 
 
-def test_evaluation_alone_gives_the_loss_of_the_run_at_that_checkpoint(trainer: Trainer, uninterrupted: Path) -> None:
+def test_eval_only_gives_the_loss_of_the_run_at_that_checkpoint(trainer: Trainer, uninterrupted: Path) -> None:
     run = trainer("evaluated", 2, checkpoint=uninterrupted, eval_only="true", eval_batch_size=3, parallelism="ddp")
     result = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     assert result["loss"] == pytest.approx(column(uninterrupted, "val_loss")[-1], abs=1e-5)
@@ -276,7 +276,7 @@ def test_evaluation_alone_gives_the_loss_of_the_run_at_that_checkpoint(trainer: 
     assert result["num_tokens"] == len(dataset.validation) * 63 - len(starts)
 
 
-def test_the_saved_configuration_can_be_given_back(trainer: Trainer, uninterrupted: Path) -> None:
+def test_the_saved_configuration_repeats_the_run(trainer: Trainer, uninterrupted: Path) -> None:
     saved = uninterrupted / "config.yaml"
     assert yaml.safe_load(saved.read_text(encoding="utf-8"))["devices"] == 2
     nothing = dict.fromkeys([*SETTINGS, "train_data_dir", "model_name"])
@@ -294,19 +294,15 @@ def test_only_the_newest_and_the_best_checkpoint_are_kept(trainer: Trainer) -> N
     assert kept == {best, 10}
 
 
-@pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
-def test_another_family_is_sharded_by_its_own_layers(
-    trainer: Trainer, tmp_path: Path, activation_checkpointing: str
-) -> None:
+def test_layers_of_another_family_are_sharded_and_recomputed(trainer: Trainer, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     size: dict[str, Any] = {"vocab_size": 1000, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     no_dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     GPT2LMHeadModel(GPT2Config(**size, **no_dropout)).save_pretrained(tmp_path / "gpt2")
-    options = {"model_name": tmp_path / "gpt2", "max_step": 2, "activation_checkpointing": activation_checkpointing}
-    name = f"gpt2-{activation_checkpointing}"
-    one = trainer(f"{name}-one", 1, **options)
-    two = trainer(f"{name}-two", 2, parallelism="fsdp", **options)
+    options = {"model_name": tmp_path / "gpt2", "max_step": 2}
+    one = trainer("gpt2-one", 1, **options)
+    two = trainer("gpt2-two", 2, parallelism="fsdp", activation_checkpointing="full", **options)
     assert column(two, "train_loss") == pytest.approx(column(one, "train_loss"), abs=1e-5)
     assert column(two, "grad_norm") == pytest.approx(column(one, "grad_norm"), rel=1e-4)

@@ -1,12 +1,11 @@
-"""Runs of several real processes that cost about a second: their ranks are forks of a server that has imported
-everything once.
+"""Runs of several real processes in about a second: their ranks are forks of a server that has imported everything.
 
-A rank is a process in a session of its own with torchrun's environment variables, and runs the program as
-``python -m fabric_train`` would: same arguments, same exit codes. There is no launcher, so nobody stops the ranks that
-are left when one ends. One rank alone has no launcher's variables, as under ``python -m``.
+A rank is a process in a session of its own with torchrun's environment variables. It runs the program as
+``python -m fabric_train`` would: same arguments, same exit codes. There is no launcher, so nobody stops the other ranks
+when one ends. A single rank has no launcher's variables, as under ``python -m``.
 
-The server answers each JSON line on its standard input with the process ids of a run's ranks, and writes the exit code
-of each rank that has ended into a file. It goes with the process that has started it, and the ranks with the server.
+The server reads a JSON line per run from its standard input, answers with the process ids of the ranks, and writes the
+exit code of each rank that ends into a file. It ends with the process that started it, and the ranks end with it.
 """
 
 import ctypes
@@ -27,18 +26,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-_PORTS = range(12_000, 32_000)  # below those that Linux gives to outgoing connections, gloo's among them
+_PORTS = range(12_000, 32_000)  # below those that Linux uses for outgoing connections, such as gloo's
 _START_SECONDS = 200  # the first start waits for the imports
 _POLL_SECONDS = 0.005
 _SHOWN_CHARACTERS = 4000
 _PR_SET_PDEATHSIG = 1
 _OF_LAUNCHERS = ("LT_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# what the program imports on its way, and a rank would import again in every run
+# imported by the program when it needs them: each rank would import them in each run
 _IMPORTED_LATER = (
     "torch._dynamo",
     "torch.distributed._shard.checkpoint",
     "torch.utils.tensorboard",
+    "attrs",
+    "rich._emoji_codes",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -50,19 +51,19 @@ class ForkedRun:
         self.pids, self._folder = pids, folder
 
     def codes(self) -> list[int | None]:
-        """Return each rank's exit code, None while it runs; -9 means that SIGKILL has ended it."""
+        """Return each rank's exit code, None while it runs; -9 means that SIGKILL ended it."""
         files = [self._folder / f"{rank}.code" for rank in range(len(self.pids))]
         return [int(file.read_text()) if file.exists() else None for file in files]
 
     def has_ended(self) -> bool:
-        """Whether some rank has ended."""
+        """Return whether some rank has ended."""
         return any(code is not None for code in self.codes())
 
     def wait(self, timeout: float = 120) -> list[int]:
         """Wait until all ranks have ended and return their exit codes.
 
         Raises:
-            TimeoutError: some have not; they have been killed.
+            TimeoutError: some did not end in time; they were killed.
         """
         if not _wait_until(lambda: None not in self.codes(), timeout):
             there = self.codes()
@@ -72,10 +73,10 @@ class ForkedRun:
         return [code for code in self.codes() if code is not None]
 
     def finish(self, timeout: float = 120) -> None:
-        """Wait for the end and expect that it is a good one.
+        """Wait until all ranks have ended and check that their exit codes are 0.
 
         Raises:
-            AssertionError: a rank has another exit code than 0.
+            AssertionError: a rank ended with another exit code.
         """
         codes = self.wait(timeout)
         assert not any(codes), f"exit codes {codes}\n{self.report()}"
@@ -97,26 +98,30 @@ class ForkedRun:
                         os.killpg(self.pids[rank], number)
 
     def stdout(self, rank: int = 0) -> str:
-        """What a rank has written to its standard output so far."""
+        """Return what a rank has written to its standard output so far."""
         return (self._folder / f"{rank}.stdout").read_text(encoding="utf-8", errors="replace")
 
     def stderr(self, rank: int = 0) -> str:
-        """What a rank has written to its standard error so far."""
+        """Return what a rank has written to its standard error so far."""
         return (self._folder / f"{rank}.stderr").read_text(encoding="utf-8", errors="replace")
 
     def report(self) -> str:
-        """The end of what every rank has said."""
-        said = []
+        """Return the end of every rank's output."""
+        parts = []
         for rank in range(len(self.pids)):
-            said += [f"--- rank {rank}", self.stdout(rank)[-_SHOWN_CHARACTERS:], self.stderr(rank)[-_SHOWN_CHARACTERS:]]
-        return "\n".join(said)
+            parts += [
+                f"--- rank {rank}",
+                self.stdout(rank)[-_SHOWN_CHARACTERS:],
+                self.stderr(rank)[-_SHOWN_CHARACTERS:],
+            ]
+        return "\n".join(parts)
 
 
 class ForkedRuns:
-    """Starts runs. To be closed, which ends what is left of them."""
+    """Starts runs; ``close`` ends those that still run."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the server; ``folder`` keeps what the ranks say."""
+        """Start the server; ``folder`` keeps the output of the ranks."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._num_runs = folder, 0
         first = os.getpid() * 101 % (len(_PORTS) // 2)  # two of these at once begin at different ports
@@ -147,11 +152,11 @@ class ForkedRuns:
         Args:
             argv: the program's arguments, its name left out.
             num_ranks: on one machine.
-            cwd: where the ranks run; left out, a folder of their own.
-            before: Python source that each rank runs before the program's ``main``, its number being ``rank``: what
-                breaks it at a certain moment.
-            env: variables set beside those there are and the launcher's.
-            program: module whose ``main`` is run.
+            cwd: where the ranks run; by default a folder of their own.
+            before: Python source that each rank runs before the program's ``main``, with its number as ``rank``: it can
+                make the rank fail at a certain moment.
+            env: further environment variables.
+            program: name of a module with a ``main``.
         """
         self._num_runs += 1
         folder = self._folder / f"run-{self._num_runs:03d}"
@@ -162,7 +167,7 @@ class ForkedRuns:
             "argv": [str(word) for word in argv],
             "cwd": str(cwd or folder),
             "before": before,
-            "said": str(folder),
+            "output": str(folder),
             "environments": [_environment() | variables | dict(env or {}) for variables in launcher],
         }
         assert self._server.stdin is not None
@@ -179,8 +184,8 @@ class ForkedRuns:
         raise OSError(f"no port is free in {_PORTS}")
 
     def close(self) -> None:
-        """End the server, and with it every rank that is left."""
-        # the end of standard input might not come: what this process has forked holds it open, too
+        """End the server, and with it every rank that still runs."""
+        # closing standard input may not be enough: forks of this process hold it open, too
         self._server.communicate(b"\n", timeout=60)
 
     def _answer(self) -> list[int]:
@@ -189,8 +194,8 @@ class ForkedRuns:
         answers = select.select([stdout], [], [], _START_SECONDS)[0]
         line = stdout.readline() if answers else b""
         if not line:
-            said = (self._folder / "server.stderr").read_text(errors="replace")
-            raise ChildProcessError(f"the server of forked runs does not answer: {said[-_SHOWN_CHARACTERS:]}")
+            output = (self._folder / "server.stderr").read_text(errors="replace")
+            raise ChildProcessError(f"the server of forked runs does not answer: {output[-_SHOWN_CHARACTERS:]}")
         return json.loads(line)
 
 
@@ -202,7 +207,7 @@ def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, as it is where no launcher has started it."""
+    """Return this process's environment without the variables of launchers."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
     for name in _OF_RANKS:
         ours.pop(name, None)
@@ -210,7 +215,7 @@ def _environment() -> dict[str, str]:
 
 
 def _launcher_variables(num_ranks: int, port: int) -> list[dict[str, str]]:
-    """What torchrun on one machine tells each rank."""
+    """Return the variables that torchrun on one machine sets for each rank."""
     if num_ranks == 1:
         return [{}]
     shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -224,13 +229,15 @@ def _launcher_variables(num_ranks: int, port: int) -> list[dict[str, str]]:
 
 
 def serve() -> None:
-    """Import, then fork what is asked for until an empty line or the end of standard input."""
+    """Import, then fork the requested ranks until an empty line or the end of standard input."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # nothing but answers goes there
+    os.dup2(2, 1)  # standard output is for answers alone
     for module in ("arguments", "fabric_train.__main__", *_IMPORTED_LATER):
         importlib.import_module(module)
+    get_mapping = importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
+    get_mapping("llama")  # compiles the patterns of every family, which takes a third of a small run
     gc.collect()
-    gc.freeze()  # the ranks' collections leave the pages alone that they share
+    gc.freeze()  # the ranks' garbage collections do not touch the pages that they share
     running: dict[int, Path] = {}
     unread = b""
     while True:
@@ -242,7 +249,7 @@ def serve() -> None:
             for line in filter(None, lines):
                 request = json.loads(line)
                 started = [_fork(rank, request, answers) for rank in range(len(request["environments"]))]
-                running |= {pid: Path(request["said"], f"{rank}.code") for rank, pid in enumerate(started)}
+                running |= {pid: Path(request["output"], f"{rank}.code") for rank, pid in enumerate(started)}
                 os.write(answers, json.dumps(started).encode() + b"\n")
             if b"" in lines:
                 break
@@ -260,7 +267,7 @@ def _fork(rank: int, request: dict[str, Any], answers: int) -> int:
     server = os.getpid()
     flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     streams = [os.open("/dev/null", os.O_RDONLY)]
-    streams += [os.open(f"{request['said']}/{rank}.{name}", flags, 0o644) for name in ("stdout", "stderr")]
+    streams += [os.open(f"{request['output']}/{rank}.{name}", flags, 0o644) for name in ("stdout", "stderr")]
     pid = os.fork()
     if pid:
         for stream in streams:
@@ -270,13 +277,13 @@ def _fork(rank: int, request: dict[str, Any], answers: int) -> int:
         os.close(answers)
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:  # it has ended before it could be said that the rank goes with it
+        if os.getppid() != server:  # the server ended before this rank asked to end with it
             os._exit(1)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
         _run(rank, request)
-    except BaseException:  # noqa: BLE001  the child must not go on as a second server
+    except BaseException:  # noqa: BLE001  the child must not continue as a second server
         traceback.print_exc()
     finally:
         os._exit(1)

@@ -1,7 +1,7 @@
-"""Runs that are killed and started again until they have finished, and what then differs from one that nobody killed.
+"""Kill runs, resume them until they finish, and compare them with runs that nobody killed.
 
-A kill comes at a random moment, seen from outside, or at a chosen one: then the rank kills itself, in the midst of what
-it is doing, and the others are killed as a launcher would kill them.
+A kill comes from outside at a random moment, or at a chosen one: then a rank kills itself there, and the others are
+killed as a launcher would kill them.
 """
 
 import csv
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
 MEASURED_COLUMNS = ("tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb")
-"""Columns of metrics.csv that are other in every repetition."""
+"""Columns of metrics.csv that differ in every repetition."""
 
 _LONGEST_SECONDS = 120.0
 _SHARE_OF_STARTS = 0.25
@@ -97,7 +97,7 @@ change("shutil:rmtree", make)
 
 @dataclass(frozen=True)
 class Moment:
-    """``source`` makes a rank die there at the ``{nth}`` time; ``only_rank_0`` comes there."""
+    """Source that makes a rank die there the ``{nth}`` time; with ``only_rank_0`` only rank 0 gets there."""
 
     source: str
     only_rank_0: bool = False
@@ -125,9 +125,9 @@ AT_RANDOM = "random moment"
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed where: ``rank`` is None where all were killed at once.
+    """A kill: ``rank`` is None where all ranks were killed at once.
 
-    ``seconds`` after its start; ``steps`` that it had logged, of which ``saved_steps`` were in a checkpoint.
+    It came ``seconds`` after the start, with ``steps`` logged, of which ``saved_steps`` were in a checkpoint.
     """
 
     moment: str
@@ -139,7 +139,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Training:
-    """A run's ``options`` but for --output_dir and --resume, on ``num_ranks``."""
+    """A run's ``options`` except --output_dir and --resume, on ``num_ranks``."""
 
     options: Mapping[str, object]
     num_ranks: int
@@ -155,7 +155,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Course:
-    """How a run went that nobody killed: seconds up to its first step and a step from there on, saves included."""
+    """Times of a run that nobody killed: seconds to its first step, and seconds per step after it with its saves."""
 
     starting_seconds: float
     step_seconds: float
@@ -180,17 +180,16 @@ def train_through(
     """Train with a kill at each of these moments, and then to the end.
 
     Args:
-        runs: what starts ranks.
-        training: what to train.
+        runs: starts the ranks.
+        training: the run's arguments.
         run: its folder.
-        moments: names of MOMENTS, IN_A_SAVE or AT_RANDOM. One that a start does not come to is left out: the run has
-            ended before it.
-        random_: draws ranks and random moments: one in four while a start is being prepared, the others in training,
-            spread so that as many as ``moments`` are likely to come.
-        whole: how the run goes without kills.
+        moments: names of MOMENTS, IN_A_SAVE or AT_RANDOM. Where the run ends before one of them, the rest is left out.
+        random_: draws ranks and random moments: one in four before training starts, the others in training, spread
+            so that all ``moments`` are likely to be reached.
+        whole: times of the run without kills.
 
     Raises:
-        AssertionError: a start ended otherwise than by a kill or well.
+        AssertionError: a start neither ended well nor by a kill.
     """
     most_steps = max(1, whole.num_steps // len(moments))
     kills: list[Kill] = []
@@ -204,8 +203,9 @@ def train_through(
 
 
 def differences(run: Path, whole: Path) -> list[str]:
-    """Compare a finished run with one that nobody killed: every metric that is no measurement, the counters of every
-    checkpoint that both kept, and the last one's tensors, all to the last bit.
+    """Return the differences between a finished run and one that nobody killed.
+
+    Compared bit for bit: all metrics that are not times, the counters of all checkpoints, the last one's tensors.
     """
     found = [
         f"metrics.csv, row {number}: {here} instead of {there}"
@@ -232,14 +232,14 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, str]]:
-    """Return the rows of metrics.csv without what is other in every repetition."""
+    """Return the rows of metrics.csv without ``MEASURED_COLUMNS``."""
     with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [{name: cell for name, cell in row.items() if name not in MEASURED_COLUMNS} for row in rows]
 
 
 def counters(checkpoint: Path) -> dict[str, object]:
-    """Return what trainer.json counts, with the hash of the rows and the losses, and where a stream's lanes stand."""
+    """Return the counters, row hash and losses of trainer.json, and the positions of a stream's lanes."""
     content = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
     names = ("step", "epoch", "num_tokens", "num_samples", "skipped_steps", "rows_hash", "train_loss", "val_loss")
     stream = checkpoint / "stream.json"
@@ -255,7 +255,7 @@ def _start_and_kill(
     whole: Course,
     most_steps: int,
 ) -> Kill | None:
-    """Start a run and kill it; return None where it has come to its end before."""
+    """Start a run and kill it; return None where it ended before that."""
     rank = _victim(moment, training.num_ranks, random_)
     table = _Table(run)
     started = time.monotonic()
@@ -285,7 +285,7 @@ def _victim(moment: str, num_ranks: int, random_: random.Random) -> int | None:
 
 
 def _source(moment: str, rank: int | None, random_: random.Random) -> str:
-    """Return what makes the rank kill itself; nothing where the kill comes from outside."""
+    """Return source that makes the rank kill itself; nothing where the kill comes from outside."""
     if moment not in MOMENTS:
         return ""
     source = _DYING + MOMENTS[moment].source.format(nth=random_.randint(1, _MOST_TIMES))
@@ -319,14 +319,14 @@ def _last_saved_step(run: Path) -> int:
 
 
 class _Table:
-    """The metrics.csv of a run that is about to be started, watched from outside."""
+    """The metrics.csv of a run that is about to start, watched from outside."""
 
     def __init__(self, run: Path) -> None:
         self._path, self._saved_step = run / "metrics.csv", _last_saved_step(run)
         self._before = self._identity()
 
     def has_new_rows(self, num_steps: int) -> bool:
-        """Whether this start has cut the file to its checkpoint, which makes it a new one, and logged so many steps."""
+        """Return whether this start has cut the file to its checkpoint, as a new file, and logged so many steps."""
         return self._identity() != self._before and self.last_step() >= self._saved_step + num_steps
 
     def last_step(self) -> int:

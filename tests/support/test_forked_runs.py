@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 TELL = """
 import json, os, sys, torch
 names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GIVEN", "LT_DEVICES")
-told = {name: os.environ.get(name) for name in names}
-told |= {"threads": torch.get_num_threads(), "own session": os.getsid(0) == os.getpid(), "argv": sys.argv}
-print(json.dumps(told))
+found = {name: os.environ.get(name) for name in names}
+found |= {"threads": torch.get_num_threads(), "own session": os.getsid(0) == os.getpid(), "argv": sys.argv}
+print(json.dumps(found))
 print("an error of rank", rank, file=sys.stderr)
 sys.exit(3 + rank)
 """
@@ -63,7 +63,7 @@ def test_a_run_over_two_ranks_trains_and_leaves_no_process(
     assert not any(psutil.pid_exists(pid) for pid in run.pids)
 
 
-def test_a_killed_rank_takes_its_workers_along_and_leaves_the_others(forked_runs: ForkedRuns) -> None:
+def test_killed_rank_ends_its_workers_and_leaves_the_others(forked_runs: ForkedRuns) -> None:
     run = forked_runs.start([], 2, before=SLEEP)
     assert run.wait_until(lambda: "asleep" in run.stdout(0) and re.search(r"child \d+\n", run.stdout(1)) is not None)
     child = psutil.Process(int(run.stdout(1).split()[-1]))
@@ -77,7 +77,7 @@ def test_a_killed_rank_takes_its_workers_along_and_leaves_the_others(forked_runs
 
 
 def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
-    runs = ForkedRuns(tmp_path / "said")
+    runs = ForkedRuns(tmp_path / "output")
     run = runs.start([], 2, before="import time; time.sleep(600)")
     started = time.monotonic()
     runs.close()
@@ -85,7 +85,7 @@ def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in run.pids)
 
 
-def test_a_run_that_does_not_end_is_killed_and_what_it_said_is_told(forked_runs: ForkedRuns) -> None:
+def test_run_that_does_not_end_is_killed_and_its_output_shown(forked_runs: ForkedRuns) -> None:
     run = forked_runs.start([], 1, before="import time; print('hanging', flush=True); time.sleep(600)")
     with pytest.raises(TimeoutError, match="hanging"):
         run.wait(timeout=2)

@@ -37,16 +37,23 @@ def write_model(folder: Path, spoiled_token: int | None = None) -> Path:
     return folder
 
 
-def write_rows(folder: Path, spoiled_rows: tuple[int, ...] = (), spoiled_token: int = 0) -> Path:
-    """Write a token dataset whose rows have, in turn, no supervised token, one, all, and half of them.
+def write_rows(
+    folder: Path,
+    spoiled_rows: tuple[int, ...] = (),
+    spoiled_token: int = 0,
+    num_rows: int = NUM_ROWS,
+    packed_every: int = 3,
+) -> Path:
+    """Write a token dataset: of every four rows one has no supervised token, one has one, one has all, one has half.
 
-    Every third row has three documents. ``spoiled_rows`` have ``spoiled_token`` in their middle.
+    Every ``packed_every``-th row holds three documents, the others one. ``spoiled_rows`` have ``spoiled_token``
+    in their middle.
     """
     random = np.random.default_rng(0)
-    input_ids = random.integers(3, VOCABULARY, (NUM_ROWS, LENGTH))
+    input_ids = random.integers(3, VOCABULARY, (num_rows, LENGTH))
     input_ids[list(spoiled_rows), LENGTH // 2] = spoiled_token
     labels = input_ids.copy()
-    for row in range(NUM_ROWS):
+    for row in range(num_rows):
         unsupervised = [
             np.ones(LENGTH, bool),
             np.arange(LENGTH) != 7,
@@ -57,7 +64,7 @@ def write_rows(folder: Path, spoiled_rows: tuple[int, ...] = (), spoiled_token: 
     columns = {
         "input_ids": input_ids.tolist(),
         "labels": labels.tolist(),
-        "document_starts": [[0, 5, 11] if row % 3 == 0 else [0] for row in range(NUM_ROWS)],
+        "document_starts": [[0, 5, 11] if row % packed_every == 0 else [0] for row in range(num_rows)],
     }
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns)}).save_to_disk(str(folder))
     return folder

@@ -48,7 +48,7 @@ def test_gradient_of_a_window_is_the_one_worked_out_by_hand(fabric: Fabric) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
 @pytest.mark.parametrize("grad_clip", [0, 0.1])
-def test_gradient_of_two_ranks_and_four_unequal_micro_batches_is_the_one_worked_out_by_hand(
+def test_gradient_of_unequal_micro_batches_is_the_one_worked_out_by_hand(
     forked_runs: ForkedRuns, parallelism: str, grad_clip: float
 ) -> None:
     # The micro-batches of bigram.BATCHES supervise 0→1; nothing; 0→2, 2→2, 2→3; 1→0: 5 tokens, each weighs 1/5.
@@ -69,7 +69,7 @@ def test_gradient_of_two_ranks_and_four_unequal_micro_batches_is_the_one_worked_
     torch.testing.assert_close(torch.tensor(found["weights"]), -gradient * scale, rtol=1e-5, atol=1e-8)
 
 
-def test_a_window_cut_into_unequal_micro_batches_has_the_gradient_of_the_whole(fabric: Fabric) -> None:
+def test_unequal_micro_batches_have_the_gradient_of_the_whole_window(fabric: Fabric) -> None:
     rows = torch.randint(0, VOCABULARY, (6, 9), generator=torch.Generator().manual_seed(0))
     labels = rows.clone()
     labels[0, 2:] = IGNORED_LABEL

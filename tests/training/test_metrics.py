@@ -1,4 +1,4 @@
-"""What a run tells reaches metrics.csv, TensorBoard, Weights & Biases and the console, each step once."""
+"""Metrics reach metrics.csv, TensorBoard, Weights & Biases and the console, each step once."""
 
 import csv
 import io
@@ -137,7 +137,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     assert found == [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 8)]
 
 
-def test_event_files_themselves_end_at_the_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
+def test_event_files_end_at_the_checkpoint_that_a_run_resumes_from(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, 0)
     for step in range(1, 6):
         logger.log(metrics(step))
@@ -298,7 +298,7 @@ def test_a_terminal_has_a_bar_and_no_lines_but_the_evaluations() -> None:
     assert "step 2/3" not in text.getvalue()
 
 
-def test_the_stopwatch_counts_steps_tokens_rows_and_waiting_since_the_last_reading() -> None:
+def test_stopwatch_counts_everything_since_its_last_reading() -> None:
     stopwatch = Stopwatch(peak_flops=1e9)
     stopwatch.waited(1000.0)
     stopwatch.restart()  # an evaluation: what was before does not count
@@ -319,6 +319,6 @@ def test_the_stopwatch_counts_steps_tokens_rows_and_waiting_since_the_last_readi
 
 @pytest.mark.skipif(sys.platform != "linux", reason="compares with /proc")
 def test_memory_on_cpu_is_the_most_that_this_process_held() -> None:
-    told = peak_memory_gb(torch.device("cpu"))
+    measured = peak_memory_gb(torch.device("cpu"))
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    assert told == pytest.approx(int(status["VmHWM"].removesuffix(" kB")) * 1024 / 1e9, rel=0.02)
+    assert measured == pytest.approx(int(status["VmHWM"].removesuffix(" kB")) * 1024 / 1e9, rel=0.02)

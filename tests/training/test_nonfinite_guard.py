@@ -1,5 +1,5 @@
-"""No step is taken on a loss or gradient that is not finite, and none far above the others goes by without a line that
-names its step, ranks and rows.
+"""No step uses a loss or gradient that is not finite, and a loss far above the others is reported in one line with its
+step, ranks and rows.
 """
 
 import json
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("parallelism", ["fsdp", "ddp"])
-def test_a_run_stops_before_the_step_with_a_loss_that_is_not_finite_and_has_saved_the_state_before_it(
+def test_run_stops_before_a_nonfinite_step_and_saves_the_state_before(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, parallelism: str
 ) -> None:
     rows = rows_of_kind(3, WITH_ALL_LABELS)
@@ -109,7 +109,7 @@ def test_a_gradient_alone_that_is_not_finite_names_the_windows_rows(
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
 
 
-def test_a_step_left_out_touches_no_weight_and_is_counted_and_the_run_resumes_exactly(
+def test_skipped_step_changes_no_weight_and_resumes_exactly(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path
 ) -> None:
     tokens = write_rows(tmp_path / "tokens", rows_of_kind(3, WITH_ALL_LABELS)[:1], SPOILED_TOKEN)
@@ -135,9 +135,7 @@ def test_a_step_left_out_touches_no_weight_and_is_counted_and_the_run_resumes_ex
     assert tensors(resumed, 6) == tensors(whole, 6)
 
 
-def test_a_loss_far_above_the_others_is_told_with_its_rows_and_changes_nothing(
-    forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_loss_spike_is_reported_with_its_rows_and_changes_nothing(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     strange = int(WindowOrder(100, 2, 1, world_size=2, rank=0, seed=0).rows_in(0, 44)[1])
     random = np.random.default_rng(0)
     rows = [random.integers(3, 300, 24).tolist()] * 100  # soon known by heart
@@ -168,7 +166,7 @@ def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) ->
     assert rule.usual_before_spike(6.0) is not None
 
 
-def test_an_fp16_gradient_that_overflows_is_the_scalers_business_and_an_infinite_loss_is_not() -> None:
+def test_fp16_overflow_is_left_to_the_scaler_an_infinite_loss_is_not() -> None:
     class Steep(Bigram):
         """Its first gradients are so large that they overflow with a scale that is a number itself."""
 
