@@ -36,7 +36,7 @@ def dotted(path: Path) -> str:
 
 
 def imports(source: str) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield every absolute name that a module imports from, wherever the statement stands."""
+    """Yield every absolute name that a module imports from, wherever the statement is."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)

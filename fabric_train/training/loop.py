@@ -286,7 +286,7 @@ def _save_before_fault(
     parts.checkpoints.finish()
     return RunError(
         f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
-        "--resume true --on_nonfinite skip goes on without such steps"
+        "--resume true --on_nonfinite skip continues without such steps"
     )
 
 

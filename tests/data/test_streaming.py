@@ -63,11 +63,11 @@ def all_ranks(
     rows, after = [], []
     for windows in zip(*ranks, strict=True):
         stacked = np.concatenate([batch.input_ids.numpy() for window in windows for batch in window.batches])
-        told = np.concatenate([window.cursors for window in windows if window.cursors is not None])
-        assert sorted(told[:, 0]) == list(range(rows_per_window))
-        in_order = np.argsort(told[:, 0])
+        cursors = np.concatenate([window.cursors for window in windows if window.cursors is not None])
+        assert sorted(cursors[:, 0]) == list(range(rows_per_window))
+        in_order = np.argsort(cursors[:, 0])
         rows.append(stacked[in_order])
-        after.append([LaneCursor.from_numbers(numbers) for numbers in told[in_order, 1:]])
+        after.append([LaneCursor.from_numbers(numbers) for numbers in cursors[in_order, 1:]])
     return rows, after
 
 

@@ -18,6 +18,6 @@ def test_the_norm_of_a_large_gradient_is_the_true_one(
     line += f" --output_dir unused --model_name none --devices {num_ranks}"
     run = forked_runs.start(line.split(), num_ranks, program="tests.support.large_gradient")
     run.finish()
-    told = json.loads(run.stdout().splitlines()[-1])
-    assert told["before"] == pytest.approx(told["exact"], rel=1e-6)
-    assert told["clipped"] == pytest.approx(1.0, rel=1e-5)
+    printed = json.loads(run.stdout().splitlines()[-1])
+    assert printed["before"] == pytest.approx(printed["exact"], rel=1e-6)
+    assert printed["clipped"] == pytest.approx(1.0, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Tokens that a model was never trained on are told from those it was."""
+"""Tokens that a model was never trained on are found."""
 
 import json
 import shutil

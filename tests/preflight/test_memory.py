@@ -79,8 +79,8 @@ def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape) -
 def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> None:
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
     batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False)
-    told = trace_activations(llama, arguments, batch)
-    assert astuple(told) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
+    traced = trace_activations(llama, arguments, batch)
+    assert astuple(traced) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
 
 
 def test_isolated_documents_cost_their_mask(llama: ModelShape) -> None:

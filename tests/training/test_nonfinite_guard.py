@@ -159,9 +159,9 @@ def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) ->
     falling = 2 + 4 * np.exp(-steps / 100) + noise
     rule = SpikeRule()
     assert [step for step, loss in enumerate(falling) if rule.usual_before_spike(loss) is not None] == []
-    told = [rule.usual_before_spike(loss) for loss in (6.0, 7.0, 6.5)]
-    assert told[0] == pytest.approx(2.0, abs=0.2)
-    assert told[1:] == [None, None]
+    medians = [rule.usual_before_spike(loss) for loss in (6.0, 7.0, 6.5)]
+    assert medians[0] == pytest.approx(2.0, abs=0.2)
+    assert medians[1:] == [None, None]
     assert rule.usual_before_spike(2.1) is None
     assert rule.usual_before_spike(6.0) is not None
 
