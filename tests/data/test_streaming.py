@@ -63,11 +63,11 @@ def all_ranks(
     rows, after = [], []
     for windows in zip(*ranks, strict=True):
         stacked = np.concatenate([batch.input_ids.numpy() for window in windows for batch in window.batches])
-        cursors = np.concatenate([window.cursors for window in windows if window.cursors is not None])
-        assert sorted(cursors[:, 0]) == list(range(rows_per_window))
-        in_order = np.argsort(cursors[:, 0])
+        numbered = np.concatenate([window.cursors for window in windows if window.cursors is not None])
+        assert sorted(numbered[:, 0]) == list(range(rows_per_window))
+        in_order = np.argsort(numbered[:, 0])
         rows.append(stacked[in_order])
-        after.append([LaneCursor.from_numbers(numbers) for numbers in cursors[in_order, 1:]])
+        after.append([LaneCursor.from_numbers(numbers) for numbers in numbered[in_order, 1:]])
     return rows, after
 
 
