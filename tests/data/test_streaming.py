@@ -472,7 +472,7 @@ def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices
 
 @pytest.mark.slow
 def test_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
-    started = run.start("few", total_batch_size=64)
+    started = run.start("few", total_batch_size=64, micro_batch_size=2)
     assert started.wait(100) == [2]
     output = started.stdout() + started.stderr()
     assert "error: --streaming_dataset: 40 documents with text, fewer than the 64 rows of a step" in output

@@ -116,15 +116,12 @@ def accept_slowly(self):
     return accepted
 socket.socket.accept = accept_slowly
 def load_and_be_stopped(run):
-    open(f"loading-{rank}", "w").close()
-    while rank == 1 and not os.path.exists("loading-0"):
-        time.sleep(0.05)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(600)
 building._open = load_and_be_stopped
 """
-    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops, cwd=tmp_path)
+    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     how = "stopped by SIGTERM outside of training, with nothing to save"
     assert said(stopped) == [f"{how}; continue with --resume true"]
@@ -137,8 +134,8 @@ def test_a_second_signal_ends_all_ranks_at_once(
     run = tmp_path / "run"
     in_the_save = """
 import os, signal, time
-from fabric_train.checkpoint.writer import Writing
-write = Writing.run
+from fabric_train.checkpoint.writer import RankWriter
+write = RankWriter.run
 def write_and_be_stopped(self):
     write(self)
     if rank == 1 and "step-00000006" in str(self._folder):
@@ -146,7 +143,7 @@ def write_and_be_stopped(self):
         time.sleep(2.2)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-Writing.run = write_and_be_stopped
+RankWriter.run = write_and_be_stopped
 """
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()

@@ -247,7 +247,7 @@ def test_changed_arguments_that_decide_the_losses_are_listed(resumed: Resumed) -
     checkpoint = resumed.run / "checkpoints" / "step-00000006"
     assert sorted(faults) == sorted(
         f"{name}: {there} -> {here} since {checkpoint}, which changes the losses to come; give --{name} {there}, "
-        "or go on otherwise with --allow_changes true"
+        "or accept other losses with --allow_changes true"
         for name, there, here in (
             ("precision", "32-true", "bf16-true"),
             ("grad_clip", "1.0", "0.0"),
@@ -270,7 +270,7 @@ def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed
         "parallelism: auto -> single",
     ):
         assert change in others
-    assert deciding.endswith("the losses to come are not those that would have come: lr: 0.001 -> 0.002")
+    assert deciding.endswith("so the losses to come differ from those of an unchanged run: lr: 0.001 -> 0.002")
     assert [row["learning_rate"] for row in metrics(resumed.killing.folder / "allowed")][-1] == "0.0"
 
 
