@@ -191,7 +191,7 @@ def train_through(
     Raises:
         AssertionError: a start neither ended well nor by a kill.
     """
-    most_steps = max(1, whole.num_steps // len(moments))
+    most_steps = max(1, whole.num_steps // (len(moments) + 1))
     kills: list[Kill] = []
     for moment in moments:
         kill = _start_and_kill(runs, training, run, moment, random_, whole, most_steps)
