@@ -1,6 +1,7 @@
 """Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
+
+
+def pytest_sessionfinish() -> None:
+    """Kill data workers that a failed test has left: they ignore SIGTERM, and Python would wait for them at exit."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:
