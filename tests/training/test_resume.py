@@ -62,12 +62,15 @@ class Killing:
         training = Training({**self.given, **options}, num_ranks)
         whole, killed = self.folder / f"{name}-whole", self.folder / name
         seconds = train_at_once(self.runs, training, whole)
-        kills = train_through(self.runs, training, killed, moments, self.random, seconds)
-        assert len(kills) >= len(moments) / 2
-        for kill in kills:
-            print(kill)
-        assert differences(killed, whole) == []
-        return kills
+        for attempt in range(5):  # the run may end before a moment that is drawn at random
+            kills = train_through(self.runs, training, killed, moments, self.random, seconds)
+            for kill in kills:
+                print(kill)
+            assert differences(killed, whole) == []
+            if len(kills) >= len(moments) / 2:
+                return kills
+            killed.rename(self.folder / f"{name}-{attempt}")
+        pytest.fail(f"five runs ended before they could be killed {len(moments)} times")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def test_run_killed_around_a_sharded_save_resumes_bit_for_bit(killing: Killing) 
     ("name", "num_ranks", "num_kills", "options"),
     [
         ("ddp", 2, 2, {"parallelism": "ddp", "num_workers": 1}),
-        ("single", 1, 2, {"parallelism": "single", "log_step_interval": 3}),
+        ("single", 1, 2, {"parallelism": "single", "log_step_interval": 3, "max_step": NUM_STEPS}),
         ("shards", 2, 2, {"parallelism": "fsdp", "state_dict_type": "sharded"}),
         ("tensor", 2, 1, {"parallelism": "fsdp2", "tensor_parallel_size": 2, "micro_batch_size": 4, "max_step": 6}),
     ],
