@@ -12,7 +12,8 @@ from tests.support.programs import ROOT
 
 
 def _make(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["make", *arguments], cwd=folder, text=True, capture_output=True, timeout=120, check=False)
+    command = ["make", "--no-print-directory", *arguments]  # pytest may itself run under make
+    return subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=120, check=False)
 
 
 def test_make_without_a_target_lists_every_target() -> None:
