@@ -1,5 +1,6 @@
 """Test the targets of the Makefile and the installation."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,8 +13,11 @@ from tests.support.programs import ROOT
 
 
 def _make(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = ["make", "--no-print-directory", *arguments]  # pytest may itself run under make
-    return subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=120, check=False)
+    # pytest may itself run under make, which hands its level, its options and FILE on
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS", "FILE")}
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, env=own, text=True, capture_output=True, timeout=120, check=False
+    )
 
 
 def test_make_without_a_target_lists_every_target() -> None:
