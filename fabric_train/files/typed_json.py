@@ -2,8 +2,6 @@
 
 from typing import TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
 T = TypeVar("T")
 
 
@@ -14,6 +12,8 @@ def parse_json(text: str, kind: type[T]) -> T:
         ValueError: the text is not JSON, or a value is missing or has another type. The message has its path, such as
             ``ledger.splits.train.rows``.
     """
+    from pydantic import TypeAdapter, ValidationError  # a slow import, not needed by tokenization
+
     try:
         parsed: T = TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
