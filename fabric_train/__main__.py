@@ -13,9 +13,11 @@ from pathlib import Path
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
+from fabric_train.cli.output import keep_streams_writable  # noqa: E402
 from fabric_train.distributed.signals import stop_signals  # noqa: E402
 
 if __name__ == "__main__":
+    keep_streams_writable()
     stop_signals.listen()  # before the imports below, which take seconds
 
 from rich.console import Console  # noqa: E402
