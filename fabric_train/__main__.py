@@ -68,13 +68,15 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.evaluation.only_reads:
         check_memory(run)
     with hold_lock(*lock) if writes else nullcontext():
-        if not arguments.evaluation.only_reads:
-            write_log(run.folder / "run.log")
         progress.info("connecting the ranks")
         fabric = build_fabric(arguments, run.model.layer_classes)
         heartbeat = Heartbeat()
         with watch_ranks(fabric, heartbeat, arguments.device.rank_timeout, arguments.device.num_nodes):
-            code = execute(fabric, check_content(fabric, run, note), heartbeat, console)
+            progress.info("checking the checkpoint")
+            run = check_content(fabric, run, note)
+            if not arguments.evaluation.only_reads:
+                write_log(run.folder / "run.log")
+            code = execute(fabric, run, heartbeat, console)
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()
             destroy_process_group(fabric)

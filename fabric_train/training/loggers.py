@@ -51,7 +51,7 @@ def _cut_events(path: Path, last_step: int) -> None:
     The file is a sequence of records of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32
     checksum.
     """
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
     size, end = path.stat().st_size, 0

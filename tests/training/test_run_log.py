@@ -1,12 +1,15 @@
 """What a run prints and logs: the same lines on any standard output and in RUN/run.log, and a bar that fits."""
 
+import contextlib
 import io
+import logging
 import os
 import re
 import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -37,7 +40,7 @@ def console() -> Console:
     return start_log(Console(file=io.StringIO(), force_terminal=False, width=40, markup=False))
 
 
-def metrics(step: int, **more: float) -> Metrics:
+def metrics(step: int, **more: Any) -> Metrics:
     return Metrics(step=step, epoch=0, train_loss=2.5, learning_rate=1e-4, **more)
 
 
@@ -51,7 +54,7 @@ from fabric_train.training.run_log import log, note, show, start_log
 start_log()
 log.info("saved %s", "/data/[/bold]" + "long " * 30 + ":smile:")
 note("an escape code, \\x1b[31m")
-table = Table(title="Done", show_header=False, box=None)
+table = Table(title="Done", title_justify="left", show_header=False, box=None)
 table.add_row("next", "python convert_to_hf.py --checkpoint " + "deep/" * 40)
 show(table)
 """
@@ -151,12 +154,13 @@ def test_run_log_reports_a_full_disk_once_and_the_run_goes_on(
     console: Console, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_log(tmp_path / "run.log")
-    (handler,) = [handler for handler in log.handlers if hasattr(handler, "stream")]
+    (handler,) = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
     with open("/dev/full", "w") as full:  # a disk that is full from now on
-        handler.stream = full  # type: ignore[attr-defined]
+        handler.stream = full
         note("first")
         note("second")
-        handler.stream = None  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            full.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {tmp_path / 'run.log'}: No space left on device; ")
     assert printed_by(console) == ["note: first", "note: second"]
@@ -307,10 +311,10 @@ def test_a_whole_run_on_a_terminal_leaves_a_clean_screen(
     screen = Screen(80)
     screen.write(written)
     steps = SETTINGS["max_step"]
-    bars = [line for line in screen.lines if " eta " in line]
-    assert len(bars) == 1
-    assert re.match(rf"train \[#{{10}}\] {steps}/{steps} eta 0:00 loss ", bars[0])
-    assert screen.lines.index(bars[0]) < screen.lines.index("Done")
+    lines = [line.rstrip() for line in screen.lines]
+    (bar,) = (line for line in lines if " eta " in line)
+    assert re.match(rf"train \[#{{10}}\] {steps}/{steps} eta 0:00 loss ", bar)
+    assert lines.index(bar) < lines.index("Done")
     assert screen.shows_cursor
     assert not re.search(TIME, "\n".join(screen.lines))
     assert "\x1b" not in (tmp_path / "run" / "run.log").read_text()
