@@ -263,11 +263,11 @@ class TrainingArguments:
     lr: PositiveFloat = 2e-5
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the last step."""
+    """Learning rate that the schedule reaches one step after the last."""
     lr_decay: bool = True
     """Decay the learning rate; false keeps it at lr after the warm-up."""
     lr_schedule: Schedule = "cosine"
-    """Learning rate schedule; all except constant end at min_lr."""
+    """Learning rate schedule; all except constant fall to min_lr."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to lr."""
     weight_decay: NonNegativeFloat = 0.01
@@ -303,7 +303,9 @@ class EvaluationArguments:
     eval_batch_size: PositiveInt = 1
     """Rows per forward pass of the evaluation on each device."""
     eval_iters: PositiveInt | None = None
-    """Largest number of validation batches on each device; default: the whole validation split."""
+    """Number of validation batches, over all devices together: rows from all over the validation split, the same each
+    time; default: the whole split.
+    """
     eval_step_interval: PositiveInt = 500
     """Optimizer steps between evaluations; the end of each epoch and of the run has one too."""
     eval_only: bool = False
@@ -327,7 +329,7 @@ class SaveArguments:
     """Save"""
 
     output_dir: str
-    """Run folder: config.yaml, metrics.csv, checkpoints/."""
+    """Run folder: config.yaml, metrics.csv, run.log, checkpoints/."""
     save_step_interval: PositiveInt = 1000
     """Optimizer steps between checkpoints; the end of each epoch and of the run has one too."""
     keep_checkpoints: PositiveInt | None = None

@@ -7,7 +7,6 @@ import logging
 import sys
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name
@@ -15,12 +14,13 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Pa
 
 from fabric_train.cli.output import keep_streams_writable  # noqa: E402
 from fabric_train.distributed.signals import stop_signals  # noqa: E402
+from fabric_train.training.run_log import log, note, progress, show, start_log, write_log  # noqa: E402
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the imports below, which take seconds
     keep_streams_writable()
-    stop_signals.listen()  # before the imports below, which take seconds
-
-from rich.console import Console  # noqa: E402
+    stop_signals.listen()
+    start_log()
+    progress.info("importing torch and transformers")
 
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train.cli.errors import run_program  # noqa: E402
@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     stop_signals.listen()
     _quiet_libraries()
-    console = Console(quiet=global_rank() != 0)
-    note = partial(_print_note, console)
+    console = start_log()
+    progress.info("checking arguments, data and model")
     arguments = parse(TrainArguments, argv)
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     lock = _lock(Path(arguments.save.output_dir))
@@ -58,22 +58,27 @@ def main(argv: list[str] | None = None) -> None:
         check_not_held(*lock)
     run = prepare(arguments)
     if arguments.planning.plan:
-        print_plan(run, console)
+        print_plan(run)
         return
-    console.print(summary.describe_start(run))
+    show(summary.describe_start(run))
     idle = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
     for line in (*run.notes, *([idle] if idle else [])):
         note(line)
     if run.start.state.step >= run.plan.num_steps and not run.start.state.unlogged:
-        _report_nothing_left(run, console)
+        _report_nothing_left(run)
         return
     if not arguments.evaluation.only_reads:
         check_memory(run)
     with hold_lock(*lock) if writes else nullcontext():
+        progress.info("connecting the ranks")
         fabric = build_fabric(arguments, run.model.layer_classes)
         heartbeat = Heartbeat()
         with watch_ranks(fabric, heartbeat, arguments.device.rank_timeout, arguments.device.num_nodes):
-            code = execute(fabric, check_content(fabric, run, note), heartbeat, console, note)
+            progress.info("checking the checkpoint")
+            run = check_content(fabric, run, note)
+            if not arguments.evaluation.only_reads:
+                write_log(run.folder / "run.log")
+            code = execute(fabric, run, heartbeat, console)
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()
             destroy_process_group(fabric)
@@ -87,15 +92,11 @@ def _lock(folder: Path) -> tuple[Path, str, str]:
     return folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
 
 
-def _report_nothing_left(run: PreparedRun, console: Console) -> None:
-    console.print(f"step {run.start.state.step} of {run.plan.num_steps}: nothing is left to train")
+def _report_nothing_left(run: PreparedRun) -> None:
+    log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
     given = run.arguments.logging
     if "wandb" in given.loggers and global_rank() == 0:
         complete_wandb(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))
-
-
-def _print_note(console: Console, line: str) -> None:
-    console.print(f"note: {line}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def _quiet_libraries() -> None:

@@ -1,6 +1,7 @@
 """Error classes, exit codes and the one place where every program of this project ends."""
 
 import errno
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,10 @@ FAILURE = 1
 STOPPED = 75
 """Exit code of a run that a signal stopped and that continues with ``--resume true``."""
 INTERRUPTED = 130
+
+
+_log = logging.getLogger("fabric_train")  # a training run writes it to RUN/run.log
+_log.addHandler(logging.NullHandler())
 
 
 class InputError(ValueError):
@@ -101,10 +106,23 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     exit_process(code)
 
 
+_end_display: Callable[[], None] | None = None
+
+
+def set_display(end: Callable[[], None] | None) -> None:
+    """From now on, call ``end`` before errors are printed: it stops a progress bar where it is."""
+    global _end_display
+    _end_display = end
+
+
 def print_errors(*lines: str) -> None:
-    """Print lines on standard error without tokens, keys and passwords."""
+    """Print lines on standard error without tokens, keys and passwords, and log them."""
+    if _end_display is not None:
+        _end_display()
     for line in lines:
         print(redact(line), file=sys.stderr, flush=True)
+    for line in lines:  # last: a log on a disk that hangs must not delay the message
+        _log.error(line)
 
 
 def exit_process(code: int) -> NoReturn:
@@ -179,6 +197,8 @@ def _fail(code: int, *faults: str, on_all_ranks: bool = False, may_follow_anothe
     """End the run for the exception that is being handled."""
     rank = global_rank()
     if is_debug(sys.argv):
-        print_errors(traceback.format_exc())
+        print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
+    if code == FAILURE and not on_all_ranks:
+        _log.error("traceback", exc_info=True)
     prefix = f"error (rank {rank})" if rank and not on_all_ranks and code != INPUT_ERROR else "error"
     end_run(code, *(f"{prefix}: {fault}" for fault in faults), may_follow_another=may_follow_another)

@@ -28,6 +28,9 @@ from fabric_train.data.row_hash import hash_of
 from fabric_train.data.token_dataset import Rows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
+VALIDATION_VERSION = "2"
+"""Of the rows that ``--eval_iters`` chooses. In version 1 these were the first of the split."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -157,17 +160,30 @@ class TrainBatches:
                 )
 
 
+def validation_rows(num_rows: int, limit: int | None, seed: int) -> np.ndarray:
+    """Return the rows of the validation split that every evaluation reads, int64 in the order of the split.
+
+    Without a ``limit`` these are all. Otherwise the split is cut into ``limit`` parts of equal size, and the seed
+    chooses one row of each. The rows of a source lie next to each other, so each source has its share.
+    """
+    if limit is None or limit >= num_rows:
+        return np.arange(num_rows)
+    borders = np.arange(limit + 1) * num_rows // limit
+    return np.random.default_rng(seed).integers(borders[:-1], borders[1:])
+
+
 def validation_batches(
-    rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, num_workers: int
+    rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, seed: int, num_workers: int
 ) -> DataLoader:
     """Return a loader of this rank's rows of a split.
 
-    The ranks together read each row once. All ranks have equally many batches, at most ``limit``.
+    The ranks together read each of the :func:`validation_rows` once: all, or as many as ``limit`` batches have. So the
+    number of ranks does not change what is evaluated. All ranks have equally many batches.
     """
-    num_batches = math.ceil(len(rows) / (batch_size * world_size))
-    starts = [(batch * world_size + rank) * batch_size for batch in range(min(num_batches, limit or num_batches))]
-    indices = [list(range(start, min(start + batch_size, len(rows)))) for start in starts]
-    return _loader(rows, indices, num_workers, pin_memory=False)
+    chosen = validation_rows(len(rows), limit and limit * batch_size, seed).tolist()
+    num_batches = math.ceil(len(chosen) / (batch_size * world_size))
+    places = [positions(batch, batch_size, world_size, rank) for batch in range(num_batches)]
+    return _loader(rows, [chosen[place.start : place.stop] for place in places], num_workers, pin_memory=False)
 
 
 @dataclass(frozen=True)

@@ -83,3 +83,6 @@ class Heartbeat:
             self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)
         is_slow = may_compile or phase in _SLOW_PHASES
         self.position, self._since = Position(step, phase, index, is_slow), now
+
+    def __str__(self) -> str:
+        return str(self.position)

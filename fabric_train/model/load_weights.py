@@ -7,6 +7,7 @@ them in full: pickles, quantized weights, and models that always keep some weigh
 
 import copy
 import functools
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
 from fabric_train.model.hf_model import ModelShape, check_loaded_weights, check_weights_fit, load_model
 from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
+
+_progress = logging.getLogger("fabric_train.progress")
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,9 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def read_weights(model: nn.Module, weights: Weights) -> None:
     """Read this rank's part of the weights into a model that Fabric has set up. Call it before any forward pass."""
-    cuts = flat_shards(model)
-    for name, parameter in model.named_parameters():
+    cuts, parameters = flat_shards(model), list(model.named_parameters())
+    for number, (name, parameter) in enumerate(parameters, 1):
+        _progress.info("loading weights %d/%d", number, len(parameters))
         part = read_local_part(weights, original_name(name), parameter, cuts)
         local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.copy_(part)

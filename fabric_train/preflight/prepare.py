@@ -23,8 +23,9 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
-from fabric_train.preflight.resume_check import check_resume
+from fabric_train.preflight.resume_check import OWN_VERSIONS, check_resume
 from fabric_train.preflight.step_plan import plan_steps
+from fabric_train.training.metrics import find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
 
 if TYPE_CHECKING:
@@ -71,9 +72,12 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         model=model,
         plan=plan,
         order=order,
-        versions={name: version(name) for name in _PACKAGES},
+        versions={name: version(name) for name in _PACKAGES} | OWN_VERSIONS,
         notes=plan.notes,
     )
+    if not arguments.evaluation.only_reads:
+        lost = find_lost_rows(folder / "metrics.csv", state, arguments.logging.log_step_interval)
+        run = replace(run, notes=(*run.notes, *([lost] if lost else [])))
     if checkpoint is None:
         return run
     damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)

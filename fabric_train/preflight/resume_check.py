@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, find_data_changes, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
+from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.optim.lr_schedule import learning_rate
+from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, learning_rate
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ _DECIDE_THE_LOSSES = (
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
 )
+OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, "fabric_train validation rows": VALIDATION_VERSION}
+"""Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
+
 _OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only", "self_check")
 
 
@@ -71,7 +75,8 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
             f"changed since {checkpoint.name}, so the losses to come differ from those of an unchanged run: "
             + ", ".join(map(str, deciding))
         )
-    updated = list(_changes(saved["versions"], run.versions))
+    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved["versions"], run.versions))
+    updated = [change for change in updated if _concerns(change.name, arguments)]
     if updated:
         notes.append(
             f"other versions than at {checkpoint.name}, the losses to come may differ: {', '.join(map(str, updated))}"
@@ -111,6 +116,16 @@ def _decides(change: Change, arguments: "TrainArguments") -> bool:
     if change.name == "eval_batch_size":
         return arguments.evaluation.eval_iters is not None
     return change.name in _DECIDE_THE_LOSSES
+
+
+def _concerns(package: str, arguments: "TrainArguments") -> bool:
+    """Whether a run uses what another version of a package, or of this program, computes in another way."""
+    training = arguments.training
+    uses = {
+        "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
+        "fabric_train validation rows": arguments.evaluation.eval_iters is not None,
+    }
+    return uses.get(package, True)
 
 
 def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:

@@ -27,20 +27,22 @@ from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.evaluation import Evaluation, evaluate
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import LoopParts
-from fabric_train.training.metrics import ProgressLine
 from fabric_train.training.nonfinite_guard import StepGuard
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.profiler import ProfiledWindows
+from fabric_train.training.progress_line import ProgressLine
+from fabric_train.training.run_log import note, progress
 
 Validate = Callable[[], Evaluation | None]
 
 
-def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> tuple[Any, set[str]]:
+def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
     """Return the model with its weights, and the names of its parameters with weight decay.
 
     The weight files are closed when this returns. Their mapped pages would count as memory of this process.
     """
     arguments = run.arguments
+    progress.info("building the model")
     meta_model = _open(run)
     if fabric.is_global_zero and isinstance(run.data, TokenDataset):
         line = note_on_end_of_turn(meta_model, run.data)
@@ -55,6 +57,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) 
 def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: PreparedRun) -> Any:
     """Return the optimizer, with its state from the checkpoint if the run resumes."""
     arguments = run.arguments
+    progress.info("building the optimizer")
     fused = arguments.model.precision != "16-mixed"
     named = named_parameters(model)
     cuts = flat_shards(model)
@@ -64,6 +67,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
         )
     )
     if run.start.checkpoint and run.start.resumes:
+        progress.info("loading the optimizer's state")
         checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
     return optimizer
 
@@ -80,6 +84,7 @@ def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: He
         ranks.size,
         ranks.rank,
         limits.eval_iters,
+        run.arguments.data.seed,
         run.arguments.data.num_workers,
     )
 

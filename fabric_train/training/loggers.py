@@ -7,6 +7,7 @@ are removed if possible. Steps that it lacks before the checkpoint are logged ag
 import mmap
 import netrc
 import os
+import re
 import struct
 import uuid
 from collections.abc import Sequence
@@ -45,11 +46,12 @@ class TensorBoardLogger:
 
 
 def _cut_events(path: Path, last_step: int) -> None:
-    """Truncate an event file before its first event after ``last_step``, or before a record that a crash cut off.
+    """Truncate an event file before its first event after ``last_step``, or before a record that is damaged or cut off.
 
     The file is a sequence of records of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32
     checksum.
     """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
     size, end = path.stat().st_size, 0
@@ -59,7 +61,13 @@ def _cut_events(path: Path, last_step: int) -> None:
         while end + 12 <= size:
             (length,) = struct.unpack_from("<Q", records, end)
             after = end + 12 + length + 4
-            if after > size or Event.FromString(records[end + 12 : after - 4]).step > last_step:
+            if after > size:
+                break
+            try:
+                event = Event.FromString(records[end + 12 : after - 4])
+            except DecodeError:  # TensorBoard reads nothing after a damaged record either
+                break
+            if event.step > last_step:
                 break
             end = after
     os.truncate(path, end)
@@ -165,7 +173,7 @@ def complete_wandb(folder: Path, last_step: int, project: str, entity: str | Non
     """Log to W&B the steps of a finished run that it lacks because the run was killed after its last save."""
     told = folder / "wandb" / "told_up_to"
     past = read_metrics(folder / "metrics.csv", last_step)
-    if past and (not told.is_file() or told.read_text(encoding="utf-8").strip() != str(past[-1].step)):
+    if past and (not told.is_file() or told.read_bytes().strip() != str(past[-1].step).encode()):
         WandbLogger(folder, project, entity, config, past).close()
 
 
@@ -175,7 +183,7 @@ def open_loggers(
     """Open metrics.csv and the named loggers, to continue after ``last_step``.
 
     Raises:
-        InputError: Weights & Biases refuses the run.
+        InputError: Weights & Biases refuses the run, or a file in its folder is damaged.
     """
     table = folder / "metrics.csv"
     loggers: list[Logger] = [CSVLogger(table, last_step)]
@@ -192,11 +200,18 @@ def open_loggers(
 
 
 def _wandb_run_id(folder: Path) -> str:
-    """Return the id of the run folder's W&B run; create it on first use."""
+    """Return the id of the run folder's W&B run; create it on first use.
+
+    Raises:
+        InputError: the file with the id is damaged.
+    """
     file = folder / "wandb_run_id"
     if not file.is_file():
         write_atomically(file, uuid.uuid4().hex[:8])
-    return file.read_text(encoding="utf-8").strip()
+    run_id = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
+        raise InputError(f"{file}: damaged; write the id of the run's W&B run into it, or remove it for a new W&B run")
+    return run_id
 
 
 def _move_replaced(folder: Path, run_id: str) -> None:

@@ -1,19 +1,18 @@
-"""The metrics of a step, metrics.csv and the progress line. Only rank 0 writes them."""
+"""The metrics of a step, and metrics.csv, which only rank 0 writes."""
 
 import csv
 import os
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_SECONDS_BETWEEN_LINES = 2.0
+from fabric_train.checkpoint import TrainerState
+from fabric_train.cli.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,11 @@ class Metrics:
     skipped_steps: int | None = None
 
 
+_COLUMNS = [field.name for field in fields(Metrics)]
+_INTEGERS = {field.name for field in fields(Metrics) if field.type in (int, int | None)}
+_REQUIRED = [field.name for field in fields(Metrics) if field.default is MISSING]
+
+
 class Logger(Protocol):
     """A destination of metrics."""
 
@@ -61,19 +65,22 @@ class CSVLogger:
     """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it."""
-        names = [field.name for field in fields(Metrics)]
-        kept = _rows_up_to(path, last_step)
+        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
+
+        Raises:
+            InputError: the file is no metrics.csv.
+        """
+        kept = read_metrics(path, last_step)
         temporary = path.with_suffix(".csv.new")
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names, extrasaction="ignore")
+            writer = csv.DictWriter(file, _COLUMNS)
             writer.writeheader()
-            writer.writerows(kept)
+            writer.writerows(map(asdict, kept))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         self._file = path.open("a", newline="", encoding="utf-8")
-        self._writer = csv.DictWriter(self._file, names)
+        self._writer = csv.DictWriter(self._file, _COLUMNS)
 
     def log(self, metrics: Metrics) -> None:
         """Append the row."""
@@ -90,68 +97,65 @@ class CSVLogger:
 
 
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to ``last_step``, none if there is no such file."""
-    integers = {field.name for field in fields(Metrics) if field.type in (int, int | None)}
-    return [
-        Metrics(
-            **{  # type: ignore[arg-type]
-                name: (int if name in integers else float)(cell) for name, cell in row.items() if cell
+    """Return the rows of metrics.csv up to ``last_step``, none if there is no such file.
+
+    Rows after it are not looked at, and neither is a last line that a crash has cut off.
+
+    Raises:
+        InputError: the file is no metrics.csv, or a row is damaged.
+    """
+    if not path.exists():
+        return []
+    fix = "put the file of this run back, or move this one away to go on without its rows"
+    if not path.is_file():
+        raise InputError(f"{path}: not a file; {fix}")
+    *lines, cut_off = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    names = (lines or [cut_off])[0].split(",")
+    if not set(_REQUIRED) <= set(names) <= set(_COLUMNS) or len(set(names)) < len(names):
+        raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(_COLUMNS)}; {fix}")
+    rows: list[Metrics] = []
+    for number, line in enumerate(lines[1:], 2):
+        row = _parse_row(names, line)
+        if row is None or row.step <= (rows[-1].step if rows else 0):
+            raise InputError(f"{path}, line {number}: not the row of a step after the one before it; {fix}")
+        if row.step > last_step:
+            break
+        rows.append(row)
+    return rows
+
+
+def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> str | None:
+    """Return a line if metrics.csv has rows, but not up to the checkpoint that a run resumes from.
+
+    A step that is saved is logged before, unless its evaluation was interrupted, or a fault ended the run after it.
+
+    Raises:
+        InputError: see :func:`read_metrics`.
+    """
+    rows = read_metrics(path, state.step)
+    if not rows or state.unlogged or state.step - rows[-1].step < log_step_interval:
+        return None
+    return (
+        f"{path}: rows are lost: it ends at step {rows[-1].step}, and the run resumes after step {state.step}; the "
+        "steps between are missing from every logger that is filled from it"
+    )
+
+
+def _parse_row(names: list[str], line: str) -> Metrics | None:
+    """Return the row in a line of metrics.csv, None if it is damaged."""
+    cells = line.split(",")
+    if len(cells) != len(names):
+        return None
+    try:
+        return Metrics(
+            **{
+                name: (int if name in _INTEGERS else float)(cell)  # type: ignore[arg-type]
+                for name, cell in zip(names, cells, strict=True)
+                if cell or name in _REQUIRED
             }
         )
-        for row in _rows_up_to(path, last_step)
-    ]
-
-
-def _rows_up_to(path: Path, last_step: int) -> list[dict[str, str]]:
-    """Return the complete rows up to a step; a crash may have truncated the last one."""
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) <= last_step]
-
-
-class ProgressLine:
-    """A bar on a terminal, otherwise a line every few seconds: step, loss, learning rate, tokens/s, memory, ETA."""
-
-    def __init__(self, first_step: int, num_steps: int, console: Console) -> None:
-        self._console, self._num_steps = console, num_steps
-        self._first_step, self._started, self._last_line = first_step, time.monotonic(), 0.0
-        self._bar = Progress(
-            TextColumn("[bold]train"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=num_steps, completed=first_step, text="")
-        self._bar.start()
-
-    def log(self, metrics: Metrics) -> None:
-        """Show the step."""
-        text = _in_short(metrics)
-        self._bar.update(self._task, completed=metrics.step, text=text)
-        now = time.monotonic()
-        if metrics.val_loss is not None:
-            validation = (
-                f"step {metrics.step}: validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
-            )
-            self._console.print(validation, highlight=False, soft_wrap=True)
-        if not self._console.is_terminal and (
-            now - self._last_line > _SECONDS_BETWEEN_LINES or metrics.step == self._num_steps
-        ):
-            self._last_line = now
-            left = (now - self._started) / max(metrics.step - self._first_step, 1) * (self._num_steps - metrics.step)
-            line = f"step {metrics.step}/{self._num_steps} {text} eta {int(left) // 60}:{int(left) % 60:02d}"
-            self._console.print(line, highlight=False, soft_wrap=True)
-
-    def flush(self) -> None:
-        """Do nothing: a shown line needs no flush."""
-
-    def close(self) -> None:
-        """Stop the bar where it is."""
-        self._bar.stop()
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -213,15 +217,3 @@ def peak_memory_gb(device: torch.device) -> float:
 def measured(metrics: Metrics) -> dict[str, float]:
     """Return the measured values by name, without the step."""
     return {name: value for name, value in asdict(metrics).items() if value is not None and name != "step"}
-
-
-def _in_short(metrics: Metrics) -> str:
-    parts = [
-        ("loss", metrics.train_loss, "{:.4f}"),
-        ("lr", metrics.learning_rate, "{:.2e}"),
-        ("grad", metrics.grad_norm, "{:.3f}"),
-        ("tok/s", metrics.tokens_per_second, "{:,.0f}"),
-        ("mfu", metrics.mfu, "{:.1%}"),
-        ("mem", metrics.peak_memory_gb, "{:.2f} GB"),
-    ]
-    return " ".join(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,26 +32,24 @@ from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import manual_collection
 from fabric_train.training.loop import train
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.run_log import log, progress, show, warn
 from fabric_train.training.self_check import check_cuts
 
 
-def execute(
-    fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console, note: Callable[[str], None]
-) -> int:
+def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console) -> int:
     """Build the model and train, or evaluate or self-check it.
 
     Args:
         fabric: launched; all ranks call this together.
         run: from ``preflight.prepare``.
         heartbeat: where this rank marks its position for the watchdog.
-        console: quiet on all ranks except rank 0.
-        note: shows the user a line.
+        console: for the progress bar, on rank 0.
 
     Returns:
         The exit code.
     """
     evaluation = run.arguments.evaluation
-    model, decayed = set_up_model(fabric, run, note)
+    model, decayed = set_up_model(fabric, run)
     if fabric.device.type == "cpu":
         reuse_freed_memory()  # from here on, so that what loading has freed is returned to the system
     if run.data.isolates:
@@ -62,10 +59,10 @@ def execute(
     validate = build_validation(fabric, model, run, heartbeat)
     if evaluation.eval_only:
         assert validate is not None  # the step plan refuses a dataset without validation rows
-        return _evaluate(fabric, run, validate, console)
+        return _evaluate(fabric, run, validate, heartbeat)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
     if evaluation.self_check:
-        return _self_check(fabric, model, optimizer, run, console)
+        return _self_check(fabric, model, optimizer, run)
     return _train(fabric, model, optimizer, validate, run, heartbeat, console)
 
 
@@ -87,17 +84,16 @@ def _train(
     console: Console,
 ) -> int:
     """Train and print the result; return ``STOPPED`` if a signal ended the run after a save."""
+    progress.info("opening the loggers")
     outputs = build_outputs(fabric, run, console)
 
-    def warn(line: str) -> None:
-        console.print(f"warning: {line}", style="yellow", highlight=False, soft_wrap=True)
-
     def saved(path: Path) -> None:
-        console.print(f"saved {path}", highlight=False, soft_wrap=True)
+        log.info("saved %s", path)
         outputs.saved(path)
 
     parts = build_loop_parts(fabric, model, optimizer, validate, run, heartbeat, outputs, warn, saved)
-    console.print(summary.describe_mfu(parts.flops, parts.peak_flops), style="dim", highlight=False, soft_wrap=True)
+    log.info(summary.describe_mfu(parts.flops, parts.peak_flops))
+    progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile else "")
     started = time.monotonic()
     try:
         stop_signals.defer()
@@ -109,16 +105,17 @@ def _train(
         parts.checkpoints.close()
         outputs.close()
     if end.stopped_by:
-        console.print(summary.describe_stop(end, parts.num_steps), highlight=False, soft_wrap=True)
+        log.info(summary.describe_stop(end, parts.num_steps))
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
     seconds = time.monotonic() - started
-    console.print(summary.describe_end(end.state, seconds, run, end.checkpoint))
+    show(summary.describe_end(end.state, seconds, run, end.checkpoint))
     return 0
 
 
-def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, console: Console) -> int:
+def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: Heartbeat) -> int:
     """Write ``RUN/evaluation.json`` and print the result; metrics.csv stays unchanged."""
+    progress.info("%s", heartbeat)
     evaluation: Evaluation | None = validate()
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
     if fabric.is_global_zero:
@@ -126,13 +123,14 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, console: Con
         path = run.folder / "evaluation.json"
         _write_json(path, {**content, "perplexity": evaluation.perplexity})
         result = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}"
-        console.print(f"{result} over {evaluation.num_tokens:,} tokens → {path}", highlight=False, soft_wrap=True)
+        log.info(f"{result} over {evaluation.num_tokens:,} tokens → {path}")
     return 0
 
 
-def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun, console: Console) -> int:
+def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) -> int:
     """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
     assert isinstance(run.data, TokenDataset)  # preflight refuses streams
+    progress.info("self check")
     order = run.plan.window_order(run.arguments.data.seed)
     rows = order.rows_in(epoch=0, window=0).tolist()
     precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
@@ -140,8 +138,8 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun, co
     if fabric.is_global_zero:
         path = run.folder / "self_check.json"
         _write_json(path, asdict(check))
-        console.print(summary.describe_self_check(check))
-        console.print(f"written {path}", highlight=False, soft_wrap=True)
+        show(summary.describe_self_check(check))
+        log.info("written %s", path)
     return 0 if check.holds else FAILURE
 
 

@@ -23,6 +23,7 @@ def describe_start(run: PreparedRun) -> Table:
     arguments, plan, training = run.arguments, run.plan, run.arguments.training
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
     schedule = training.lr_schedule if training.lr_decay else "constant"
+    falls = "" if schedule == "constant" else f" to {training.min_lr:g} one step after the last"
     table = _table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters, layers {layers}")
@@ -37,9 +38,7 @@ def describe_start(run: PreparedRun) -> Table:
     )
     per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
-    table.add_row(
-        "learning rate", f"{schedule}, {training.lr:g} to {training.min_lr:g}, warm-up {training.warmup_steps}"
-    )
+    table.add_row("learning rate", f"{schedule}, {training.lr:g}{falls}, warm-up {training.warmup_steps}")
     table.add_row("output", arguments.save.output_dir)
     return table
 
@@ -55,7 +54,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next."""
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
-    table.add_row("steps", f"{state.step:,}, epoch {state.epoch + 1}")
+    table.add_row("steps", f"{state.step:,}, the last one in epoch {state.epoch} (counted from 0, as in metrics.csv)")
     table.add_row(
         "tokens",
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
-from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches
+from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches, validation_rows
 from fabric_train.data.token_dataset import Rows, open_dataset
 
 Labels = list[list[int]] | None
@@ -256,19 +256,36 @@ def test_short_rows_are_padded_at_the_end_without_supervision() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(1, 6))
-def test_validation_takes_each_row_once_over_all_ranks(
-    num_rows: int, batch_size: int, world_size: int, limit: int | None
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.none() | st.integers(1, 6), st.integers(0, 9))
+def test_validation_takes_the_same_rows_once_over_any_number_of_ranks(
+    num_rows: int, batch_size: int, world_size: int, limit: int | None, seed: int
 ) -> None:
     rows = numbered(num_rows)
     ranks = [
-        list(validation_batches(rows, batch_size, world_size, rank, limit, num_workers=0)) for rank in range(world_size)
+        list(validation_batches(rows, batch_size, world_size, rank, limit, seed, num_workers=0))
+        for rank in range(world_size)
     ]
     seen = [number for batches in ranks for batch in batches for number in row_numbers(batch)]
-    expected = min(num_rows, (limit or num_rows) * batch_size * world_size)
-    assert sorted(seen) == list(range(expected))
+    assert sorted(seen) == validation_rows(num_rows, limit and limit * batch_size, seed).tolist()
+    assert len(seen) == min(num_rows, (limit or num_rows) * batch_size)
     assert len({len(batches) for batches in ranks}) == 1
-    assert all(len(batches) <= (limit or num_rows) for batches in ranks)
+    assert all(len(row_numbers(batch)) <= batch_size for batches in ranks for batch in batches)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 200), st.integers(0, 9))
+def test_limited_validation_takes_of_every_source_its_share(sources: list[int], limit: int, seed: int) -> None:
+    num_rows = sum(sources)
+    chosen = validation_rows(num_rows, limit, seed)
+    assert len(set(chosen.tolist())) == len(chosen) == min(limit, num_rows)
+    ends = np.cumsum(sources)
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        taken = ((chosen >= begin) & (chosen < end)).sum()
+        assert abs(taken - len(chosen) * (end - begin) / num_rows) < 2
+    assert np.array_equal(validation_rows(num_rows, limit, seed), chosen)
+
+
+def test_the_seed_chooses_the_rows_of_a_limited_validation() -> None:
+    assert len({tuple(validation_rows(1000, 10, seed).tolist()) for seed in range(20)}) == 20
 
 
 # --------------------------------------------------------------------------------------------------- folders on disk

@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, arg
 
 def said(run: ForkedRun) -> list[str]:
     """Return the lines that report the stop, from any rank."""
-    lines = [line for rank in (0, 1) for line in (run.stdout(rank) + run.stderr(rank)).splitlines()]
+    lines = [line for rank in (0, 1) for line in run.lines(rank) + run.stderr(rank).splitlines()]
     assert not any("Traceback" in line for line in lines), run.report()
     return [line for line in lines if "stopped by" in line or "error" in line or "again:" in line]
 

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -37,10 +38,16 @@ def rates(num_steps: int, arguments: TrainingArguments) -> list[float]:
 
 @settings(deadline=None)
 @given(runs())
-def test_every_schedule_but_constant_ends_exactly_on_min_lr(run: tuple[int, TrainingArguments]) -> None:
+def test_schedules_reach_min_lr_exactly_one_step_after_the_last(run: tuple[int, TrainingArguments]) -> None:
     num_steps, arguments = run
-    assume(num_steps > max(arguments.warmup_steps, 1))  # there is a step to decay in
-    assert learning_rate(num_steps, num_steps, arguments) == arguments.min_lr
+    assert learning_rate(num_steps + 1, num_steps, arguments) == arguments.min_lr
+
+
+@settings(deadline=None)
+@given(runs([schedule for schedule in DECAYING if schedule != "exponential"]))
+def test_every_step_changes_something_where_min_lr_is_0(run: tuple[int, TrainingArguments]) -> None:
+    num_steps, arguments = run
+    assert min(rates(num_steps, replace(arguments, min_lr=0.0))) > 0
 
 
 @settings(deadline=None)
@@ -89,29 +96,30 @@ def test_the_rate_of_a_step_does_not_depend_on_what_was_asked_before(
 
 
 def test_cosine_is_the_one_worked_out_by_hand() -> None:
-    # Warm-up to step 10, then 80 steps of half a cosine from 1 to 0.2. cos(π/4) = 0.70710678:
+    # Of 89 steps, warm-up to step 10, then half a cosine from 1 to 0.2, which it reaches after 80 more, one after the
+    # last. cos(π/4) = 0.70710678:
     #   a quarter, step 30: 0.2 + 0.8 · (1 + 0.70710678) / 2 = 0.88284271
     #   half,      step 50: 0.2 + 0.8 · (1 + 0) / 2          = 0.6
     #   3 quarters, step 70: 0.2 + 0.8 · (1 - 0.70710678) / 2 = 0.31715729
     arguments = TrainingArguments(lr=1.0, min_lr=0.2, warmup_steps=10)
-    found = [learning_rate(step, 90, arguments) for step in (1, 5, 10, 30, 50, 70, 90)]
+    found = [learning_rate(step, 89, arguments) for step in (1, 5, 10, 30, 50, 70, 90)]
     assert found == pytest.approx([0.1, 0.5, 1.0, 0.88284271, 0.6, 0.31715729, 0.2], abs=1e-8)
 
 
 @pytest.mark.parametrize(
     "schedule, min_lr, expected",
     [
-        # steps 1, 3, 5, 7, 9 of 9: the start, a quarter, half, three quarters, the end
+        # of 12 steps: the start, a quarter, half, three quarters, and the step after the last
         ("linear", 0.0, [1.0, 0.75, 0.5, 0.25, 0.0]),
         ("exponential", 0.0001, [1.0, 0.1, 0.01, 0.001, 0.0001]),
-        ("step", 0.0, [1.0, 2 / 3, 1 / 3, 0.0, 0.0]),
-        ("step", 0.001, [1.0, 0.1, 0.01, 0.001, 0.001]),
+        ("step", 0.0, [1.0, 1.0, 2 / 3, 1 / 3, 0.0]),
+        ("step", 0.001, [1.0, 1.0, 0.1, 0.01, 0.001]),
         ("cosine", 0.0, [1.0, 0.85355339, 0.5, 0.14644661, 0.0]),
     ],
 )
 def test_schedules_are_the_ones_worked_out_by_hand(schedule: Any, min_lr: float, expected: list[float]) -> None:
     arguments = TrainingArguments(lr=1.0, min_lr=min_lr, lr_schedule=schedule)
-    assert [learning_rate(step, 9, arguments) for step in (1, 3, 5, 7, 9)] == pytest.approx(expected, abs=1e-8)
+    assert [learning_rate(step, 12, arguments) for step in (1, 4, 7, 10, 13)] == pytest.approx(expected, abs=1e-8)
 
 
 @pytest.mark.parametrize("schedule", get_args(Schedule))

@@ -242,7 +242,7 @@ def _break_runs(folder: Path) -> None:
         return write_full(folder / "runs" / name / "checkpoints" / "step-00000007", folder / "model", weights, step=7)
 
     checkpoint("good")
-    (folder / "runs" / "good" / "metrics.csv").write_text("step\n7\n")
+    (folder / "runs" / "good" / "metrics.csv").write_text("step,epoch\n7,0\n")
     (checkpoint("no-trainer") / "trainer.json").unlink()
     (checkpoint("cut-trainer") / "trainer.json").write_text('{"format": ')
     (checkpoint("list-trainer") / "trainer.json").write_text("[]")
@@ -255,6 +255,6 @@ def _break_runs(folder: Path) -> None:
     for name in ("list-trainer", "bare-trainer", "cut-config"):  # as if they had been written like this
         write_checksums(folder / "runs" / name / "checkpoints" / "step-00000007")
     (folder / "runs" / "unsaved").mkdir()
-    (folder / "runs" / "unsaved" / "metrics.csv").write_text("step\n1\n")
+    (folder / "runs" / "unsaved" / "metrics.csv").write_text("step,epoch\n1,0\n")
     for name in ("pickled.pt", "pickled.ckpt"):
         (folder / name).write_bytes(pickle.dumps(Payload(folder / f"ran-{name}")))

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -100,6 +101,10 @@ class ForkedRun:
     def stdout(self, rank: int = 0) -> str:
         """Return what a rank has written to its standard output so far."""
         return (self._folder / f"{rank}.stdout").read_text(encoding="utf-8", errors="replace")
+
+    def lines(self, rank: int = 0) -> list[str]:
+        """Return the lines that a rank has written to its standard output so far, without their times."""
+        return [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in self.stdout(rank).splitlines()]
 
     def stderr(self, rank: int = 0) -> str:
         """Return what a rank has written to its standard error so far."""

@@ -11,7 +11,7 @@ SETTINGS = {
     "max_step": 8,
     "lr": 1e-3,
     "eval_step_interval": 5,
-    "eval_iters": 2,
+    "eval_iters": 4,
     "save_step_interval": 3,
     "num_workers": 0,
     "loggers": "csv",

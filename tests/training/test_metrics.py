@@ -1,9 +1,7 @@
-"""Metrics reach metrics.csv, TensorBoard, Weights & Biases and the console, each step once."""
+"""Metrics reach metrics.csv, TensorBoard and Weights & Biases, each step once."""
 
 import csv
-import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,17 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from fabric_train.checkpoint import TrainerState
+from fabric_train.cli.errors import InputError
 from fabric_train.training.loggers import TensorBoardLogger, open_loggers
 from fabric_train.training.metrics import (
     CSVLogger,
     Metrics,
-    ProgressLine,
     StepWork,
     Stopwatch,
+    find_lost_rows,
     peak_memory_gb,
     read_metrics,
 )
@@ -107,6 +108,80 @@ def test_a_row_cut_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows_of(path)] == list(range(1, 14))
 
 
+HEADER = ",".join(COLUMNS)
+DAMAGES = {
+    "semicolons": (f"{HEADER}\n".replace(",", ";") + "1;0;2.5\n", "its first line is not the header"),
+    "another header": ("iteration,loss\n1,2.5\n", "its first line is not the header"),
+    "a column of another program": (f"{HEADER},extra\n", "its first line is not the header"),
+    "a column twice": (f"{HEADER},epoch\n", "its first line is not the header"),
+    "binary": ("\x89PNG\x00\x01", "its first line is not the header"),
+    "words": ("step,epoch\n1,0\ntwo,0\n", "line 3: not the row of a step after the one before it"),
+    "a cell too few": ("step,epoch\n1,0\n2\n3,0\n", "line 3: not the row"),
+    "a cell too many": ("step,epoch\n1,0\n2,0,7\n", "line 3: not the row"),
+    "no step": ("step,epoch\n,0\n", "line 2: not the row"),
+    "a step twice": ("step,epoch\n1,0\n1,0\n", "line 3: not the row"),
+    "a huge number": (f"step,epoch\n{'9' * 5000},0\n", "line 2: not the row"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_metrics_csv_is_named_and_left_as_it_is(tmp_path: Path, damage: str) -> None:
+    text, fault = DAMAGES[damage]
+    path = tmp_path / "metrics.csv"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        CSVLogger(path, 7)
+    assert str(error.value).startswith(str(path))
+    assert fault in str(error.value)
+    assert str(error.value).endswith("put the file of this run back, or move this one away to go on without its rows")
+    assert path.read_text() == text
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 20), st.integers(0, 9))
+def test_any_bytes_are_a_metrics_csv_or_named(
+    tmp_path: Path, put: bytes, place: int, removed: int, last_step: int
+) -> None:
+    path = tmp_path / "metrics.csv"
+    path.unlink(missing_ok=True)
+    write_csv(path, 0, range(1, 8))
+    content = path.read_bytes()
+    for damaged in (put, content[:place] + put + content[place + removed :]):
+        path.write_bytes(damaged)
+        try:
+            CSVLogger(path, last_step).close()
+        except InputError:
+            assert path.read_bytes() == damaged
+        else:
+            steps = [row.step for row in read_metrics(path, last_step)]
+            assert steps == sorted(set(steps))
+            assert all(0 < step <= last_step for step in steps)
+
+
+def test_what_is_beyond_the_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, 0, range(1, 5))
+    whole = path.read_bytes()
+    for beyond in (b"\0" * 4096, b"5,0,2."):  # after a power failure, and after a kill
+        path.write_bytes(whole + beyond)
+        assert [row.step for row in read_metrics(path, 4)] == [1, 2, 3, 4]
+    path.write_bytes(whole + b"nonsense\n")
+    assert [row.step for row in read_metrics(path, 3)] == [1, 2, 3]
+
+
+def test_lost_rows_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    assert find_lost_rows(path, TrainerState(step=8), 1) is None  # the run began in another folder
+    write_csv(path, 0, range(1, 6))
+    assert find_lost_rows(path, TrainerState(step=5), 1) is None
+    line = find_lost_rows(path, TrainerState(step=8), 1)
+    assert line is not None
+    assert line.startswith(f"{path}: rows are lost: it ends at step 5, and the run resumes after step 8; ")
+    assert find_lost_rows(path, TrainerState(step=8), 10) is None  # not every step is logged
+    assert find_lost_rows(path, TrainerState(step=8, unlogged={"step": 8}), 1) is None
+    assert find_lost_rows(path, TrainerState(), 1) is None
+
+
 # ------------------------------------------------------------------------------------------------------ TensorBoard
 
 
@@ -148,6 +223,27 @@ def test_event_files_end_at_the_checkpoint_that_a_run_resumes_from(tmp_path: Pat
     TensorBoardLogger(tmp_path, 3).close()
     steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
     assert steps == [step for step in (1, 2, 3) for _ in range(5)]
+
+
+def test_damaged_events_are_cut_off(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, 0)
+    for step in range(1, 6):
+        logger.log(metrics(step))
+    logger.close()
+    (file,) = tmp_path.iterdir()
+    content = bytearray(file.read_bytes())
+    half = content.index(b"grad_norm", len(content) // 2)
+    content[half - 30 : half] = b"\xff" * 30
+    file.write_bytes(content)
+    TensorBoardLogger(tmp_path, 5).close()
+    assert 0 < file.stat().st_size < half
+
+
+def test_a_damaged_wandb_id_is_named(tmp_path: Path) -> None:
+    for content in (b"\xff\x00", b"", b"../elsewhere"):
+        (tmp_path / "wandb_run_id").write_bytes(content)
+        with pytest.raises(InputError, match=r"wandb_run_id: damaged; "):
+            open_loggers(["wandb"], tmp_path, 0, "project", None, {})
 
 
 def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
@@ -259,43 +355,7 @@ def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path) -> No
     assert not (home / ".netrc").exists()
 
 
-# ----------------------------------------------------------------------------------------------------- the console
-
-
-def test_the_progress_line_is_printed_where_there_is_no_terminal() -> None:
-    text = io.StringIO()
-    line = ProgressLine(0, 3, Console(file=text, force_terminal=False, width=40))
-    line.log(Metrics(step=1, epoch=0, train_loss=2.5, learning_rate=1e-4, tokens_per_second=1234.5, peak_memory_gb=1.5))
-    line.log(Metrics(step=2, epoch=0, train_loss=2.25, learning_rate=1e-4))  # within two seconds: not a line
-    line.log(Metrics(step=3, epoch=0, train_loss=2.0, learning_rate=1e-4, val_loss=1.0, perplexity=2.718281828))
-    line.close()
-    printed = text.getvalue().splitlines()
-    assert re.fullmatch(r"step 1/3 loss 2\.5000 lr 1\.00e-04 tok/s 1,23[45] mem 1\.50 GB eta 0:00", printed[0])
-    assert printed[1] == "step 3: validation loss 1.0000, perplexity 2.718"
-    assert printed[-1] == "step 3/3 loss 2.0000 lr 1.00e-04 eta 0:00"
-    assert not any(line.startswith("step 2/3") for line in printed)
-
-
-def test_the_time_left_follows_from_the_steps_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, now = io.StringIO(), time.monotonic()
-    line = ProgressLine(100, 160, Console(file=text, force_terminal=False))
-    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
-    line.log(Metrics(step=110, epoch=0, train_loss=2.5))  # 10 steps a minute, 50 are left
-    monkeypatch.undo()
-    line.close()
-    minutes, seconds = text.getvalue().split("eta ")[1].split(":")
-    assert int(minutes) * 60 + int(seconds) in range(298, 301)
-
-
-def test_a_terminal_has_a_bar_and_no_lines_but_the_evaluations() -> None:
-    text = io.StringIO()
-    line = ProgressLine(0, 3, Console(file=text, force_terminal=True, width=120))
-    line.log(Metrics(step=2, epoch=0, train_loss=2.5, val_loss=1.0, perplexity=2.7))
-    line.close()
-    assert "2/3" in text.getvalue()
-    assert "loss 2.5000" in text.getvalue()
-    assert "validation loss 1.0000" in text.getvalue()
-    assert "step 2/3" not in text.getvalue()
+# --------------------------------------------------------------------------------------------------- time and memory
 
 
 def test_stopwatch_counts_everything_since_its_last_reading() -> None:

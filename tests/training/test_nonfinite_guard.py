@@ -122,7 +122,7 @@ def test_skipped_step_changes_no_weight_and_resumes_exactly(
     assert metrics(whole)[2]["train_loss"] == "nan"
     state = json.loads((whole / "checkpoints" / "step-00000006" / "trainer.json").read_text())
     assert (state["step"], state["skipped_steps"]) == (6, 1)
-    (warning,) = [line for line in run.stdout().splitlines() if line.startswith("warning: step 3: the loss is nan")]
+    (warning,) = [line for line in run.lines() if line.startswith("warning: step 3: the loss is nan")]
     assert warning.endswith("the step is left out")
     assert "1 step, whose loss" in " ".join(run.stdout().split())
 
@@ -145,7 +145,7 @@ def test_loss_spike_is_reported_with_its_rows_and_changes_nothing(forked_runs: F
     options = {"parallelism": "ddp", "devices": 2, "total_batch_size": 2, "max_step": 48, "lr": 1e-2}
     run = forked_runs.start(argv(model, tokens, tmp_path / "run", **options), 2)
     run.finish()
-    (warning,) = [line for line in run.stdout().splitlines() if line.startswith("warning:")]
+    (warning,) = [line for line in run.lines() if line.startswith("warning:")]
     loss = float(metrics(tmp_path / "run")[44]["train_loss"])
     assert warning.startswith(f"warning: step 45: loss {loss:.4f}, where the last steps' median is ")
     assert f"highest in rows {strange} (rank 1) of {tokens / 'train'}" in warning

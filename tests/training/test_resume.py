@@ -6,6 +6,7 @@
 import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 
 import datasets
@@ -13,6 +14,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from arguments import TrainingArguments
+from fabric_train.optim.lr_schedule import learning_rate
+from fabric_train.preflight.resume_check import OWN_VERSIONS
+from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import (
     AT_RANDOM,
@@ -264,7 +269,7 @@ def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed
     options: Options = {"max_step": 8, "lr": 2e-3, "eval_step_interval": 3, "micro_batch_size": 4}
     run = resumed("allowed", 1, {**options, "allow_changes": "true", "parallelism": "single"})
     run.finish()
-    deciding, others = (line for line in sorted(run.stdout().splitlines()) if line.startswith("note: changed since"))
+    deciding, others = (line for line in sorted(run.lines()) if line.startswith("note: changed since"))
     assert others.startswith("note: changed since step-00000006: ")
     for change in (
         "devices: ",
@@ -274,7 +279,45 @@ def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed
     ):
         assert change in others
     assert deciding.endswith("so the losses to come differ from those of an unchanged run: lr: 0.001 -> 0.002")
-    assert [row["learning_rate"] for row in metrics(resumed.killing.folder / "allowed")][-1] == "0.0"
+    rate = learning_rate(8, 8, TrainingArguments(lr=2e-3, warmup_steps=2))
+    assert [row["learning_rate"] for row in metrics(resumed.killing.folder / "allowed")][-1] == str(rate)
+
+
+def test_damaged_metrics_are_refused_and_lost_rows_are_noted(resumed: Resumed) -> None:
+    run = resumed.killing.folder / "rows-lost"
+    shutil.copytree(resumed.run, run)
+    table = run / "metrics.csv"
+    whole = table.read_text()
+    options: Options = {"max_step": 8, "checkpoint": "null", "resume": "true"}
+    table.write_text(whole.replace(",", ";"))  # as a spreadsheet may save it
+    refused = resumed("rows-lost", 2, options)
+    assert refused.wait() == [2, 2]
+    (line,) = refused.stderr().splitlines()
+    assert line.startswith(f"error: {table}: its first line is not the header of a metrics.csv")
+    assert table.read_text() == whole.replace(",", ";")
+    table.write_text("".join(whole.splitlines(keepends=True)[:4]))
+    resumes = resumed("rows-lost", 1, options)
+    resumes.finish()
+    assert f"note: {table}: rows are lost: it ends at step 3, and the run resumes after step 6; " in resumes.stdout()
+    assert [row["step"] for row in metrics(run)] == ["1", "2", "3", "7", "8"]
+
+
+def test_checkpoint_of_an_earlier_version_is_noted(resumed: Resumed) -> None:
+    checkpoint = resumed.killing.folder / "earlier" / "checkpoints" / "step-00000003"
+    shutil.copytree(resumed.run / "checkpoints" / "step-00000003", checkpoint)
+    content = json.loads((checkpoint / "trainer.json").read_text())
+    for name in OWN_VERSIONS:
+        del content["versions"][name]
+    (checkpoint / "trainer.json").write_text(json.dumps(content))
+    write_checksums(checkpoint)
+    given = {"decaying": {}, "constant": {"lr_schedule": "constant", "eval_iters": "null", "allow_changes": "true"}}
+    for name, options in given.items():
+        run = resumed(f"since-{name}", 1, {**options, "checkpoint": checkpoint})
+        run.finish()
+        noted = [line for line in run.lines() if line.startswith("note: other versions than at step-00000003, ")]
+        assert [line.partition("may differ: ")[2] for line in noted] == (
+            ["fabric_train learning rates: 1 -> 2, fabric_train validation rows: 1 -> 2"] if name == "decaying" else []
+        )
 
 
 def test_hash_of_the_rows_reveals_another_order(resumed: Resumed) -> None:
@@ -301,7 +344,9 @@ def test_finished_run_continues_when_given_more_steps(resumed: Resumed, raised: 
     assert metrics(resumed.killing.folder / name) == before
     more = resumed(name, 2, {**first, **raised, "checkpoint": "null", "resume": "true"})
     more.finish()
-    printed = f"steps now and had {len(before)}, and the learning rate follows from that: 0 at step {len(before)}, "
+    ended = float(before[-1]["learning_rate"])
+    had = f"steps now and had {len(before)}, and the learning rate follows from that"
+    printed = f"{had}: {ended:g} at step {len(before)}, "
     assert printed in more.stdout()
     rows = metrics(resumed.killing.folder / name)
     assert rows[: len(before)] == before

@@ -1,6 +1,6 @@
 """``--plan``: print what a run will take; and, before every run, check that it does not obviously run out of memory."""
 
-from rich.console import Console
+from rich.text import Text
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.sizes import parse_size
@@ -9,9 +9,10 @@ from fabric_train.preflight.memory.forecast import RunRequest
 from fabric_train.preflight.memory.plan_tables import report
 from fabric_train.preflight.memory.resources import device_memory, machine_memory
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.run_log import note, show
 
 
-def print_plan(run: PreparedRun, console: Console) -> None:
+def print_plan(run: PreparedRun) -> None:
     """Print memory, disk and traffic of a run, traced on fake tensors.
 
     Raises:
@@ -24,13 +25,13 @@ def print_plan(run: PreparedRun, console: Console) -> None:
         reason = f"its activations cannot be traced ({first_line(error).rstrip('.')})"
         raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
     lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
-    console.print(report(forecast, run.plan, request.num_checkpoints(), request.device_memory, *lines))
-    for note in run.notes:
-        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    show(report(forecast, run.plan, request.num_checkpoints(), request.device_memory, *lines))
+    for line in run.notes:
+        note(line)
     faults = faults_of(request, forecast)
     if faults:
         raise InputError(*faults)
-    console.print("it fits", style="bold green")
+    show(Text("it fits", "bold green"))
 
 
 def check_memory(run: PreparedRun) -> None:
