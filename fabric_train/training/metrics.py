@@ -1,6 +1,7 @@
 """The metrics of a step, metrics.csv and the progress line. Only rank 0 writes them."""
 
 import csv
+import io
 import os
 import resource
 import sys
@@ -12,6 +13,8 @@ from typing import Protocol
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -62,17 +65,15 @@ class CSVLogger:
 
     def __init__(self, path: Path, last_step: int) -> None:
         """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it."""
+        check_no_link(path)
         names = [field.name for field in fields(Metrics)]
         kept = _rows_up_to(path, last_step)
-        temporary = path.with_suffix(".csv.new")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        self._file = path.open("a", newline="", encoding="utf-8")
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(kept)
+        write_atomically(path, text.getvalue())
+        self._file = open_to_write(path, "a", newline="")
         self._writer = csv.DictWriter(self._file, names)
 
     def log(self, metrics: Metrics) -> None:
