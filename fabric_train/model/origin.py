@@ -22,7 +22,9 @@ from fabric_train.files.typed_json import read_json
 HUB_SOURCE = "hub_source.json"
 """The file that ``download_model.py`` adds to a folder, with the fields of :class:`HubSource`."""
 
-Repository: TypeAlias = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=96)]
+_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+Repository: TypeAlias = Annotated[str, Field(pattern=f"^({_NAME}/)?{_NAME}$", max_length=96)]
+"""A name on the hub: OWNER/NAME, or NAME for some old ones."""
 
 _LEGAL_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([._-].*)?", re.ASCII | re.IGNORECASE)
 _PATTERNS = ["LICEN[CS]E*", "NOTICE*", "Notice*", "USE_POLICY*", "README.md"]

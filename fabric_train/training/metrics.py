@@ -1,7 +1,6 @@
 """The metrics of a step, metrics.csv and the progress line. Only rank 0 writes them."""
 
 import csv
-import io
 import os
 import resource
 import sys
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
+from fabric_train.files.regular_file import check_no_link, open_to_write
 
 _SECONDS_BETWEEN_LINES = 2.0
 
@@ -68,11 +67,15 @@ class CSVLogger:
         check_no_link(path)
         names = [field.name for field in fields(Metrics)]
         kept = _rows_up_to(path, last_step)
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(kept)
-        write_atomically(path, text.getvalue())
+        temporary = path.with_suffix(".csv.new")
+        temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
+        with open_to_write(temporary, "x", newline="") as file:
+            writer = csv.DictWriter(file, names, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
         self._file = open_to_write(path, "a", newline="")
         self._writer = csv.DictWriter(self._file, names)
 
