@@ -62,7 +62,7 @@ class TrainerState:
     rows_hash: str | None = None
     train_loss: float | None = None
     val_loss: float | None = None
-    unlogged: dict[str, int | float | None] | None = None
+    unlogged: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,11 @@ class _SavedArguments(BaseModel):
 
 _TYPES = get_type_hints(TrainerState, include_extras=True) | get_type_hints(Description, include_extras=True)
 _REQUIRED: dict[str, Any] = {name: (kind, ...) for name, kind in _TYPES.items() if name != "attachments"}
-_OTHERWISE: dict[str, Any] = {"arguments": (_SavedArguments, ...), "base_model": (ModelOrigin | None, None)}
+_OTHERWISE: dict[str, Any] = {
+    "arguments": (_SavedArguments, ...),
+    "base_model": (ModelOrigin | None, None),
+    "unlogged": (dict[str, int | float | None] | None, ...),
+}
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
 

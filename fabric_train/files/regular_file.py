@@ -29,13 +29,13 @@ def open_regular(path: Path, advice: str) -> BinaryIO:
         OSError: it does not exist or cannot be read.
     """
     _check_regular(path, os.stat(path).st_mode, advice)
-    opened = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe meanwhile
     try:
-        _check_regular(path, os.fstat(opened.fileno()).st_mode, advice)  # of the file that was opened in the end
+        _check_regular(path, os.fstat(descriptor).st_mode, advice)
     except InputError:
-        opened.close()
+        os.close(descriptor)
         raise
-    return opened
+    return os.fdopen(descriptor, "rb")
 
 
 def open_to_write(path: Path, mode: Literal["w", "x", "a", "a+"], newline: str | None = None) -> TextIO:

@@ -1,8 +1,9 @@
 """Read JSON that may be damaged or forged: the one place that decides what a JSON file may contain."""
 
 import json
+import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import open_regular
@@ -28,11 +29,11 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
     """
     try:
         with open_regular(file, advice) as opened:
-            raw = opened.read(_MOST_BYTES + 1)
+            if os.fstat(opened.fileno()).st_size > _MOST_BYTES:
+                raise InputError(f"{file}: larger than 1 GiB, so it is not what its name says; {advice}")
+            raw = opened.read()
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}; {advice}") from None
-    if len(raw) > _MOST_BYTES:
-        raise InputError(f"{file}: larger than {_MOST_BYTES >> 30} GiB, so it is not what its name says; {advice}")
     try:
         return parse_json(raw, kind)
     except ValueError as error:
@@ -49,7 +50,7 @@ def parse_json(raw: bytes | str, kind: type[T]) -> T:
     if kind is dict:
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
-        return content
+        return cast("T", content)
     from pydantic import TypeAdapter, ValidationError  # a slow import, not needed by tokenization
 
     try:
@@ -97,4 +98,3 @@ def _is_deeper(content: Any, most_levels: int) -> bool:
         inner = (part for part in level if isinstance(part, dict | list))
         level = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
     return bool(level)
-

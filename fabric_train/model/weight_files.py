@@ -142,7 +142,6 @@ class CheckpointTensors:
                 raise InputError(f"{path}: {name} has the unsupported type {header.get_dtype()}; {self._advice}")
             self._pieces.setdefault(name, []).append(_Piece(path, offsets, shape, DTYPES[header.get_dtype()]))
 
-
     def _offsets(self, path: Path, info: str) -> dict[str, tuple[int, ...]]:
         try:
             saved = parse_json(info, dict[str, _SavedPiece])

@@ -89,32 +89,32 @@ def test_a_checkpoint_of_an_earlier_version_claims_no_base(checkpoint: Path) -> 
 def test_options_replace_what_the_checkpoint_says(checkpoint: Path) -> None:
     facts = CardFacts("model", license="apache-2.0", base_model="some/other")
     card = card_of(checkpoint, facts)
-    assert (card.data.base_model, card.data.license) == ("some/other", "apache-2.0")
+    assert (card.data.get("base_model"), card.data.get("license")) == ("some/other", "apache-2.0")
     assert COMMIT not in card.text
     of_a_folder = card_of(checkpoint, facts, ModelOrigin("my-llama"))
-    assert of_a_folder.data.base_model == "some/other"
-    assert card_of(checkpoint, facts, None).data.base_model == "some/other"
+    assert of_a_folder.data.get("base_model") == "some/other"
+    assert card_of(checkpoint, facts, None).data.get("base_model") == "some/other"
 
 
 def test_a_licence_without_identifier_is_named_and_linked(checkpoint: Path) -> None:
     (checkpoint / "LICENSE").write_text("You may.")
     card = card_of(checkpoint, origin=ModelOrigin("my-llama"))
-    assert card.data.license == "other"
-    assert card.data.license_link == "LICENSE"
+    assert card.data.get("license") == "other"
+    assert card.data.get("license_link") == "LICENSE"
     assert "[LICENSE](LICENSE)" in card.text
     check_metadata(card.data.to_dict())
     custom = replace(LLAMA, license="other", license_name="llama-x", license_link="LICENSE.txt")
     data = card_of(checkpoint, origin=custom).data
-    assert data.license_name == "llama-x"
-    assert data.license_link == "https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/LICENSE.txt"
+    assert data.get("license_name") == "llama-x"
+    assert data.get("license_link") == "https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/LICENSE.txt"
 
 
 def test_validation_files_are_no_sources_of_training(tmp_path: Path, checkpoint: Path, tiny_model_dir: Path) -> None:
     for name in ("train.jsonl", "held-out.jsonl", "both.jsonl"):
         write_jsonl(tmp_path / name)
     sources = [tmp_path / "train.jsonl", tmp_path / "both.jsonl"]
-    argv = [tmp_path / "tokens", tiny_model_dir, *sources, "--validation_dataset", tmp_path / "held-out.jsonl"]
-    tokenize(*argv, tmp_path / "both.jsonl")
+    held_out = ["--validation_dataset", tmp_path / "held-out.jsonl", tmp_path / "both.jsonl"]
+    tokenize(tmp_path / "tokens", tiny_model_dir, *sources, *held_out)
     shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
     assert "Sources: `train.jsonl`, `both.jsonl`. " in card_of(checkpoint).text
 
@@ -128,7 +128,7 @@ def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
     hub = [{**local, "kind": "hub", "name": name} for name in ("some/texts", "some/texts:es@v1", "other/texts@main")]
     edit_json(checkpoint / "manifest.json", lambda content: content.update(sources=[local, *hub]))
     card = card_of(checkpoint)
-    assert card.data.datasets == ["some/texts", "other/texts"]
+    assert card.data.get("datasets") == ["some/texts", "other/texts"]
     check_metadata(card.data.to_dict())
 
 
@@ -139,7 +139,7 @@ def test_a_stream_lists_datasets_of_the_hub_and_not_folders(checkpoint: Path) ->
     edit_json(checkpoint / "trainer.json", lambda content: content.update(data=data))
     names = ["some/texts", "data/texts"]
     edit_json(checkpoint / "trainer.json", lambda content: content["arguments"].update(streaming_dataset=names))
-    assert card_of(checkpoint).data.datasets == ["some/texts"]
+    assert card_of(checkpoint).data.get("datasets") == ["some/texts"]
 
 
 @pytest.mark.parametrize("loss", [1234.5, float("inf"), float("nan")])

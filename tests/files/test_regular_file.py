@@ -131,5 +131,5 @@ def test_leftovers_of_any_kind_are_removed_and_links_not_followed(tmp_path: Path
 
 
 def test_the_root_of_the_file_system_is_refused_in_one_line() -> None:
-    with pytest.raises(InputError, match="^/ already exists and is not empty"):
+    with pytest.raises(InputError, match=r"^/ already exists and is not empty"):
         check_not_taken(Path("/"))

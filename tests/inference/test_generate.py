@@ -112,4 +112,3 @@ def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
 def test_the_best_and_the_latest_checkpoint_of_a_run_have_names(run: Path, loaded: tuple[Any, Any]) -> None:
     for name in ("best", "latest", "step-2", "checkpoints/step-00000002"):
         assert _generate(load_for_generation(str(run / name))).text == _generate(loaded).text
-    assert "20 tokens in" in program.stderr()

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def test_the_root_of_the_file_system_is_no_place_for_a_result(
 
 def test_names_of_checkpoints_are_understood_by_every_program(place: Path, start: Start) -> None:
     for step, loss in ((2, 3.0), (4, 3.5)):
-        forge(place / "run/checkpoints" / f"step-{step:08d}", lambda content, loss=loss: content.update(val_loss=loss))
+        forge(place / "run" / "checkpoints" / f"step-{step:08d}", partial(dict.update, val_loss=loss))
     used = {
         "run": "the newest complete checkpoint, step-00000004, is used",
         "run/latest": "the newest complete checkpoint, step-00000004, is used",
