@@ -17,6 +17,9 @@ from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.model.origin import ModelOrigin, find_origin
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
+from tests.support.exports import VERIFY_IN_PROCESS
+from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv
 from tests.support.token_datasets import tokenize, write_jsonl
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -197,3 +200,34 @@ def test_a_model_in_the_cache_of_the_hub_is_recognized(tmp_path: Path, monkeypat
     assert find_origin("some/model") == (expected, (snapshot / "LICENSE",))
     assert find_origin(str(snapshot)) == (expected, (snapshot / "LICENSE",))
     assert find_origin("some/other") == (ModelOrigin("some/other", "some/other"), ())
+
+
+@pytest.mark.slow
+def test_runs_and_exports_carry_the_origin_on_also_without_the_models_folder(
+    tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    (model / "hub_source.json").write_text(json.dumps({"repository": "some/model", "revision": COMMIT}))
+    (model / "README.md").write_text("---\nlicense: llama3\n---\n# A model\n")
+    (model / "LICENSE").write_text("You may.")
+    settings = {"max_step": 2, "save_step_interval": 2, "eval_iters": 1}
+    forked_runs.start(argv(model, tiny_tokens_dir, tmp_path / "first", **settings), 1).finish()
+    more = {**settings, "checkpoint": tmp_path / "first", "weights_only": "true"}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "second", **more), 2).finish()
+    shutil.rmtree(model)
+    words = ["--checkpoint", tmp_path / "second" / "best", "--output_dir", tmp_path / "export"]
+    forked_runs.start(words, 1, program="convert_to_hf", before=VERIFY_IN_PROCESS).finish()
+    metadata = ModelCard.load(tmp_path / "export" / "README.md").data.to_dict()
+    assert (metadata["base_model"], metadata["license"]) == ("some/model", "llama3")
+    assert (tmp_path / "export" / "LICENSE").read_text() == "You may."
+
+
+@pytest.mark.slow
+def test_a_run_from_scratch_stores_that_it_has_no_base(
+    tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
+) -> None:
+    sizes = {"hidden_width": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 64, "max_context_width": 64}
+    options = {**sizes, "vocab_size": 1000, "from_scratch": "llama", "max_step": 1, "eval_iters": 1}
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **options), 1).finish()
+    trainer = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "trainer.json").read_text())
+    assert trainer["base_model"] is None
