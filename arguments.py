@@ -33,6 +33,7 @@ DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "pro
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
+_REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
@@ -229,7 +230,9 @@ class CheckpointArguments:
     resume: bool = False
     """Continue from the newest complete checkpoint in --output_dir, or from --checkpoint; without one, start a run."""
     checkpoint: str | None = None
-    """Start from this checkpoint (a step-... folder or a run folder) instead of the newest in --output_dir."""
+    """Start from this checkpoint instead of the newest in --output_dir: RUN (its newest one), RUN/best (by validation
+    loss), RUN/latest, RUN/step-500, or its folder.
+    """
     weights_only: bool = False
     """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
     allow_changes: bool = False
@@ -494,7 +497,7 @@ class ConvertArguments:
     """Conversion to Hugging Face format"""
 
     checkpoint: list[str]
-    """Checkpoints (step-... folders), or run folders, of which the newest checkpoint is used."""
+    """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders."""
     output_dir: str
     """Folder to write; with several checkpoints, it gets one folder for each, named step-...."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -505,13 +508,26 @@ class ConvertArguments:
     """Push the verified export to OWNER/NAME on the hub."""
     private: bool = True
     """Make a repository that the push creates private."""
+    license: str | None = None
+    """For the model card: the licence's identifier on the hub, such as apache-2.0; default: the base model's."""
+    language: list[str] | None = None
+    """For the model card: ISO 639 codes, such as es ca."""
+    base_model: str | None = None
+    """For the model card: OWNER/NAME of the model that training began with; default: the one in the checkpoint."""
 
     def faults(self) -> list[str]:
-        """Return an invalid size or name, and a push of several checkpoints."""
+        """Return an invalid size or name, values that the hub refuses, and a push of several checkpoints."""
         faults = []
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
+        for language in self.language or ():
+            if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", language):
+                faults.append(f"--language: expected ISO 639 codes such as en, es or ca, got {language!r}")
+        if self.base_model is not None and not re.fullmatch(_REPOSITORY, self.base_model):
+            faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")
         if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", self.max_shard_size):
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
-        if self.push_to_hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
+        if self.push_to_hub and not re.fullmatch(_REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
         if self.push_to_hub and len(self.checkpoint) > 1:
             faults.append("--push_to_hub takes one checkpoint: give one --checkpoint")
@@ -523,7 +539,7 @@ class GenerateArguments:
     """Generation"""
 
     model_name: str
-    """Checkpoint, run folder, exported folder or hub name."""
+    """Checkpoint (RUN, RUN/best, RUN/latest, RUN/step-500 or its folder), exported folder or hub name."""
     prompt: str
     """Text to continue."""
     num_tokens: PositiveInt = 100

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+from huggingface_hub import metadata_load
 from rich.console import Console
 from rich.table import Table
 
@@ -12,6 +13,7 @@ from fabric_train.checkpoint import find_whole_checkpoint, read_trainer_json
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.export.convert import convert
 from fabric_train.export.hub import PushError, check_push, push
+from fabric_train.export.model_card import CardFacts
 from fabric_train.export.verification import VerificationError, VerificationReport
 from fabric_train.files.atomic_folder import check_not_taken
 from fabric_train.model.hf_model import quiet_transformers
@@ -26,8 +28,15 @@ def main() -> None:
     quiet_transformers()
     try:
         for target, checkpoint in targets.items():
-            report = convert(checkpoint, target, getattr(torch, arguments.dtype), arguments.max_shard_size)
+            facts = CardFacts(
+                name=arguments.push_to_hub or target.absolute().name,
+                license=arguments.license,
+                languages=tuple(arguments.language) if arguments.language else None,
+                base_model=arguments.base_model,
+            )
+            report = convert(checkpoint, target, getattr(torch, arguments.dtype), arguments.max_shard_size, facts)
             print_report(report, target)
+            print_gaps(target)
             if arguments.push_to_hub:
                 message = f"Step {read_trainer_json(checkpoint)['step']}, exported by Fabric Train"
                 url = push(target, arguments.push_to_hub, private=arguments.private, message=message)
@@ -59,6 +68,14 @@ def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
     if faults:
         raise InputError(*faults)
     return targets
+
+
+def print_gaps(target: Path) -> None:
+    """Print a note on standard error about what the model card does not say."""
+    metadata = metadata_load(target / "README.md") or {}
+    missing = [f"--{name}" for name in ("license", "language") if name not in metadata]
+    if missing:
+        print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
 
 
 def print_report(report: VerificationReport, target: Path) -> None:

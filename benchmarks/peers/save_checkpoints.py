@@ -42,7 +42,7 @@ class OurSaves:
     """Saves by ``CheckpointManager``, called as the training loop calls it."""
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, folder: Path, kind: str, asynchronous: bool) -> None:
-        description = Description(kind, "float32", DataOrder("", 0, 1, 0), {}, {}, ())
+        description = Description(kind, "float32", DataOrder("", 1, 1, 0), {"model_name": ""}, {}, None, ())
         self._fabric = fabric
         self._checkpoints = CheckpointManager(
             folder, fabric, model, optimizer, description, 1, asynchronous, lambda _: None

@@ -7,6 +7,7 @@ step-00000500/
   checksums.json                        size and hashes of every other file
   config.json  generation_config.json   of the model
   tokenizer/  manifest.json             of the token dataset; for a stream only the tokenizer
+  LICENSE  NOTICE  USE_POLICY.md        of the base model, as far as it has them
   stream.json                           the position of every lane of a stream
   model.safetensors  optimizer/         full: one file each, written by all ranks together
   model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
@@ -14,9 +15,12 @@ step-00000500/
 
 from fabric_train.checkpoint.discovery import (
     Damages,
+    best_checkpoint,
     choose_checkpoint,
+    describe_choice,
     describe_damaged,
     find_whole_checkpoint,
+    is_short_name,
     newest_checkpoint,
     wrong_content,
 )
@@ -28,6 +32,7 @@ from fabric_train.checkpoint.trainer_state import (
     StreamOrder,
     TrainerState,
     find_data_changes,
+    read_base_model,
     read_cursors,
     read_stream_order,
     read_trainer_json,
@@ -41,11 +46,15 @@ __all__ = [
     "Description",
     "StreamOrder",
     "TrainerState",
+    "best_checkpoint",
     "choose_checkpoint",
+    "describe_choice",
     "describe_damaged",
     "find_data_changes",
     "find_whole_checkpoint",
+    "is_short_name",
     "newest_checkpoint",
+    "read_base_model",
     "read_cursors",
     "read_stream_order",
     "read_trainer_json",

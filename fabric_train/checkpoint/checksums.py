@@ -14,6 +14,9 @@ from typing import Any
 
 import xxhash
 
+from fabric_train.cli.errors import InputError
+from fabric_train.files.typed_json import read_json
+
 CHECKSUMS = "checksums.json"
 CHUNK_BYTES = 4 << 20  # a chunk is hashed and then written while it is in the processor's cache
 _PART = ".checksums-"
@@ -27,6 +30,17 @@ class FilePiece:
     begin: int
     end: int
     hash: str
+
+
+@dataclass(frozen=True)
+class _ListedFile:
+    size: int
+    pieces: list[tuple[int, int, str]]
+
+
+@dataclass(frozen=True)
+class _ChecksumsJson:
+    files: dict[str, _ListedFile]
 
 
 class PieceHasher:
@@ -112,7 +126,7 @@ def find_damage(checkpoint: Path) -> str | None:
         for name, (size, pieces) in files.items():
             path = _path(checkpoint, name)
             if not path.is_file():
-                return f"{name} is missing"
+                return f"{name} is {'not a file' if path.exists() else 'missing'}"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
             if not name.endswith(".safetensors") and (fault := _first_fault(path, name, pieces)):
@@ -180,25 +194,18 @@ def _read(checkpoint: Path) -> dict[str, tuple[int, list[FilePiece]]]:
     """Return the size and the pieces of each file.
 
     Raises:
-        OSError: checksums.json cannot be read.
         ValueError: checksums.json is missing or damaged.
     """
     path = checkpoint / CHECKSUMS
     if not path.is_file():
-        raise ValueError(f"{CHECKSUMS} is missing")
+        raise ValueError(f"{CHECKSUMS} is {'not a file' if path.exists() else 'missing'}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files = {
-            str(name): (
-                int(file["size"]),
-                [FilePiece(int(begin), int(end), digest) for begin, end, digest in file["pieces"]],
-            )
-            for name, file in content["files"].items()
-        }
-        if not all(_is_tiling(pieces, size) for size, pieces in files.values()):
-            raise ValueError("pieces")
-    except (ValueError, KeyError, TypeError, AttributeError):
+        listed = read_json(path, _ChecksumsJson, "use another checkpoint").files
+    except InputError:
         raise ValueError(f"{CHECKSUMS} is damaged") from None
+    files = {name: (file.size, [FilePiece(*piece) for piece in file.pieces]) for name, file in listed.items()}
+    if not all(_is_tiling(pieces, size) for size, pieces in files.values()):
+        raise ValueError(f"{CHECKSUMS} is damaged")
     return files
 
 

@@ -1,61 +1,92 @@
 """Find the checkpoints of a run, choose the one to start from, and remove old ones."""
 
 import math
+import os
 import re
-import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
-from fabric_train.checkpoint.trainer_state import FORMAT, read_format, read_trainer_state
+from fabric_train.checkpoint.trainer_state import FORMAT, find_unreadable, read_format, read_trainer_state
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.distributed.collectives import first_text
-from fabric_train.files.atomic_folder import is_temporary
+from fabric_train.files.atomic_folder import is_temporary, remove
 
-_NAME = re.compile(r"step-\d{8,}")
+_NAME = re.compile(r"step-[0-9]{8,18}")
+_SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
 _REMOVED = ".removed"
 
 Damages = Mapping[Path, str]
-"""Known damage to the content of checkpoints, by resolved path."""
+"""Known damage to the content of checkpoints, by real path."""
 
 
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest undamaged checkpoint of the run folder ``path``.
+    """Return the checkpoint that ``path`` means.
+
+    Args:
+        path: A checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
+            its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the
+            undamaged one with the lowest validation loss; ``RUN/step-500``, the one of that step.
+        damages: Known damage.
 
     Raises:
         InputError: There is none, or the checkpoint ``path`` is damaged.
     """
+    damages = damages or {}
+    run, name = (path.parent, path.name) if is_short_name(path) else (path, "latest")
+    if name.startswith("step-"):
+        path = next((checkpoint for checkpoint in _in(run) if _step(checkpoint) == _step(path)), path)
     if _is_checkpoint(path):
-        fault = _fault(path, damages or {})
+        fault = _fault(path, damages)
         if fault:
             raise InputError(f"{path} {fault}; use another checkpoint")
         return path
-    newest = newest_checkpoint(path, damages)
-    if newest is None:
-        damaged = describe_damaged(path, None, damages)
+    if name.startswith("step-"):
+        raise InputError(f"{path}: the run has no such checkpoint; it has {_steps_in(run)}")
+    found = best_checkpoint(run, damages) if name == "best" else newest_checkpoint(run, damages)
+    if found is None:
+        damaged = describe_damaged(run, None, damages)
         if damaged:
             raise InputError(*damaged)
-        reason = "neither a complete checkpoint nor a run folder with one" if path.is_dir() else missing_folder(path)
+        if name == "best" and _in(run):
+            raise InputError(f"{path}: no checkpoint of the run has a validation loss; use {run / 'latest'}")
+        reason = "neither a complete checkpoint nor a run folder with one" if run.is_dir() else missing_folder(path)
         raise InputError(f"{path}: {reason}; checkpoints are RUN/checkpoints/step-...")
-    return newest
+    return found
+
+
+def is_short_name(path: Path) -> bool:
+    """Whether a path is no file or folder, but a name for a checkpoint of the run folder above it."""
+    return not os.path.lexists(path) and bool(_SHORT_NAME.fullmatch(path.name)) and bool(_in(path.parent))
+
+
+def describe_choice(path: Path, used: Path) -> str | None:
+    """Return a line that says which checkpoint ``path`` means; None if it is that checkpoint itself."""
+    if os.path.realpath(path) == os.path.realpath(used):
+        return None
+    name = path.name if is_short_name(path) else "latest"
+    kinds = {"best": "the checkpoint with the lowest validation loss", "latest": "the newest complete checkpoint"}
+    kind = kinds.get(name, "the checkpoint of that step")
+    return f"{path}: {kind}, {used.name}, is used"
 
 
 def find_whole_checkpoint(path: Path) -> Path:
     """Find a checkpoint as ``find_checkpoint`` does, and check the content of its weights too.
 
-    Print a note on standard error for each newer, damaged checkpoint of the run folder.
+    Print a note on standard error if ``path`` is not the checkpoint itself, and for each damaged one of the run that
+    comes before it.
 
     Raises:
         InputError: There is none, or the checkpoint ``path`` is damaged.
     """
     damages: dict[Path, str] = {}
     while damage := find_wrong_content(checkpoint := find_checkpoint(path, damages), optimizer=False):
-        damages[checkpoint.resolve()] = damage
-    if checkpoint != path:
-        for line in describe_damaged(path, checkpoint, damages):
+        damages[_real(checkpoint)] = damage
+    if note := describe_choice(path, checkpoint):
+        for line in (*describe_damaged(checkpoint.parent, checkpoint, damages), note):
             print(f"note: {line}", file=sys.stderr)
     return checkpoint
 
@@ -88,7 +119,7 @@ def choose_checkpoint(
         return chosen
     if newest is None and (damaged := describe_damaged(run, None, damages)):
         raise InputError(*damaged)
-    continues = chosen is not None and not weights_only and newest is not None and chosen.resolve() == newest.resolve()
+    continues = chosen is not None and not weights_only and newest is not None and _real(chosen) == _real(newest)
     if newest is not None and not continues:
         raise InputError(
             f"--output_dir {run} has a run up to {newest.name}; --resume true continues it, "
@@ -108,13 +139,25 @@ def newest_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     return next((checkpoint for checkpoint in newest_first if _fault(checkpoint, damages or {}) is None), None)
 
 
+def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
+    """Return the undamaged checkpoint of a run folder with the lowest validation loss, or None if none has one."""
+    readable = (checkpoint for checkpoint in _in(run) if find_unreadable(checkpoint) is None)
+    return next((checkpoint for checkpoint in _by_loss(readable) if _fault(checkpoint, damages or {}) is None), None)
+
+
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
-    """Return a line for each damaged checkpoint of a run that is newer than ``used``, the one that is used instead."""
+    """Return a line for each damaged checkpoint of a run that would have been used instead of ``used``.
+
+    Those are newer, or their damage was found after they had been chosen.
+    """
     instead = f"{used.name} is used" if used else "there is no undamaged one; use another checkpoint"
-    newer = [
-        checkpoint for checkpoint in sorted(_in(run), key=_step) if used is None or _step(checkpoint) > _step(used)
+    damages = damages or {}
+    preferred = [
+        checkpoint
+        for checkpoint in sorted(_in(run), key=_step)
+        if used is None or _step(checkpoint) > _step(used) or _real(checkpoint) in damages
     ]
-    faults = [(checkpoint, _fault(checkpoint, damages or {})) for checkpoint in newer]
+    faults = [(checkpoint, _fault(checkpoint, damages)) for checkpoint in preferred]
     return [f"{checkpoint} {fault}; {instead}" for checkpoint, fault in faults if fault]
 
 
@@ -132,14 +175,12 @@ def prune(newest: Path, keep: int) -> None:
     ``newest`` is the checkpoint that was just saved. Damaged checkpoints are neither counted nor removed. Those of
     later steps are damaged, because a run continues from the newest undamaged one.
     """
-    checkpoints = [other for other in _in(newest.parent) if _step(other) <= _step(newest) and not find_damage(other)]
+    checkpoints = [other for other in _in(newest.parent) if _step(other) <= _step(newest) and not _fault(other, {})]
     checkpoints.sort(key=_step)
-    losses = {checkpoint: read_trainer_state(checkpoint).val_loss for checkpoint in checkpoints}
-    evaluated = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    best = min(evaluated, key=lambda checkpoint: evaluated[checkpoint]) if evaluated else None
+    best = _by_loss(checkpoints)[:1]
     for checkpoint in checkpoints[:-keep]:
-        if checkpoint != best:
-            shutil.rmtree(set_aside(checkpoint))
+        if checkpoint not in best:
+            remove(set_aside(checkpoint))
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -151,7 +192,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the unfinished and half-removed checkpoints of killed runs."""
     for entry in folder.iterdir() if folder.is_dir() else []:
         if is_temporary(entry) or (entry.name.startswith(".") and entry.name.endswith(_REMOVED)):
-            shutil.rmtree(entry)
+            remove(entry)
 
 
 def _in(run: Path) -> list[Path]:
@@ -164,12 +205,30 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def _steps_in(run: Path) -> str:
+    """Return the names of a run's checkpoints for a message, the newest ones if they are many."""
+    names = [checkpoint.name for checkpoint in sorted(_in(run), key=_step)]
+    return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
+
+
+def _by_loss(checkpoints: Iterable[Path]) -> list[Path]:
+    """Return the checkpoints with a finite validation loss, the lowest first; all must be readable."""
+    losses = {checkpoint: read_trainer_state(checkpoint).val_loss for checkpoint in sorted(checkpoints, key=_step)}
+    evaluated = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return sorted(evaluated, key=lambda checkpoint: evaluated[checkpoint])
+
+
+def _real(path: Path) -> Path:
+    """Return a path without links; unlike ``Path.resolve``, also if they form a circle."""
+    return Path(os.path.realpath(path))
+
+
 def _fault(checkpoint: Path, damages: Damages) -> str | None:
     """Return why a checkpoint cannot be used, or None."""
     found = read_format(checkpoint)
     if found not in (FORMAT, None):
         return f"has format {found}, but this version reads format {FORMAT}"
-    damage = damages.get(checkpoint.resolve()) or find_damage(checkpoint)
+    damage = damages.get(_real(checkpoint)) or find_damage(checkpoint) or find_unreadable(checkpoint)
     return f"is damaged: {damage}" if damage else None
 
 

@@ -24,7 +24,7 @@ from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerSt
 from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
-from fabric_train.files.atomic_folder import sync_and_rename, temporary_for, this_process
+from fabric_train.files.atomic_folder import remove, sync_and_rename, temporary_for, this_process
 
 if TYPE_CHECKING:
     from fabric_train.distributed.collectives import StepSync
@@ -129,7 +129,7 @@ class CheckpointManager:
             tensor.shape.numel() * tensor.dtype.itemsize for of_part in tensors.values() for tensor in of_part
         )
         pending = _PendingSave(target, temporary, num_bytes, writer)
-        self._check_disk_space(pending)
+        self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run)
         if staging is None:
             self.finish()
@@ -193,13 +193,17 @@ class CheckpointManager:
         self._pending = None
         raise SaveError(first_text(self._fabric, self._message(pending, reason)))
 
-    def _check_disk_space(self, pending: _PendingSave) -> None:
-        """Check on rank 0 that the disk has room for the checkpoint; raise on all ranks if it has not."""
+    def _make_folder(self, pending: _PendingSave) -> None:
+        """Make the temporary folder on rank 0; raise on all ranks if the disk has no room for the checkpoint."""
         message = None
         if self._fabric.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             if free_bytes(self.folder) < pending.num_bytes:
                 message = self._message(pending, "the disk is too full for it; make room on it")
+            else:
+                if os.path.lexists(pending.temporary):  # a link there would lead the ranks elsewhere
+                    remove(pending.temporary)
+                pending.temporary.mkdir()
         message = first_text(self._fabric, message)
         if message is not None:
             raise SaveError(message)
@@ -228,10 +232,10 @@ class CheckpointManager:
         """Give the checkpoint its final name and remove old checkpoints, on rank 0."""
         join_parts(pending.temporary)
         # an existing checkpoint of this step is damaged, or the run would have continued from it
-        damaged = set_aside(pending.target) if pending.target.exists() else None
+        damaged = set_aside(pending.target) if os.path.lexists(pending.target) else None
         sync_and_rename(pending.temporary, pending.target)
         if damaged:
-            shutil.rmtree(damaged)
+            remove(damaged)
         if self._keep is not None:
             prune(pending.target, self._keep)
 

@@ -1,18 +1,23 @@
 """Read trainer.json and stream.json: a run's counters, its data order and its description."""
 
-import json
+import math
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
-from pydantic import create_model
+from pydantic import BaseModel, Field, create_model
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
-from fabric_train.files.typed_json import parse_json
+from fabric_train.files.typed_json import read_json
+from fabric_train.model.origin import ModelOrigin
 
 FORMAT = 2
+_ADVICE = "use another checkpoint"
+
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,8 @@ class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run."""
 
     fingerprint: str
-    num_rows: int
-    rows_per_window: int
+    num_rows: PositiveCount
+    rows_per_window: PositiveCount
     seed: int
 
 
@@ -37,7 +42,7 @@ class StreamOrder:
     max_length: int
     tokenizer: str
     special_text_is_plain: bool
-    rows_per_window: int
+    rows_per_window: PositiveCount
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,11 @@ class TrainerState:
     None for a stream. ``unlogged`` are the step's metrics if a signal came before its evaluation was complete.
     """
 
-    step: int = 0
-    epoch: int = 0
-    num_tokens: int = 0
-    num_samples: int = 0
-    skipped_steps: int = 0
+    step: Count = 0
+    epoch: Count = 0
+    num_tokens: Count = 0
+    num_samples: Count = 0
+    skipped_steps: Count = 0
     rows_hash: str | None = None
     train_loss: float | None = None
     val_loss: float | None = None
@@ -64,8 +69,8 @@ class TrainerState:
 class Description:
     """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
-    ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer and the token dataset's
-    manifest.
+    ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
+    manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
     """
 
     state_dict_type: str
@@ -73,21 +78,50 @@ class Description:
     data: DataOrder | StreamOrder
     arguments: dict[str, Any]
     versions: dict[str, str]
+    base_model: ModelOrigin | None
     attachments: tuple[Path, ...]
 
 
-_TYPES = get_type_hints(TrainerState) | get_type_hints(Description)
+class _SavedArguments(BaseModel):
+    """The arguments that are read from trainer.json for more than a comparison."""
+
+    model_name: str
+    streaming_dataset: list[str] | None = None
+    number_epochs: PositiveCount | None = None
+    max_step: PositiveCount | None = None
+
+
+_TYPES = get_type_hints(TrainerState, include_extras=True) | get_type_hints(Description, include_extras=True)
 _REQUIRED: dict[str, Any] = {name: (kind, ...) for name, kind in _TYPES.items() if name != "attachments"}
-_TrainerJson = create_model("TrainerJson", **_REQUIRED)
+_OTHERWISE: dict[str, Any] = {
+    "arguments": (_SavedArguments, ...),
+    "base_model": (ModelOrigin | None, None),
+    "unlogged": (dict[str, int | float | None] | None, ...),
+}
+_TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
 
-def read_format(checkpoint: Path) -> Any:
+@dataclass(frozen=True)
+class _StreamJson:
+    cursors: list[Annotated[list[int], Field(min_length=8, max_length=8)]]
+
+
+def read_format(checkpoint: Path) -> int | None:
     """Return the format number in trainer.json, or None if there is none or the file cannot be read."""
     try:
-        content = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(checkpoint / "trainer.json", dict, _ADVICE).get("format")
+    except InputError:
         return None
-    return content.get("format") if isinstance(content, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def find_unreadable(checkpoint: Path) -> str | None:
+    """Return what is wrong with the content of trainer.json, or None."""
+    try:
+        _read(checkpoint)
+    except InputError as error:
+        return str(error).removeprefix(f"{checkpoint}/").removesuffix(f"; {_ADVICE}")
+    return None
 
 
 def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
@@ -96,23 +130,7 @@ def read_trainer_json(checkpoint: Path) -> dict[str, Any]:
     Raises:
         InputError: The file is damaged or has a format that this version does not read.
     """
-    file = checkpoint / "trainer.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-        content = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file}: damaged, no JSON object; use another checkpoint")
-    if content.get("format") != FORMAT:
-        raise InputError(
-            f"{checkpoint}: format {content.get('format')} is not format {FORMAT}, which this version reads; "
-            "use another checkpoint"
-        )
-    try:
-        parse_json(text, _TrainerJson)
-    except ValueError as error:
-        raise InputError(f"{file}: damaged ({error}); use another checkpoint") from error
+    content, _ = _read(checkpoint)
     return content
 
 
@@ -122,8 +140,19 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     Raises:
         InputError: trainer.json is damaged.
     """
-    content = read_trainer_json(checkpoint)
-    return TrainerState(**{field.name: content[field.name] for field in fields(TrainerState)})
+    _, parsed = _read(checkpoint)
+    return TrainerState(**{field.name: getattr(parsed, field.name) for field in fields(TrainerState)})
+
+
+def read_base_model(checkpoint: Path) -> ModelOrigin | None:
+    """Return the base model of a checkpoint; None if it began with random weights, or an earlier version saved it.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    origin: ModelOrigin | None = parsed.base_model
+    return origin
 
 
 def read_stream_order(checkpoint: Path) -> StreamOrder | None:
@@ -132,8 +161,8 @@ def read_stream_order(checkpoint: Path) -> StreamOrder | None:
     Raises:
         InputError: trainer.json is damaged.
     """
-    saved = read_trainer_json(checkpoint)["data"]
-    return StreamOrder(**saved) if "sources" in saved else None
+    _, parsed = _read(checkpoint)
+    return parsed.data if isinstance(parsed.data, StreamOrder) else None
 
 
 def read_cursors(checkpoint: Path) -> list[LaneCursor]:
@@ -143,11 +172,12 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
         InputError: where stream.json is damaged.
     """
     file = checkpoint / "stream.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return [LaneCursor.from_numbers(numbers) for numbers in content["cursors"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file}: cannot be read ({error}); use another checkpoint") from error
+    order, cursors = read_stream_order(checkpoint), read_json(file, _StreamJson, _ADVICE).cursors
+    if order is None or len(cursors) != order.rows_per_window:
+        raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {_ADVICE}")
+    if any(number < 0 for cursor in cursors for number in cursor[:6]):
+        raise InputError(f"{file}: damaged (a position below 0); {_ADVICE}")
+    return [LaneCursor.from_numbers(numbers) for numbers in cursors]
 
 
 def find_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[str]:
@@ -156,8 +186,8 @@ def find_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[s
     Raises:
         InputError: trainer.json is damaged.
     """
-    saved = read_trainer_json(checkpoint)["data"]
-    current = asdict(data)
+    _, parsed = _read(checkpoint)
+    saved, current = asdict(parsed.data), asdict(data)
     advice = "resume with the same, or take only its weights with --weights_only true"
     if saved.keys() != current.keys():
         options = ("--streaming_dataset", "--train_data_dir")
@@ -186,3 +216,27 @@ def _difference(saved: Any, current: Any) -> str:
     if isinstance(current, list):
         saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
     return f"{saved} there, {current} here"
+
+
+def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
+    """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
+
+    Checkpoints of earlier versions have no ``base_model``.
+    """
+    file = checkpoint / "trainer.json"
+    content = read_json(file, dict, _ADVICE)
+    if (found := content.get("format")) != FORMAT:
+        raise InputError(f"{checkpoint}: format {found!r} is not format {FORMAT}, which this version reads; {_ADVICE}")
+    parsed = read_json(file, _TrainerJson, _ADVICE)
+    num_steps = _num_steps(parsed.data, parsed.arguments)
+    if parsed.step > num_steps:
+        raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {_ADVICE}")
+    return content, parsed
+
+
+def _num_steps(data: DataOrder | StreamOrder, arguments: _SavedArguments) -> float:
+    """Return the number of steps of the run that saved a checkpoint; infinite if its arguments do not say it."""
+    steps = [math.inf if arguments.max_step is None else arguments.max_step]
+    if isinstance(data, DataOrder) and arguments.number_epochs is not None:
+        steps.append(math.ceil(data.num_rows / data.rows_per_window) * arguments.number_epochs)
+    return min(steps)

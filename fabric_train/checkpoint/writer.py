@@ -145,7 +145,7 @@ class RankWriter:
     def _write_file(self, path: Path, writes: list[Write]) -> list[FilePiece]:
         """Write the tensors of one file in order of their offsets, and return their hashes."""
         hasher = PieceHasher()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             for write in writes:
                 for offset, chunk in _chunks(write):

@@ -168,6 +168,11 @@ class Lanes:
                 receiver.waiting.append(text)
         text = lane.waiting.popleft()
         lane.tokens = self._encode(text.text)[lane.position.offset :]
+        if not len(lane.tokens):
+            raise InputError(
+                f"--streaming_dataset: document {text.document} ends before token {lane.position.offset}, where the "
+                "checkpoint's row begins: the texts have changed, or stream.json is damaged; use another checkpoint"
+            )
         lane.position = TextPosition(text.epoch, text.document, lane.position.offset)
 
 

@@ -23,6 +23,7 @@ from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.signals import ignore_signals_in_worker
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import detect_format
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.files import missing_column, text_of
@@ -123,10 +124,10 @@ class Stream:
         """SHA-256 of everything that decides the ids, BOS and EOS included."""
         source = self.tokenizer.source
         if isinstance(source, Path):
-            given = (source / "tokenizer.json").read_text(encoding="utf-8")
+            given = read_json(source / "tokenizer.json", dict, "fetch the file again")
         else:
-            given = source.backend_tokenizer.to_str()
-        content = json.dumps(json.loads(given), sort_keys=True)  # independent of the formatting
+            given = json.loads(source.backend_tokenizer.to_str())
+        content = json.dumps(given, sort_keys=True)  # independent of the formatting
         borders = f"{self.tokenizer.bos_token_id} {self.tokenizer.eos_token_id} {self.tokenizer.special_text_is_plain}"
         return hashlib.sha256(f"{content} {borders}".encode()).hexdigest()
 

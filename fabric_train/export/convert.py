@@ -14,15 +14,20 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fabric_train.checkpoint import read_trainer_state
-from fabric_train.export.model_card import write_model_card
+from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification import VerificationReport, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.model.hf_model import read_shape
+from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.model.origin import legal_files
 from fabric_train.model.weight_files import open_weights
+from fabric_train.tokenization.manifest import read_manifest
 
 
-def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str) -> VerificationReport:
+def convert(
+    checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts
+) -> VerificationReport:
     """Export ``checkpoint`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
 
     Args:
@@ -30,21 +35,25 @@ def convert(checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: 
         target: a folder that does not exist yet or is empty.
         dtype: dtype of the exported weights.
         max_shard_size: largest safetensors file, such as 5GB; a larger tensor gets its own file.
+        facts: for the model card.
 
     Raises:
         InputError: the checkpoint is damaged, or ``target`` is taken.
         VerificationError: the export does not match the checkpoint; ``target`` is not created.
     """
     check_not_inside(target, checkpoint)
-    read_trainer_state(checkpoint)
-    read_shape(str(checkpoint))  # both report damage before anything is written
+    read_trainer_state(checkpoint)  # this and the next lines report damage before anything is written
+    read_manifest(checkpoint)
+    read_shape(str(checkpoint))
+    if (checkpoint / "tokenizer").is_dir():
+        load_hf_tokenizer(checkpoint / "tokenizer")
     with complete_folder(target) as folder:
-        write_export(checkpoint, folder, target.name, dtype, max_shard_size)
+        write_export(checkpoint, folder, dtype, max_shard_size, facts)
         return verify_in_fresh_process(folder, checkpoint, dtype)
 
 
-def write_export(checkpoint: Path, folder: Path, title: str, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write weights, configurations, tokenizer and model card into ``folder`` without verification."""
+def write_export(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
+    """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
     _write_weights(checkpoint, folder, dtype, max_shard_size)
     _write_configurations(checkpoint, folder, dtype)
     for file in folder.glob("*.safetensors"):
@@ -52,7 +61,9 @@ def write_export(checkpoint: Path, folder: Path, title: str, dtype: torch.dtype,
     if (checkpoint / "tokenizer").is_dir():
         # copied, not loaded and saved: so the chat template and all settings stay unchanged
         copy_folder(checkpoint / "tokenizer", folder)
-    write_model_card(checkpoint, folder, title)
+    for file in legal_files(checkpoint):
+        shutil.copyfile(file, folder / file.name)
+    write_model_card(checkpoint, folder, facts)
 
 
 def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:

@@ -41,6 +41,7 @@ def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
     try:
         url = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=repository, commit_message=message)
-    except (HTTPError, OSError) as error:
-        raise PushError(f"{folder} is complete, but pushing it to {repository} failed: {first_line(error)}") from error
+    except (HTTPError, OSError, ValueError) as error:  # a ValueError if the hub refuses the card's metadata
+        reason = " ".join(str(error).split()) if isinstance(error, ValueError) else first_line(error)
+        raise PushError(f"{folder} is complete, but pushing it to {repository} failed: {reason}") from error
     return str(url)

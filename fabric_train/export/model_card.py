@@ -3,10 +3,10 @@
 It contains nothing private to the machine: only the last part of paths, and only the arguments listed here.
 """
 
-import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +17,76 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
 from arguments import TrainingArguments
-from fabric_train.checkpoint import TrainerState, read_trainer_json, read_trainer_state
-from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.checkpoint import (
+    StreamOrder,
+    TrainerState,
+    read_base_model,
+    read_stream_order,
+    read_trainer_json,
+    read_trainer_state,
+)
+from fabric_train.model.origin import ModelOrigin, legal_files
+from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
+from fabric_train.training.evaluation import perplexity
 
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
 
 
-def write_model_card(checkpoint: Path, folder: Path, title: str) -> None:
-    """Write ``README.md`` into ``folder``: base model, data, losses, hyperparameters and versions.
+@dataclass(frozen=True)
+class CardFacts:
+    """What a checkpoint does not say about its export.
+
+    Args:
+        name: the repository that it is pushed to, else the name of its folder.
+        license: the licence's identifier on the hub; None takes that of the base model.
+        languages: ISO 639 codes; None if they are not known.
+        base_model: the base model's hub name; None takes the one that the checkpoint names.
+    """
+
+    name: str
+    license: str | None = None
+    languages: tuple[str, ...] | None = None
+    base_model: str | None = None
+
+
+def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
+    """Write ``README.md`` into ``folder``: base model, licence, data, losses, hyperparameters and versions.
 
     Args:
         checkpoint: a complete checkpoint.
-        folder: where to write.
-        title: the model's name.
+        folder: the export, with the licence's files.
+        facts: what the checkpoint does not say.
 
     Raises:
         InputError: trainer.json or manifest.json of the checkpoint is damaged.
     """
     trainer = read_trainer_json(checkpoint)
     manifest = read_manifest(checkpoint)
-    base = str(trainer["arguments"]["model_name"])
+    origin = read_base_model(checkpoint)
+    if facts.base_model:
+        is_same = origin is not None and origin.repository == facts.base_model
+        origin = replace(
+            origin or ModelOrigin(facts.base_model),
+            name=facts.base_model,
+            repository=facts.base_model,
+            revision=origin.revision if origin and is_same else None,
+        )
+    streamed = trainer["arguments"].get("streaming_dataset")
+    licence = {"license": facts.license} if facts.license else _licence(origin, folder)
     data = ModelCardData(
-        base_model=base if is_hub_name(base) else None,
-        datasets=[source.name for source in manifest.sources if source.kind == "hub"] or None if manifest else None,
+        base_model=origin.repository if origin else None,
+        datasets=_hub_datasets(manifest, streamed, read_stream_order(checkpoint)) or None,
+        language=list(facts.languages) if facts.languages else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["fabric-train"],
+        **licence,  # type: ignore[arg-type]
     )
     sections = [
-        f"# {title}",
-        f"`{public_name(base)}` trained further with Fabric Train. See the base model for its licence.",
-        _usage(title),
-        _training_data(manifest, trainer["arguments"].get("streaming_dataset")),
+        f"# {Path(facts.name).name}",
+        _introduction(origin, "base_model" in trainer) + _legal_note(folder, facts.license, origin),
+        _usage(facts.name),
+        _training_data(manifest, streamed),
         _results(read_trainer_state(checkpoint)),
         "## Hyperparameters\n\n" + _table("argument | value", _hyperparameters(trainer["arguments"])),
         "## Versions\n\n" + _table("package | training | export", _versions(trainer["versions"])),
@@ -59,36 +97,87 @@ def write_model_card(checkpoint: Path, folder: Path, title: str) -> None:
     card.save(folder / "README.md")
 
 
-def is_hub_name(name: str) -> bool:
-    """Whether a model name is a hub name (OWNER/NAME) and not a folder on this machine."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+def _licence(origin: ModelOrigin | None, folder: Path) -> dict[str, str]:
+    """Return the base model's licence for the metadata; empty if it is not known, or there is no base model."""
+    if origin is None:
+        return {}
+    texts = [file.name for file in legal_files(folder) if file.name.upper().startswith("LICEN")]
+    if origin.license is None and not texts:
+        return {}
+    name, link = origin.license_name, origin.license_link
+    if link and "://" not in link and not (folder / link).is_file():
+        link = f"https://huggingface.co/{origin.repository}/blob/main/{link}" if origin.repository else None
+    if origin.license in (None, "other"):  # the hub then asks for its name and text
+        name, link = name or "license-of-the-base-model", link or (texts[0] if texts else None)
+    given = {"license": origin.license or "other", "license_name": name, "license_link": link}
+    return {key: value for key, value in given.items() if value is not None}
 
 
-def public_name(name: str) -> str:
-    """Return a hub name unchanged, or the last part of a path."""
-    return name if is_hub_name(name) else Path(name).name
+def _hub_datasets(manifest: Manifest | None, streamed: list[str] | None, order: StreamOrder | None) -> list[str]:
+    """Return the datasets on the hub that the model was trained on, without subset and revision."""
+    if streamed:
+        ends = [identity.partition(", ") for identity in (order.sources if order else [])]
+        names = {name for name, _, rest in ends if ", version " in rest}  # see ``Texts.identities``
+        used = [name for name in streamed if name in names]
+    else:
+        used = [source.name for source in _training_sources(manifest) if source.kind == "hub"] if manifest else []
+    return list(dict.fromkeys(re.split("[:@]", name)[0] for name in used))
 
 
-def _usage(title: str) -> str:
+def _training_sources(manifest: Manifest) -> list[SourceRecord]:
+    """Return the sources of ``--dataset``. A name that is also a ``--validation_dataset`` is in ``sources`` twice."""
+    settings = [part.settings for part in manifest.parts] or [manifest.settings]
+    held_out = Counter(name for one in settings for name in one.validation_dataset or ())
+    times = Counter(source.name for source in manifest.sources)
+    return [source for source in manifest.sources if times[source.name] > held_out[source.name]]
+
+
+def _introduction(origin: ModelOrigin | None, is_known: bool) -> str:
+    if origin is None:
+        return "Trained with Fabric Train" + (" from random weights." if is_known else "; its base model is not known.")
+    name = f"`{origin.name}`"
+    if origin.repository:
+        name = f"[{origin.repository}](https://huggingface.co/{origin.repository})"
+    revision = f" (revision `{origin.revision}`)" if origin.revision else ""
+    return f"{name}{revision}, trained further with Fabric Train."
+
+
+def _legal_note(folder: Path, license: str | None, origin: ModelOrigin | None) -> str:
+    """Return a sentence about the base model's licence and its files; empty for a model from random weights."""
+    if origin is None:
+        return ""
+    files = ", ".join(f"[{file.name}]({file.name})" for file in legal_files(folder))
+    terms = "" if license else " The base model's licence applies to it."
+    return terms + (f" From the base model: {files}." if files else "")
+
+
+def _public_name(name: str) -> str:
+    """Return a name that looks like one of the hub unchanged, or the last part of a path."""
+    looks_like_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).exists()
+    return name if looks_like_hub else Path(name).name
+
+
+def _usage(name: str) -> str:
     return (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{title}", dtype="auto")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{title}")\n```'
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
     )
 
 
 def _training_data(manifest: Manifest | None, streamed: list[str] | None) -> str:
     if streamed:
-        return f"## Training data\n\nStreamed: {', '.join(f'`{public_name(name)}`' for name in streamed)}."
+        return f"## Training data\n\nStreamed: {', '.join(f'`{_public_name(name)}`' for name in streamed)}."
     if manifest is None:
         return "## Training data\n\nThe token dataset had no manifest."
-    sources = ", ".join(f"`{public_name(source.name)}`" for source in manifest.sources)
+    names = [source.name if source.kind == "hub" else Path(source.name).name for source in _training_sources(manifest)]
+    sources = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
     rows = [
         (name, f"{split.documents:,}", f"{split.characters:,}", f"{split.tokens_in_rows:,}", f"{split.rows:,}")
         for name, split in manifest.ledger.splits.items()
     ]
     return (
-        f"## Training data\n\nSources: {sources}. Tokenizer: `{public_name(manifest.tokenizer.name)}`. "
+        f"## Training data\n\nSources: {sources}. Tokenizer: `{_public_name(manifest.tokenizer.name)}`. "
         f"Rows of {manifest.settings.max_length:,} tokens.\n\n"
         + _table("split | documents | characters | tokens | rows", rows)
     )
@@ -100,7 +189,7 @@ def _results(state: TrainerState) -> str:
         rows.append(("training loss", f"{state.train_loss:.4f}"))
     if state.val_loss is not None:
         rows.append(("validation loss", f"{state.val_loss:.4f}"))
-        rows.append(("validation perplexity", f"{math.exp(state.val_loss):.2f}"))
+        rows.append(("validation perplexity", f"{perplexity(state.val_loss):.2f}"))
     return "## Results\n\n" + _table("measure | value", rows)
 
 
@@ -116,4 +205,5 @@ def _versions(training: dict[str, str]) -> list[tuple[str, ...]]:
 
 def _table(head: str, rows: Sequence[tuple[str, ...]]) -> str:
     line = "|".join("---" for _ in head.split("|"))
-    return "\n".join([f"| {head} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in rows)])
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join([f"| {head} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in cells)])

@@ -1,9 +1,10 @@
 """Download a model or a tokenizer from the hub into a folder that is complete or absent."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -18,6 +19,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
+from fabric_train.files.regular_file import check_no_links_in, write_atomically
+from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
 
 _TEXTS = re.compile(r"[^/]+\.(json|jinja|txt|md|model|tiktoken)|LICENSE[^/]*|NOTICE[^/]*|USE_POLICY[^/]*", re.ASCII)
@@ -45,12 +48,15 @@ class DownloadResult:
 def download(request: DownloadRequest, folder: Path) -> DownloadResult:
     """Download into ``folder``; files that an interrupted download has left are not fetched again.
 
+    ``hub_source.json`` there says which repository and commit they are.
+
     Raises:
         InputError: the name, the revision or the weights do not exist, the hub cannot be reached, or ``folder`` is
             taken.
     """
     check_not_taken(folder)
     unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unfinished")
+    check_no_links_in(unfinished)
     asked = f"--model_name {request.name}"
     try:
         info = HfApi().model_info(request.name, revision=request.revision)
@@ -70,7 +76,9 @@ def download(request: DownloadRequest, folder: Path) -> DownloadResult:
         raise InputError(f"{asked}: the hub has no such model; for a private one, run hf auth login") from error
     except (OSError, HTTPError) as error:
         raise InputError(f"{asked}: cannot be downloaded: {first_line(error).rstrip('.')}; start again") from error
-    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub, about this download
+    shutil.rmtree(unfinished / ".cache", ignore_errors=True)  # of huggingface_hub; it does not name the repository
+    source = HubSource(request.name, info.sha)
+    write_atomically(unfinished / HUB_SOURCE, json.dumps(asdict(source), indent=2) + "\n")
     if not request.tokenizer_only:
         check_weight_files(unfinished)
     if folder.is_dir():

@@ -18,6 +18,7 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import build_model, quiet_transformers, read_shape, tied_weight_names
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 
@@ -169,9 +170,7 @@ def _faults(report: VerificationReport, dtype: torch.dtype) -> list[str]:
 
 
 def _read_report(file: Path) -> VerificationReport:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    tensors, logits = TensorReport(**content.pop("tensors")), LogitsReport(**content.pop("logits"))
-    return VerificationReport(tensors=tensors, logits=logits, **content)
+    return read_json(file, VerificationReport, "convert again")
 
 
 def _reference(

@@ -1,6 +1,7 @@
 """Write a folder that is complete or absent: under a hidden temporary name first, then synced and renamed."""
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -71,11 +72,12 @@ def sync_and_rename(temporary: Path, target: Path) -> None:
     fsync(target.parent)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is complete or unchanged if this process is killed at any moment."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def remove(path: Path) -> None:
+    """Remove a folder with its content, a file, or a link without what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def fsync(path: Path) -> None:
@@ -94,16 +96,19 @@ def check_not_taken(target: Path) -> None:
         InputError: ``target`` is a file or a folder that is not empty, or its parent cannot be written to.
     """
     check_no_dead_link(target)
-    parent = next(parent for parent in Path(os.path.abspath(target)).parents if parent.exists())
-    if not parent.is_dir():
-        raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write to {parent}: no permission; choose another folder for {target.name}")
     if target.is_dir():
         if any(target.iterdir()):
             raise InputError(f"{target} already exists and is not empty; choose another folder or remove it")
     elif target.exists():
         raise InputError(f"{target} already exists and is a file; choose another name for the folder")
+    absolute = Path(os.path.abspath(target))
+    if absolute == absolute.parent:
+        raise InputError(f"cannot write to {target}: it is the root of the file system; choose another folder")
+    parent = next(parent for parent in absolute.parents if parent.exists())
+    if not parent.is_dir():
+        raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write to {parent}: no permission; choose another folder for {target.name}")
 
 
 def check_not_inside(target: Path, complete: Path) -> None:
@@ -112,7 +117,7 @@ def check_not_inside(target: Path, complete: Path) -> None:
     Raises:
         InputError: it is.
     """
-    if target.resolve().is_relative_to(complete.resolve()):
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(complete)):
         raise InputError(f"cannot write to {target}: {complete} is complete and stays as it is; choose another folder")
 
 
@@ -129,11 +134,12 @@ def check_no_dead_link(target: Path) -> None:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove the temporary folders of ``target`` whose process on this machine was killed."""
-    prefix = f".{target.name}{_MARK}{socket.gethostname()}-"
+    of_this_machine = re.escape(f".{target.name}{_MARK}{socket.gethostname()}-") + "([1-9][0-9]{0,8})"
     for entry in target.parent.iterdir():
-        process = entry.name[len(prefix) :]
-        if entry.name.startswith(prefix) and process.isdigit() and not _runs(int(process)):
-            shutil.rmtree(entry, ignore_errors=True)
+        found = re.fullmatch(of_this_machine, entry.name)
+        if found and not _runs(int(found[1])):
+            with suppress(OSError):  # of another user
+                remove(entry)
 
 
 def _runs(process: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.regular_file import check_no_link, open_to_write
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
         fix: how to fix that; ends the error message, after the holder's process id and host.
 
     Raises:
-        InputError: another process holds the lock.
+        InputError: another process holds the lock, or ``path`` is a link.
         OSError: the file cannot be created.
     """
     new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
@@ -45,8 +46,9 @@ def check_not_held(path: Path, taken: str, fix: str) -> None:
     """Check that no other process holds the lock; creates no file. For the arguments, see :func:`hold_lock`.
 
     Raises:
-        InputError: another process holds it.
+        InputError: another process holds it, or ``path`` is a link.
     """
+    check_no_link(path)
     if path.is_file():
         with suppress(FileNotFoundError), path.open() as lock:
             _lock(lock, taken, fix)
@@ -54,7 +56,7 @@ def check_not_held(path: Path, taken: str, fix: str) -> None:
 
 def _open_and_lock(path: Path, taken: str, fix: str) -> TextIO:
     while True:
-        lock = path.open("a+")
+        lock = open_to_write(path, "a+")
         try:
             _lock(lock, taken, fix)
             if os.fstat(lock.fileno()).st_ino == path.stat().st_ino:

@@ -20,15 +20,20 @@ def check_file_name(name: object, listing: Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Check that no link in ``folder`` leads out of it; a copy of the folder would contain the file it leads to.
+    """Check that no link in ``folder`` leads out of it, and that everything in it is a file or a folder.
+
+    A copy of the folder would contain the file that a link leads to, and reading a pipe would wait for its writer.
 
     Raises:
-        InputError: a link does; it is named.
+        InputError: naming the link, the pipe or the socket.
     """
-    inside = folder.resolve()
+    inside = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             raise InputError(f"{path}: a link to {os.readlink(path)}, outside its folder; put the file itself there")
+        if not (path.is_file() or path.is_dir()):
+            kind = f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else "not a file"
+            raise InputError(f"{path}: {kind}; remove it, or put the file itself there")
 
 
 def copy_folder(source: Path, target: Path) -> None:

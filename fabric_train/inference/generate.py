@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
-from fabric_train.checkpoint import find_whole_checkpoint
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
+from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import build_model, load_model, quiet_transformers, read_shape
+from fabric_train.model.hf_tokenizer import load_hf_tokenizer
 from fabric_train.model.weight_files import open_weights
 
 
@@ -25,7 +26,7 @@ class GeneratedText:
 
 
 def load_for_generation(name: str) -> tuple[Any, Any]:
-    """Load model and tokenizer from a checkpoint, a run folder (its newest one), a Hugging Face folder or the hub.
+    """Load model and tokenizer from a checkpoint (see ``find_checkpoint``), a Hugging Face folder or the hub.
 
     The weights are bfloat16 on a GPU; on CPU they keep the dtype in which they are stored.
 
@@ -35,7 +36,7 @@ def load_for_generation(name: str) -> tuple[Any, Any]:
     quiet_transformers()
     folder = Path(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if folder.is_dir() and not _is_export(folder):
+    if is_short_name(folder) or (folder.is_dir() and not _is_export(folder)):
         checkpoint = find_whole_checkpoint(folder)
         weights = open_weights(checkpoint)
         dtype = torch.bfloat16 if device == "cuda" else weights.dtype(next(iter(weights)))
@@ -46,7 +47,7 @@ def load_for_generation(name: str) -> tuple[Any, Any]:
         shape = read_shape(name)
         stored: Any = shape.config.dtype or torch.float32
         model, tokenizer_source = load_model(shape, torch.bfloat16 if device == "cuda" else stored), name
-    return model.to(device).eval(), _load_tokenizer(tokenizer_source)
+    return model.to(device).eval(), load_hf_tokenizer(tokenizer_source)
 
 
 def generate(
@@ -104,16 +105,6 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
 def _is_export(folder: Path) -> bool:
     """Whether this is a Hugging Face model folder and not a checkpoint, which also has trainer.json."""
     return (folder / "config.json").is_file() and not (folder / "trainer.json").is_file()
-
-
-def _load_tokenizer(source: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:
-        reason = first_line(error).rstrip(".")
-        raise InputError(
-            f"--model_name: no tokenizer can be loaded from {source}: {reason}; fetch it again, or give another"
-        ) from error
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:

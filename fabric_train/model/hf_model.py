@@ -23,10 +23,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.weight_files import check_weight_files, shard_names
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
+_MOST_LAYERS = 10_000  # a forged number of layers would take hours to build, also on the meta device
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ def shape_from_config(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = getattr(config, "model_type", type(config).__name__)
         raise InputError(f"{name}: a {kind} is not a causal language model; give one that is")
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(num_layers, int) and num_layers > _MOST_LAYERS:
+        raise InputError(f"{name}: {num_layers} layers are more than any model has; give fewer than {_MOST_LAYERS}")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -207,6 +212,8 @@ def _read_config(source: str) -> PretrainedConfig:
     advice = "use another checkpoint" if is_checkpoint else "give a Hugging Face model folder"
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InputError(f"{name}: the folder has no config.json; {advice}")
+    if folder.is_dir():
+        read_json(folder / "config.json", dict, advice)  # in transformers, some damage ends in any exception
     if folder.is_file():
         raise InputError(f"{name}: this is a file; give the folder that holds the model's config.json and weights")
     if not folder.is_dir() and (source.startswith(("/", ".", "~")) or source.count("/") > 1):

@@ -6,7 +6,6 @@ this module can export a 70B model with one tensor in memory.
 """
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.git_lfs import check_not_pointer
 from fabric_train.files.safe_paths import check_file_name
+from fabric_train.files.typed_json import parse_json, read_json
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
@@ -43,6 +43,18 @@ class _Piece:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _SavedPiece:
+    """The entry of a tensor under ``DCP_SHARDING_INFO``."""
+
+    saved_offsets: list[int]
 
 
 class Weights(Protocol):
@@ -119,14 +131,23 @@ class CheckpointTensors:
 
     def _add_pieces(self, path: Path) -> None:
         file = self._file(path)
-        begins = json.loads((file.metadata() or {}).get(SHARDING_INFO, "{}"))
+        begins = self._offsets(path, (file.metadata() or {}).get(SHARDING_INFO, "{}"))
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
             header = file.get_slice(name)
             shape = tuple(header.get_shape())
-            offsets = tuple(begins[name]["saved_offsets"]) if name in begins else (0,) * len(shape)
+            offsets = begins.get(name, (0,) * len(shape))
+            if len(offsets) != len(shape) or min(offsets, default=0) < 0:
+                raise InputError(f"{path}: {name} has the offsets {offsets} in its header; {self._advice}")
             if header.get_dtype() not in DTYPES:
                 raise InputError(f"{path}: {name} has the unsupported type {header.get_dtype()}; {self._advice}")
             self._pieces.setdefault(name, []).append(_Piece(path, offsets, shape, DTYPES[header.get_dtype()]))
+
+    def _offsets(self, path: Path, info: str) -> dict[str, tuple[int, ...]]:
+        try:
+            saved = parse_json(info, dict[str, _SavedPiece])
+        except ValueError as error:
+            raise InputError(f"{path}: damaged header ({SHARDING_INFO}: {error}); {self._advice}") from None
+        return {name: tuple(piece.saved_offsets) for name, piece in saved.items()}
 
 
 def open_weights(checkpoint: Path) -> CheckpointTensors:
@@ -164,11 +185,7 @@ def shard_names(index: Path) -> list[str]:
     Raises:
         InputError: The index is damaged, or names a file in another folder.
     """
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{index}: not an index of weights ({reason}); fetch the folder again") from error
+    names = set(read_json(index, _Index, "fetch the folder again").weight_map.values())
     return sorted(check_file_name(name, index) for name in names)
 
 

@@ -4,14 +4,13 @@ Faults stop the run. Notes are differences that the user should know.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import Rows, TokenDataset
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
@@ -191,10 +190,7 @@ def _template(source: str) -> str | None:
     if file:
         return file.read_text(encoding="utf-8")
     config = _model_file(source, "tokenizer_config.json")
-    try:
-        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config else None
-    except (ValueError, AttributeError):
-        raise InputError(f"{config} is not a JSON object; fetch the file again") from None
+    template = read_json(config, dict, "fetch the file again").get("chat_template") if config else None
     return template if isinstance(template, str) else None
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.resume_check import OWN_VERSIONS, check_resume
 from fabric_train.preflight.step_plan import plan_steps
-from fabric_train.training.metrics import find_lost_rows
+from fabric_train.training.metrics import Metrics, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     model = _read_model(arguments, checkpoint, data)
     plan = plan_steps(arguments, model, data, device_plan.world_size)
     order = _data_order(data, plan, arguments.data.seed)
-    state = checkpoints.read_trainer_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
+    state = _read_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
     run = PreparedRun(
         arguments=arguments,
         folder=folder,
@@ -81,8 +81,9 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     if checkpoint is None:
         return run
     damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
+    chosen = checkpoints.describe_choice(Path(start_from.checkpoint), checkpoint) if start_from.checkpoint else None
     changed = check_resume(run, checkpoint) if continues else []
-    return replace(run, notes=(*run.notes, *damaged, *changed))
+    return replace(run, notes=(*run.notes, *damaged, *([chosen] if chosen else []), *changed))
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
@@ -96,7 +97,7 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
     """
     damages: dict[Path, str] = {}
     while run.start.checkpoint and (damage := checkpoints.wrong_content(run.start.checkpoint, fabric)):
-        damages[run.start.checkpoint.resolve()] = damage
+        damages[Path(os.path.realpath(run.start.checkpoint))] = damage
         run = prepare(run.arguments, damages)
         for line in run.notes:
             note(line)
@@ -147,6 +148,15 @@ def _after_restart(
     if checkpoints.newest_checkpoint(folder, damages) is None:
         return replace(given, resume=True)
     return replace(given, resume=True, checkpoint=None, weights_only=False)
+
+
+def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
+    """Return the counters of a checkpoint whose unlogged metrics are those that this version logs."""
+    state = checkpoints.read_trainer_state(checkpoint)
+    names = {field.name for field in fields(Metrics)}
+    if state.unlogged and not {"step", "epoch"} <= state.unlogged.keys() <= names:
+        raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
+    return state
 
 
 def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.safe_paths import check_file_name
-from fabric_train.files.typed_json import parse_json
+from fabric_train.files.typed_json import parse_json, read_json
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -221,21 +221,20 @@ def load_manifest(folder: Path) -> Manifest | None:
         InputError: the file is damaged or has another format.
     """
     file = folder / FILE_NAME
-    if not file.is_file():
+    if not file.exists():
         return None
+    content = read_json(file, dict, "tokenize again")
+    if content.get("format") != FORMAT:
+        found = content.get("format")
+        raise InputError(f"{file} has format {found!r}, this version reads {FORMAT}; tokenize again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise InputError(f"{file} has format {content['format']}, this version reads {FORMAT}; tokenize again")
         totals = {field.name: content["ledger"].pop(field.name) for field in fields(Ledger) if field.name != "splits"}
         content["ledger"] = {"splits": content["ledger"], **totals}
         manifest = parse_json(json.dumps(content), Manifest)
-        for name in manifest.tokenizer.sha256:
-            check_file_name(name, file)
-    except InputError:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is damaged ({type(error).__name__}: {error}); tokenize again") from None
+        raise InputError(f"{file}: damaged ({type(error).__name__}: {error}); tokenize again") from None
+    for name in manifest.tokenizer.sha256:
+        check_file_name(name, file)
     return manifest
 
 

@@ -18,6 +18,7 @@ from arguments import MergeArguments, parse
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.manifest import (
     FILE_NAME,
     Ledger,
@@ -180,9 +181,9 @@ def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None])
         else:
             _copy_with_labels(file, folder / name, template.schema)
         advance(file.stat().st_size)
-    info = json.loads((template.files[0].parent / "dataset_info.json").read_text(encoding="utf-8"))
+    info = read_json(template.files[0].parent / "dataset_info.json", dict, "tokenize again")
     _write_json(folder / "dataset_info.json", {"features": info["features"]})
-    states = [json.loads((split.files[0].parent / "state.json").read_text(encoding="utf-8")) for split in splits]
+    states = [read_json(split.files[0].parent / "state.json", dict, "tokenize again") for split in splits]
     fingerprints = " ".join(str(state["_fingerprint"]) for state in states)
     digest = hashlib.sha256(fingerprints.encode(errors="replace")).hexdigest()
     listed = {"_data_files": [{"filename": name} for name in names], "_fingerprint": digest[:16]}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.lock import hold_lock
+from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.tokenization.reading.url_download import PART
 
 DOWNLOADS = "downloads"
@@ -25,10 +26,12 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
     on standard error names it.
 
     Raises:
-        InputError: another process is tokenizing into ``target``, or its parent folder cannot be written to.
+        InputError: another process is tokenizing into ``target``, its parent folder cannot be written to, or a link is
+            in the way.
     """
     target = Path(os.path.abspath(target))
     folder = target.parent / f".{target.name}.unfinished"
+    check_no_links_in(folder)
     with ExitStack() as stack:
         try:
             taken = f"{target}: another process is tokenizing into it"

@@ -18,9 +18,11 @@ from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.shards import flat_shards, named_parameters
 from fabric_train.distributed.signals import stop_signals
+from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
+from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
@@ -131,7 +133,7 @@ def build_loop_parts(
             fabric,
             model,
             optimizer,
-            _description(run),
+            _description(run, *(_base_model(run) if fabric.is_global_zero else (None, ()))),  # rank 0 writes it
             given.save.keep_checkpoints,
             given.save.async_save,
             saved,
@@ -163,7 +165,9 @@ def _row_lengths(run: PreparedRun) -> set[int]:
     return trained | (data.validation.lengths() if data.validation else set())
 
 
-def _description(run: PreparedRun) -> checkpoints.Description:
+def _description(
+    run: PreparedRun, base_model: ModelOrigin | None, licence: tuple[Path, ...]
+) -> checkpoints.Description:
     arguments = run.arguments
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
@@ -171,8 +175,16 @@ def _description(run: PreparedRun) -> checkpoints.Description:
         data=run.order,
         arguments=flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation},
         versions=run.versions,
-        attachments=run.data.attachments,
+        base_model=base_model,
+        attachments=(*run.data.attachments, *licence),
     )
+
+
+def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[Path, ...]]:
+    """Return the pretrained model that the run's weights come from, and the files with its licence."""
+    if run.start.checkpoint:
+        return checkpoints.read_base_model(run.start.checkpoint), tuple(legal_files(run.start.checkpoint))
+    return (None, ()) if run.model.is_new else find_origin(run.arguments.model.model_name)
 
 
 def _batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
@@ -182,6 +194,7 @@ def _batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     if given.profiled_steps is None or (given.profile_ranks == "first" and fabric.global_rank):
         return batches
     folder = run.folder / "profile"
+    check_no_links_in(folder)
     return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu=on_gpu)
 
 

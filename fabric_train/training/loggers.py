@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.atomic_folder import write_atomically
+from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
 
 
@@ -26,6 +26,7 @@ class TensorBoardLogger:
         """Continue after ``last_step``; remove what an interrupted run wrote after it."""
         from torch.utils.tensorboard import SummaryWriter  # a slow import, needed only here
 
+        check_no_links_in(folder)
         for file in folder.glob("events.out.tfevents.*"):
             _cut_events(file, last_step)
         # an open TensorBoard has read the removed steps: purge_step makes it drop them
@@ -88,6 +89,9 @@ class WandbLogger:
         """``past`` are the metrics of the run so far."""
         import wandb  # a slow import, needed only here
 
+        self._told = folder / "wandb" / "told_up_to"
+        for path in (folder / "wandb_run_id", folder / "wandb", self._told):
+            check_no_link(path)
         run_id = _wandb_run_id(folder)
         self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         if self.mode == "offline":
@@ -103,7 +107,6 @@ class WandbLogger:
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )
         self._wandb = wandb
-        self._told = folder / "wandb" / "told_up_to"
         self._last_step = past[-1].step if past else 0
         for metrics in past:
             if metrics.step >= self._run.starting_step:  # 0 offline, otherwise the first step that the server lacks
@@ -129,7 +132,7 @@ class WandbLogger:
     def close(self) -> None:
         """Wait for uploads."""
         self._run.finish()
-        self._told.write_text(f"{self._last_step}\n", encoding="utf-8")
+        write_atomically(self._told, f"{self._last_step}\n")
 
 
 class Outputs:

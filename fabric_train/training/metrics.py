@@ -13,6 +13,7 @@ import torch
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
+from fabric_train.files.regular_file import check_no_link, open_to_write
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,20 @@ class CSVLogger:
         """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
 
         Raises:
-            InputError: the file is no metrics.csv.
+            InputError: the file is no metrics.csv, or a link.
         """
+        check_no_link(path)
         kept = read_metrics(path, last_step)
         temporary = path.with_suffix(".csv.new")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
+        with open_to_write(temporary, "x", newline="") as file:
             writer = csv.DictWriter(file, _COLUMNS)
             writer.writeheader()
             writer.writerows(map(asdict, kept))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        self._file = path.open("a", newline="", encoding="utf-8")
+        self._file = open_to_write(path, "a", newline="")
         self._writer = csv.DictWriter(self._file, _COLUMNS)
 
     def log(self, metrics: Metrics) -> None:

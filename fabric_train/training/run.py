@@ -17,7 +17,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed.heartbeat import Heartbeat
 from fabric_train.distributed.host_memory import reuse_freed_memory
 from fabric_train.distributed.signals import stop_signals
-from fabric_train.files.atomic_folder import write_atomically
+from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
 from fabric_train.training.build_run import (
@@ -71,6 +71,7 @@ def _write_run_folder(run: PreparedRun) -> None:
     if not run.arguments.evaluation.only_reads:
         write_atomically(run.folder / "config.yaml", to_yaml(run.arguments))
     if isinstance(run.data, Stream):
+        check_no_links_in(run.data.tokenizer_folder)
         run.data.tokenizer.save(run.data.tokenizer_folder)
 
 
@@ -109,18 +110,20 @@ def _train(
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
     seconds = time.monotonic() - started
-    show(summary.describe_end(end.state, seconds, run, end.checkpoint))
+    if fabric.is_global_zero:
+        show(summary.describe_end(end.state, seconds, run, end.checkpoint))
     return 0
 
 
 def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: Heartbeat) -> int:
     """Write ``RUN/evaluation.json`` and print the result; metrics.csv stays unchanged."""
+    path = run.folder / "evaluation.json"
+    check_no_link(path)
     progress.info("%s", heartbeat)
     evaluation: Evaluation | None = validate()
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
     if fabric.is_global_zero:
         content = {"model": run.model.source, "step": _step(run), **asdict(evaluation)}
-        path = run.folder / "evaluation.json"
         _write_json(path, {**content, "perplexity": evaluation.perplexity})
         result = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}"
         log.info(f"{result} over {evaluation.num_tokens:,} tokens → {path}")
@@ -130,13 +133,14 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: H
 def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) -> int:
     """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
     assert isinstance(run.data, TokenDataset)  # preflight refuses streams
+    path = run.folder / "self_check.json"
+    check_no_link(path)
     progress.info("self check")
     order = run.plan.window_order(run.arguments.data.seed)
     rows = order.rows_in(epoch=0, window=0).tolist()
     precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
     check = check_cuts(fabric, model, optimizer, run.data.train, rows, micro_batch_size, precision)
     if fabric.is_global_zero:
-        path = run.folder / "self_check.json"
         _write_json(path, asdict(check))
         show(summary.describe_self_check(check))
         log.info("written %s", path)
@@ -149,4 +153,4 @@ def _step(run: PreparedRun) -> int:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import socket
-import stat
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from rich.text import Text
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.redaction import redact
+from fabric_train.files.regular_file import open_to_write
 
 log = logging.getLogger("fabric_train")
 """DEBUG is printed only where standard output is no terminal; INFO is printed, and written to run.log; WARNING is
@@ -156,7 +156,7 @@ class _LogFile(logging.FileHandler):
         self.setFormatter(_LogFormatter(rank))
 
     def _open(self) -> TextIO:  # type: ignore[override]
-        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=_open_plain_file)
+        return open_to_write(Path(self.baseFilename), "a", errors=self.errors)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append a record and flush it."""
@@ -185,18 +185,6 @@ class _LogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the text without secrets and control characters."""
         return _clean(super().format(record))
-
-
-def _open_plain_file(path: str, flags: int) -> int:
-    """Open a file for appending, never through a link; a pipe would wait for its reader."""
-    wrong = InputError(f"{path} is a link, or is not a file: remove it")
-    if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
-        raise wrong
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise wrong
-    return descriptor
 
 
 def _clean(text: str) -> str:

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint import TrainerState
+from fabric_train.checkpoint import TrainerState, best_checkpoint, read_trainer_state
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.training.evaluation import perplexity
@@ -51,7 +51,10 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
 
 
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Table:
-    """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next."""
+    """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
+
+    Reads the validation loss of each checkpoint.
+    """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
     table.add_row("steps", f"{state.step:,}, the last one in epoch {state.epoch} (counted from 0, as in metrics.csv)")
@@ -66,6 +69,8 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     if state.val_loss is not None:
         table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
     table.add_row("checkpoint", str(checkpoint))
+    if best := best_checkpoint(run.folder):
+        table.add_row("best checkpoint", f"{best}, validation loss {read_trainer_state(best).val_loss:.4f}")
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     return table

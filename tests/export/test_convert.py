@@ -19,13 +19,14 @@ import convert_to_hf
 from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
 from fabric_train.export.convert import write_export
-from fabric_train.export.model_card import write_model_card
+from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns
 
 SHARD_SIZE = "100KB"
+FACTS = CardFacts("tiny")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +63,7 @@ def unverified(tmp_path: Path, run: Path) -> tuple[Path, Path]:
     checkpoint = run / "checkpoints" / "step-00000001"
     folder = tmp_path / "export"
     folder.mkdir()
-    write_export(checkpoint, folder, "tiny", torch.float32, "5GB")
+    write_export(checkpoint, folder, torch.float32, "5GB", FACTS)
     return folder, checkpoint
 
 
@@ -127,7 +128,7 @@ def test_a_verification_that_dies_is_reported(
     killed = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, -9))
     monkeypatch.setattr(verification, "subprocess", killed)
     with pytest.raises(VerificationError, match=r"could not be verified: .* ended with signal 9"):
-        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.bfloat16, "5GB")
+        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.bfloat16, "5GB", FACTS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,7 +146,7 @@ def test_model_card_describes_the_training_and_not_the_machine(exports: dict[str
 def test_model_card_counts_the_training_data(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
     checkpoint = shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
     shutil.copyfile(tiny_tokens_dir / "manifest.json", checkpoint / "manifest.json")
-    write_model_card(checkpoint, tmp_path, "tiny")
+    write_model_card(checkpoint, tmp_path, FACTS)
     card = (tmp_path / "README.md").read_text()
     for name, split in json.loads((checkpoint / "manifest.json").read_text())["ledger"].items():
         if isinstance(split, dict) and "rows" in split:
@@ -228,7 +229,7 @@ def test_an_export_with_one_wrong_value_never_gets_its_name(
 
     monkeypatch.setattr(convert, "write_export", write_wrong_export)
     with pytest.raises(VerificationError, match=r"model\.norm\.weight"):
-        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.float32, "5GB")
+        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.float32, "5GB", FACTS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -112,6 +112,8 @@ def test_the_program_downloads_safetensors_and_tokenizer_only(
     finished = run_program("download_model.py", "--model_name", "some/model", "--output_dir", "out")
     assert finished.returncode == 0, finished.stderr
     there = {file.name: file.read_bytes() for file in (tmp_path / "cwd" / "out").iterdir()}
+    source = json.loads(there.pop("hub_source.json"))
+    assert source == {"repository": "some/model", "revision": COMMIT}
     assert there == {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
     assert f"bytes of some/model at {COMMIT} in out" in finished.stdout
     assert os.listdir(tmp_path / "cwd") == ["out"]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
+from fabric_train.export.model_card import CardFacts
 from fabric_train.inference.generate import GeneratedText, encode_prompt, generate, load_for_generation
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
@@ -44,7 +45,7 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
 
 def test_checkpoint_full_or_sharded_and_export_give_the_same_text(tmp_path: Path, run: Path) -> None:
     full, sharded = run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000002"
-    write_export(sharded, tmp_path, "tiny", torch.float32, "100KB")
+    write_export(sharded, tmp_path, torch.float32, "100KB", CardFacts("tiny"))
     texts = {_generate(load_for_generation(str(place))).text for place in (full, sharded, tmp_path)}
     assert len(texts) == 1
 
@@ -103,5 +104,11 @@ def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
     program = forked_runs.start(argv, 1, program="generate")
     program.finish()
     assert program.stdout() == _generate(loaded).text + "\n"
-    assert program.stderr().count("\n") == 1
-    assert "20 tokens in" in program.stderr()
+    note, speed = program.stderr().splitlines()
+    assert note == f"note: {run}: the newest complete checkpoint, step-00000002, is used"
+    assert speed.startswith("20 tokens in ")
+
+
+def test_the_best_and_the_latest_checkpoint_of_a_run_have_names(run: Path, loaded: tuple[Any, Any]) -> None:
+    for name in ("best", "latest", "step-2", "checkpoints/step-00000002"):
+        assert _generate(load_for_generation(str(run / name))).text == _generate(loaded).text

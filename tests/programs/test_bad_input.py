@@ -285,10 +285,10 @@ CASES: dict[str, Case] = {
         "--model_name models/no-config: the folder has no config.json; give a Hugging Face model folder",
     ),
     "an empty config.json": Case(
-        "train", "--model_name models/empty-config", "--model_name models/empty-config: … not a valid JSON file; give …"
+        "train", "--model_name models/empty-config", "models/empty-config/config.json: damaged (…); give …"
     ),
     "a config.json that is not an object": Case(
-        "train", "--model_name models/list-config", "--model_name models/list-config: Unrecognized model …; give …"
+        "train", "--model_name models/list-config", "models/list-config/config.json: damaged (no JSON object); give …"
     ),
     "a config.json of wrong types": Case(
         "train",
@@ -344,7 +344,7 @@ CASES: dict[str, Case] = {
     "a damaged index": Case(
         "train",
         "--model_name models/bad-index",
-        "models/bad-index/model.safetensors.index.json: not an index of weights (…); fetch the folder again",
+        "models/bad-index/model.safetensors.index.json: damaged (…); fetch the folder again",
     ),
     "weights of another model": Case(
         "generate",
@@ -452,7 +452,7 @@ CASES: dict[str, Case] = {
     "a damaged manifest": Case(
         "train",
         "--train_data_dir datasets/bad-manifest",
-        "datasets/bad-manifest/manifest.json is damaged (…); …",
+        "datasets/bad-manifest/manifest.json: damaged (…); tokenize again",
     ),
     "a manifest of another format": Case(
         "inspect",
@@ -579,7 +579,7 @@ CASES: dict[str, Case] = {
     "a tokenizer_config.json that is not an object": Case(
         "tokenize",
         "--tokenizer_name tokenizers/config-list",
-        "tokenizers/config-list/tokenizer_config.json is not a JSON object; fetch the file again",
+        "tokenizers/config-list/tokenizer_config.json: damaged (no JSON object); fetch the file again",
     ),
     "a tokenizer without EOS": Case("tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …"),
     "a tokenizer.model of random bytes": Case(
@@ -600,10 +600,10 @@ CASES: dict[str, Case] = {
         "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
     ),
     "a trainer.json that is not an object": Case(
-        "train", "--checkpoint runs/list-trainer", "…trainer.json: damaged, no JSON object; use another checkpoint"
+        "train", "--checkpoint runs/list-trainer", "… is damaged: trainer.json: damaged (no JSON object); there is …"
     ),
     "a trainer.json without most values": Case(
-        "train", "--checkpoint runs/bare-trainer", "…trainer.json: damaged (…: Field required); use another …"
+        "train", "--checkpoint runs/bare-trainer", "… is damaged: trainer.json: damaged (…: Field required); there …"
     ),
     "a checkpoint of another format": Case(
         "convert", "--checkpoint runs/format", "… has format 99, but this version reads format …"
@@ -612,7 +612,7 @@ CASES: dict[str, Case] = {
         "generate", "--model_name runs/cut-weights", "… is damaged: model.safetensors has … bytes instead of …"
     ),
     "a truncated config.json of a checkpoint": Case(
-        "convert", "--checkpoint runs/cut-config", "… not a valid JSON file; use another checkpoint"
+        "convert", "--checkpoint runs/cut-config", "…/config.json: damaged (…); use another checkpoint"
     ),
     "a pickle as checkpoint": Case(
         "train", "--checkpoint pickled.pt", "pickled.pt: a file, not a folder; checkpoints are …"
@@ -627,7 +627,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …"
     ),
     "two checkpoints with the same name": Case(
-        "convert", "--checkpoint runs/good runs/bare-trainer", "… have the same name: convert them one at a time"
+        "convert", "--checkpoint runs/good runs/cut-config", "… have the same name: convert them one at a time"
     ),
     # --------------------------------------------------------------------------------------------- places to write to
     "a folder with a run": Case(

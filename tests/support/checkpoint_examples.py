@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint.checksums import CHECKSUMS, hash_file, join_parts, write_part
 from fabric_train.checkpoint.trainer_state import FORMAT, TrainerState
+from fabric_train.model.origin import ModelOrigin
 from tests.support.forked_runs import ForkedRuns
 
 NUM_RANKS = 2
@@ -111,5 +112,6 @@ def _write_description(folder: Path, model_dir: Path, state_dict_type: str, step
             "entity": "someone",
         },
         "versions": {"torch": torch.__version__},
+        "base_model": asdict(ModelOrigin(model_dir.name)),
     }
     (folder / "trainer.json").write_text(json.dumps(trainer))

@@ -50,7 +50,7 @@ def main() -> None:
             parameter.grad = _part(Gradients(step, shapes, dtype), original_name(name), parameter, cuts)
         optimizer.step()
     described = checkpoints.Description(
-        arguments.fsdp.state_dict_type, str(dtype), checkpoints.DataOrder("", 1, 1, 0), {}, {}, ()
+        arguments.fsdp.state_dict_type, str(dtype), checkpoints.DataOrder("", 1, 1, 0), {"model_name": ""}, {}, None, ()
     )
     folder = Path(arguments.save.output_dir)
     saves = checkpoints.CheckpointManager(folder, fabric, model, optimizer, described, None, False, lambda _: None)

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from arguments import InspectArguments, parse
 from fabric_train.cli.errors import FAILURE, run_program
+from fabric_train.files.regular_file import open_to_write
 from fabric_train.tokenization.inspect.page import to_html
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
 from fabric_train.tokenization.inspect.terminal import print_report
@@ -24,7 +25,8 @@ def main(argv: list[str] | None = None) -> None:
     report = _examine(arguments)
     print_report(report, Console())
     if arguments.html is not None:
-        Path(arguments.html).write_text(to_html(report), encoding="utf-8")
+        with open_to_write(Path(arguments.html), "w") as page:
+            page.write(to_html(report))
         print(f"written {arguments.html}", file=sys.stderr)
     if report.problems:
         sys.exit(FAILURE)

@@ -1,6 +1,5 @@
 """Read the rows of a token dataset's splits as batches of flat arrays, without importing ``datasets``."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.files.safe_paths import check_file_name
+from fabric_train.files.typed_json import read_json
 
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
 
@@ -98,6 +98,7 @@ def check_listed_files(folder: Path, fix: str) -> None:
     if listing.is_file():
         splits = [folder / check_file_name(name, listing) for name in _read_list(listing, "splits", fix)]
     for split in splits:
+        read_json(split / "dataset_info.json", dict, fix)
         for file in _read_list(split / "state.json", "_data_files", fix):
             check_file_name(file.get("filename") if isinstance(file, dict) else file, split / "state.json")
 
@@ -191,9 +192,7 @@ def _read_list(file: Path, key: str, fix: str = "tokenize again") -> list[Any]:
 
 
 def _read_json(file: Path, key: str, fix: str = "tokenize again") -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))[key]
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; {fix}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file}: damaged ({type(error).__name__}: {first_line(error)}); {fix}") from None
+    content = read_json(file, dict, fix)
+    if key not in content:
+        raise InputError(f"{file}: damaged (no {key}); {fix}")
+    return content[key]

@@ -1,12 +1,12 @@
 """Load a tokenizer: from a Hugging Face folder or hub name, a SentencePiece model, or Llama-3's tiktoken file."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.git_lfs import check_not_pointer
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
@@ -223,17 +223,13 @@ def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
     """Return the tokens that the folder's configuration adds after the ``num_pieces`` of its tokenizer.model."""
     added = _read_json(folder / "added_tokens.json")
     listed = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    added |= {token["content"]: int(index) for index, token in listed.items()}
+    try:
+        added |= {token["content"]: int(index) for index, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        file = folder / "tokenizer_config.json"
+        raise InputError(f"{file}: damaged (added_tokens_decoder); fetch the file again") from None
     return sorted(token for token, index in added.items() if index >= num_pieces)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise InputError(f"{file} is not a JSON object; fetch the file again")
-    return content
+    return read_json(file, dict, "fetch the file again") if file.exists() else {}

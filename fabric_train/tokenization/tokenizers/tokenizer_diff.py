@@ -5,13 +5,13 @@ settings can have the same effect. So tokens are compared one by one. If merges,
 both tokenizers encode the same texts.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 
 _PARTS = ("merges", "normalizer", "pre_tokenizer")
@@ -73,8 +73,8 @@ def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> TokenizerDiffe
 
 
 def _read(file: Path) -> _Content:
+    content = read_json(file, dict, "fetch the file again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         model = content["model"]
         vocabulary = model["vocab"]
         if isinstance(vocabulary, list):  # of a Unigram model: pieces and scores in the order of ids

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric_train.cli.errors import InputError
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
 
 CONFIG = "tokenizer_config.json"
@@ -44,9 +46,12 @@ class TokenizerFolder:
 
 
 def read_plain_folder(folder: Path) -> TokenizerFolder | None:
-    """Read the folder; return None if it is not plain, or damaged.
+    """Read the folder; return None if it is not plain, or its files do not fit together.
 
     Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
+
+    Raises:
+        InputError: one of its files is damaged.
     """
     try:
         config = _read_object(folder / CONFIG)
@@ -62,6 +67,8 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
             return None  # transformers matches these before normalization
         ids = (*content.model["vocab"].values(), *(token.id for token in content.added_tokens))
         vocab_size = max(ids) + 1
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return TokenizerFolder(
@@ -89,9 +96,7 @@ def copy_plain_folder(source: Path, target: Path) -> None:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    return read_json(file, dict, "fetch the file again") if file.exists() else {}
 
 
 def _is_plain(config: dict[str, Any], folder: Path) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from fabric_train.files.regular_file import open_regular
+
 
 @dataclass(frozen=True)
 class AddedToken:
@@ -55,9 +57,11 @@ def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
         keep: whether to keep the content in memory until the same content is read again, also from a copy.
 
     Raises:
+        InputError: it is a pipe, a folder or another kind of file.
         ValueError: the file is not JSON, or not of this format.
     """
-    raw = file.read_bytes()
+    with open_regular(file, "fetch the file again") as opened:
+        raw = opened.read()
     content = next((content for kept, content in _kept if kept == raw), None) or _parse(raw)
     _kept[:] = [(raw, content)] if keep else []
     return content

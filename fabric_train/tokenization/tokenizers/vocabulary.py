@@ -1,6 +1,5 @@
 """Decode token ids one by one for a reader."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 
 if TYPE_CHECKING:
@@ -106,11 +106,11 @@ _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 def _names(file: Path) -> dict[str, str]:
     """Return the special tokens of a configuration by role. It has them as text, or as objects with ``content``."""
-    if not file.is_file():
+    if not file.exists():
         return {}
+    content = read_json(file, dict, "tokenize again")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         tokens = {role: content[role] for role in _ROLES if content.get(role)}
         return {role: token if isinstance(token, str) else str(token["content"]) for role, token in tokens.items()}
-    except (ValueError, AttributeError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise InputError(f"{file} is not a tokenizer configuration; tokenize again") from None

@@ -1,0 +1,123 @@
+"""Find where a model's weights come from: the repository on the hub, its revision and its licence.
+
+``download_model.py`` writes them into ``hub_source.json`` beside the model's files. A run stores them in its
+checkpoints, so that the model card of an export has them, also after the folder of the base model is gone.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from huggingface_hub import metadata_load, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
+from pydantic import Field
+from yaml import YAMLError
+
+from fabric_train.files.typed_json import read_json
+
+HUB_SOURCE = "hub_source.json"
+"""The file that ``download_model.py`` adds to a folder, with the fields of :class:`HubSource`."""
+
+_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+Repository: TypeAlias = Annotated[str, Field(pattern=f"^({_NAME}/)?{_NAME}$", max_length=96)]
+"""A name on the hub: OWNER/NAME, or NAME for some old ones."""
+
+_LEGAL_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([._-].*)?", re.ASCII | re.IGNORECASE)
+_PATTERNS = ["LICEN[CS]E*", "NOTICE*", "Notice*", "USE_POLICY*", "README.md"]
+_CACHED = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})")
+_PLAIN = re.compile(r"[!-~]{1,200}")  # printable, without spaces
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository on the hub, OWNER/NAME, and the commit that was downloaded."""
+
+    repository: Repository
+    revision: str
+
+
+@dataclass(frozen=True)
+class ModelOrigin:
+    """The pretrained model that a run began with.
+
+    Args:
+        name: the repository, or the name of a folder whose origin is not known.
+        repository: OWNER/NAME on the hub; None if it is not known.
+        revision: the commit; None if it is not known.
+        license: the licence's identifier on the hub, as in the model's own card; None if that has none.
+        license_name: the name of a licence without an identifier, which is then ``other``.
+        license_link: where the text of such a licence is.
+    """
+
+    name: str
+    repository: Repository | None = None
+    revision: str | None = None
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+
+
+def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
+    """Return the origin of ``--model_name``, a folder or a hub name that is in the cache, and its licence's files.
+
+    The card and the licence of a hub name are downloaded, unless the hub cannot be reached.
+
+    Raises:
+        InputError: ``hub_source.json`` is damaged.
+    """
+    is_local = Path(model_name).is_dir()
+    folder = Path(model_name) if is_local else _download_legal_files(model_name)
+    if folder is None:
+        return ModelOrigin(model_name, model_name), ()
+    source = _local_source(folder) if is_local else HubSource(model_name, folder.name)
+    card = _read_card(folder / "README.md")
+    licence = {key: card[key] for key in ("license", "license_name", "license_link") if _is_plain(card.get(key))}
+    if source is None:
+        origin = ModelOrigin(Path(os.path.realpath(folder)).name, **licence)
+    else:
+        origin = ModelOrigin(source.repository, source.repository, source.revision, **licence)
+    return origin, tuple(legal_files(folder))
+
+
+def legal_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a model folder or checkpoint that have its licence, notices and terms of use."""
+    for path in sorted(folder.iterdir()):
+        if _LEGAL_FILE.fullmatch(path.name) and path.is_file():
+            yield path
+
+
+def _local_source(folder: Path) -> HubSource | None:
+    """Return the source of a folder from ``download_model.py`` or in the cache of the hub; None for another folder."""
+    file = folder / HUB_SOURCE
+    if file.exists():
+        return read_json(file, HubSource, "download the model again, or remove this file")
+    name, parent, snapshot = Path(os.path.realpath(folder)).parts[-3:]
+    found = _CACHED.fullmatch(f"{name}/{parent}/{snapshot}")
+    return HubSource(found[1].replace("--", "/", 1), found[2]) if found else None
+
+
+def _download_legal_files(repository: str) -> Path | None:
+    """Return the folder of a hub name in the cache, with the repository's card and licence if they can be fetched."""
+    config = try_to_load_from_cache(repository, "config.json")
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    with suppress(OSError, HTTPError):  # a machine without internet trains as well
+        snapshot_download(repository, revision=folder.name, allow_patterns=_PATTERNS)
+    return folder
+
+
+def _read_card(file: Path) -> dict[str, Any]:
+    """Return the metadata of a model card, none if there is none that can be read: the model can be trained anyway."""
+    try:
+        return (metadata_load(file) if file.is_file() else None) or {}
+    except (OSError, ValueError, YAMLError, RecursionError):
+        return {}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and _PLAIN.fullmatch(value) is not None
