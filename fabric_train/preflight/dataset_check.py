@@ -14,6 +14,7 @@ from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
+from fabric_train.tokenization.tokenizers.chat_template_file import read_chat_template
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
 
 
@@ -127,7 +128,8 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
     """Compare the tokenizer of the rows with the model's own, if the model has one."""
     notes = _other_bos_eos(folder, record, shape)
     template = _template(shape.source)
-    if record.chat_template_sha256 and template and _sha256(template.encode()) != record.chat_template_sha256:
+    digest = _sha256(template.encode(errors="surrogatepass")) if template else None
+    if record.chat_template_sha256 and digest and digest != record.chat_template_sha256:
         notes.append(
             f"{folder}: its chats are rendered with another chat template than {shape.source}'s own; "
             "checkpoints and exports will carry the former"
@@ -189,7 +191,7 @@ def _template(source: str) -> str | None:
     """Return the chat template of a model or tokenizer; None if it has none, or several named ones."""
     file = _model_file(source, "chat_template.jinja")
     if file:
-        return file.read_text(encoding="utf-8")
+        return read_chat_template(file)
     config = _model_file(source, "tokenizer_config.json")
     try:
         template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config else None

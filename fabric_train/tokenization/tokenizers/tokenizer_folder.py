@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric_train.tokenization.tokenizers import chat_template_file
 from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
 
 CONFIG = "tokenizer_config.json"
-_CHAT_TEMPLATE = "chat_template.jinja"
-_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE)
+_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", chat_template_file.FILE_NAME)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 # options that do not change the ids of a text if there is a tokenizer.json
@@ -47,6 +47,9 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
     """Read the folder; return None if it is not plain, or damaged.
 
     Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
+
+    Raises:
+        InputError: the chat template cannot be read.
     """
     try:
         config = _read_object(folder / CONFIG)
@@ -121,5 +124,5 @@ def _text(token: str | dict[str, Any]) -> str:
 
 
 def _chat_template(config: dict[str, Any], folder: Path) -> str | None:
-    file = folder / _CHAT_TEMPLATE
-    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    file = folder / chat_template_file.FILE_NAME
+    return chat_template_file.read_chat_template(file) if file.is_file() else config.get("chat_template")
