@@ -22,6 +22,7 @@ from fabric_train.checkpoint.discovery import (
 )
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.optimizer_state import restore_optimizer
+from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
 from fabric_train.checkpoint.trainer_state import (
     DataOrder,
     Description,
@@ -41,6 +42,7 @@ __all__ = [
     "Description",
     "StreamOrder",
     "TrainerState",
+    "checkpoint_generation_config",
     "choose_checkpoint",
     "describe_damaged",
     "find_data_changes",
