@@ -37,6 +37,18 @@ _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
+_LONGEST_ROW = 2**31 - 1  # arrow counts the elements of a list in int32
+
+
+def _faults_of_max_length(max_length: int) -> list[str]:
+    """Return what is wrong with a --max_length, for every program that has one."""
+    if max_length < 2:
+        return ["--max_length 1 leaves no token to predict: give 2 or more"]
+    if max_length > _LONGEST_ROW:
+        return [f"--max_length {max_length}: a row holds {_LONGEST_ROW:,} tokens at most"]
+    return []
+
+
 # ---------------------------------------------------------------------------------------------------- training
 
 
@@ -104,9 +116,7 @@ class DataArguments:
         ]
         if not self.streaming_dataset:
             faults.append("--streaming_dataset names nothing: give files or hub names")
-        if self.max_length < 2:
-            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
-        return faults
+        return faults + _faults_of_max_length(self.max_length)
 
 
 @dataclass(frozen=True)
@@ -443,9 +453,9 @@ class TokenizeArguments:
     """Token dataset to write; must not exist yet."""
     max_length: PositiveInt = 2048
     """Tokens per row."""
-    packing: Literal["concat", "best_fit", "none"] = "concat"
+    packing: Literal["concat", "best_fit", "none"] | None = None
     """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
-    document into each row and pads it.
+    document into each row and pads it. Default: best_fit if a source has chats or instructions, else concat.
     """
     overlap: NonNegativeInt = 0
     """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
@@ -453,6 +463,8 @@ class TokenizeArguments:
     """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
     text_column: str = "text"
     """Column with the text in csv, json, jsonl, parquet and datasets."""
+    chat_template: str | None = None
+    """Jinja file with the chat template to use instead of the tokenizer's own; checkpoints and exports get it too."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn."""
     too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
@@ -483,8 +495,7 @@ class TokenizeArguments:
         faults = []
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
-        if self.max_length < 2:
-            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        faults += _faults_of_max_length(self.max_length)
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         if self.weights and len(self.weights) != len(self.dataset):

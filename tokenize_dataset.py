@@ -91,6 +91,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         f"speed      {speed:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} processes and "
         + tokenizer.encoder.split(":")[0],
         *(f"note       {note}" for note in outcome.notes),
+        *(f"warning    {loss}" for loss in outcome.manifest.losses()),
         f"written    {arguments.output_dir}",
         f"next       fabric run fabric_train --devices N --train_data_dir {arguments.output_dir} --model_name MODEL "
         "--output_dir RUN",

@@ -26,6 +26,7 @@ from fabric_train.checkpoint.discovery import (
 )
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.optimizer_state import restore_optimizer
+from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
 from fabric_train.checkpoint.trainer_state import (
     DataOrder,
     Description,
@@ -47,6 +48,7 @@ __all__ = [
     "StreamOrder",
     "TrainerState",
     "best_checkpoint",
+    "checkpoint_generation_config",
     "choose_checkpoint",
     "describe_choice",
     "describe_damaged",

@@ -25,6 +25,7 @@ from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, sync_and_rename, temporary_for, this_process
+from fabric_train.model.generation_config import write_generation_config
 
 if TYPE_CHECKING:
     from fabric_train.distributed.collectives import StepSync
@@ -262,7 +263,7 @@ class CheckpointManager:
         model = self._model.module
         model.config.save_pretrained(folder)
         if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+            write_generation_config(folder, model.generation_config)
         for source in self._description.attachments:
             for file in source.rglob("*") if source.is_dir() else [source]:
                 if file.is_file():

@@ -115,6 +115,11 @@ class Stream:
         return self.held_out.validation if self.held_out else None
 
     @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The token that ends documents."""
+        return (self.tokenizer.eos_token_id,)
+
+    @property
     def attachments(self) -> tuple[Path, ...]:
         """Folders that each checkpoint copies, so that it can be exported and used on its own."""
         return (self.tokenizer_folder,)

@@ -115,6 +115,11 @@ class TokenDataset:
         return self.train.split._fingerprint
 
     @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end documents, and turns of chats; none for an older folder without a manifest."""
+        return self.manifest.tokenizer.stop_token_ids if self.manifest else ()
+
+    @property
     def attachments(self) -> tuple[Path, ...]:
         """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
         return tuple(path for path in (self.folder / "manifest.json", self.folder / "tokenizer") if path.exists())

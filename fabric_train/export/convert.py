@@ -10,14 +10,15 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors.torch import save_file
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fabric_train.checkpoint import read_trainer_state
+from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_state
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.verification import VerificationReport, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.safe_paths import copy_folder
+from fabric_train.model.generation_config import write_generation_config
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
 from fabric_train.model.origin import legal_files
@@ -97,11 +98,7 @@ def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) ->
     config.use_cache = True  # training turns it off; generation without it is quadratic
     config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
-    generation_config = checkpoint / "generation_config.json"
-    if generation_config.is_file():
-        shutil.copyfile(generation_config, folder / generation_config.name)
-    else:
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

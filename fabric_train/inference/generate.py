@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
+from fabric_train.checkpoint import checkpoint_generation_config, find_whole_checkpoint, is_short_name
 from fabric_train.cli.errors import InputError
+from fabric_train.model.generation_config import read_generation_config
 from fabric_train.model.hf_model import build_model, load_model, quiet_transformers, read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
 from fabric_train.model.weight_files import open_weights
@@ -41,12 +42,16 @@ def load_for_generation(name: str) -> tuple[Any, Any]:
         weights = open_weights(checkpoint)
         dtype = torch.bfloat16 if device == "cuda" else weights.dtype(next(iter(weights)))
         tensors = {name: weights.read(name).to(dtype) for name in weights}
-        model: Any = build_model(read_shape(str(checkpoint)), tensors, dtype)
+        shape = read_shape(str(checkpoint))
+        model: Any = build_model(shape, tensors, dtype)
+        generation_config = checkpoint_generation_config(checkpoint, shape.config)
         tokenizer_source = str(checkpoint / "tokenizer")
     else:
         shape = read_shape(name)
         stored: Any = shape.config.dtype or torch.float32
+        generation_config = read_generation_config(name, shape.config)
         model, tokenizer_source = load_model(shape, torch.bfloat16 if device == "cuda" else stored), name
+    model.generation_config = generation_config
     return model.to(device).eval(), load_hf_tokenizer(tokenizer_source)
 
 

@@ -10,7 +10,6 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
+from fabric_train.model.generation_config import read_generation_config
 from fabric_train.model.hf_model import ModelShape, check_loaded_weights, check_weights_fit, load_model
 from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
 
@@ -94,8 +94,8 @@ def build_on_meta(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # initialize the buffers only
     model.initialize_weights()
-    with suppress(OSError):  # without this file, the model keeps from_config's generation settings
-        model.generation_config = GenerationConfig.from_pretrained(shape.source)
+    if not shape.is_new:
+        model.generation_config = read_generation_config(shape.source, shape.config)
     return model
 
 

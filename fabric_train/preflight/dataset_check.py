@@ -13,6 +13,7 @@ from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, TokenizerRecord, changed_tokenizer
+from fabric_train.tokenization.tokenizers.chat_template_file import read_chat_template
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
 
 
@@ -126,7 +127,8 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
     """Compare the tokenizer of the rows with the model's own, if the model has one."""
     notes = _other_bos_eos(folder, record, shape)
     template = _template(shape.source)
-    if record.chat_template_sha256 and template and _sha256(template.encode()) != record.chat_template_sha256:
+    digest = _sha256(template.encode(errors="surrogatepass")) if template else None
+    if record.chat_template_sha256 and digest and digest != record.chat_template_sha256:
         notes.append(
             f"{folder}: its chats are rendered with another chat template than {shape.source}'s own; "
             "checkpoints and exports will carry the former"
@@ -188,7 +190,7 @@ def _template(source: str) -> str | None:
     """Return the chat template of a model or tokenizer; None if it has none, or several named ones."""
     file = _model_file(source, "chat_template.jinja")
     if file:
-        return file.read_text(encoding="utf-8")
+        return read_chat_template(file)
     config = _model_file(source, "tokenizer_config.json")
     template = read_json(config, dict, "fetch the file again").get("chat_template") if config else None
     return template if isinstance(template, str) else None

@@ -14,8 +14,16 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
+from fabric_train.tokenization.chats.chosen_template import read_chosen_template
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, SourceFormat
-from fabric_train.tokenization.encoding import Caps, EncodedSources, available_cores, encode_sources, find_formats
+from fabric_train.tokenization.encoding import (
+    Caps,
+    EncodedSources,
+    available_cores,
+    encode_sources,
+    find_kinds,
+    open_formats,
+)
 from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
@@ -25,10 +33,12 @@ from fabric_train.tokenization.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_split
-from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
+from fabric_train.tokenization.packing.arrow_folder import check_disk_space, write_dataset_dict, write_split
+from fabric_train.tokenization.packing.rows import Packing, RowPlan, plan_rows
+from fabric_train.tokenization.packing.severed_chats import count_severed_chats
 from fabric_train.tokenization.reading.sources import Source, open_sources, sha256
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
+from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
@@ -70,12 +80,18 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
     tokenizer = load_tokenizer(arguments.tokenizer_name)
+    chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
     num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
         train_sources, held_out = _open(arguments, unfinished / DOWNLOADS)
         sources = [*train_sources, *held_out]
         tokenizer.save(folder / "tokenizer")
-        formats = find_formats(sources, folder / "tokenizer", arguments)
+        if chosen is not None:
+            set_chat_template(folder / "tokenizer", chosen)
+        kinds = find_kinds(sources, arguments)
+        default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
+        arguments = replace(arguments, packing=arguments.packing or default)
+        formats = open_formats(kinds, folder / "tokenizer", arguments)
         hashes = {file.name: sha256(file) for file in sorted((folder / "tokenizer").iterdir())}
         started = time.monotonic()
         caps = _caps(arguments)
@@ -85,11 +101,11 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
         seconds = time.monotonic() - started
         collections = _collect(encoded, unfinished, sources, arguments, caps)
         splits = _select(collections, train_sources, arguments)
-        ledgers = _write_splits(splits, folder, tokenizer, arguments)
+        ledgers = _write_splits(splits, folder, tokenizer, formats, arguments)
         manifest = Manifest(
             ledger=_ledger(collections, splits, ledgers),
             sources=tuple(_source_records(encoded, collections, splits, arguments)),
-            tokenizer=_tokenizer_record(tokenizer, hashes, encoded.encoder, formats),
+            tokenizer=_tokenizer_record(tokenizer, hashes, encoded, formats),
             settings=_settings(arguments),
             versions={name: version(name) for name in _VERSIONS_OF},
         )
@@ -190,13 +206,18 @@ def _select(
 
 
 def _write_splits(
-    splits: dict[str, _Split], folder: Path, tokenizer: CorpusTokenizer, arguments: "TokenizeArguments"
+    splits: dict[str, _Split],
+    folder: Path,
+    tokenizer: CorpusTokenizer,
+    formats: Sequence[SourceFormat],
+    arguments: "TokenizeArguments",
 ) -> dict[str, SplitLedger]:
     """Pack and write each split, and return its ledger.
 
     Raises:
-        InputError: a split has less than one row.
+        InputError: a split has less than one row, or the disk has no room for the rows.
     """
+    assert arguments.packing is not None, "the default depends on the sources, which are open"
     plans = {
         name: plan_rows(
             split.collection.documents.lengths, split.order, arguments.packing, arguments.max_length, arguments.overlap
@@ -206,16 +227,20 @@ def _write_splits(
     faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
     if faults:
         raise InputError(*faults)
+    check_disk_space(folder.parent, [(splits[name].collection.documents, plan) for name, plan in plans.items()])
+    is_chat = np.array([format_.chat is not None for format_ in formats])
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ledgers = {}
     for name, plan in plans.items():
-        num_supervised = write_split(folder / name, splits[name].collection.documents, plan, padding)
-        ledgers[name] = _split_ledger(splits[name], plan, num_supervised)
+        collection = splits[name].collection
+        num_supervised = write_split(folder / name, collection.documents, plan, padding)
+        num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
+        ledgers[name] = _split_ledger(splits[name], plan, num_supervised, num_severed)
     write_dataset_dict(folder, splits)
     return ledgers
 
 
-def _split_ledger(split: _Split, plan: RowPlan, num_supervised: int) -> SplitLedger:
+def _split_ledger(split: _Split, plan: RowPlan, num_supervised: int, num_severed: int) -> SplitLedger:
     return SplitLedger(
         documents=len(split.order),
         characters=int(split.collection.characters[split.order].sum()),
@@ -226,6 +251,7 @@ def _split_ledger(split: _Split, plan: RowPlan, num_supervised: int) -> SplitLed
         tokens_supervised=num_supervised,
         tokens_dropped=plan.tokens_dropped,
         rows=plan.num_rows,
+        chats_severed=num_severed,
     )
 
 
@@ -295,7 +321,7 @@ def _settings(arguments: "TokenizeArguments") -> Settings:
 
 
 def _tokenizer_record(
-    tokenizer: CorpusTokenizer, hashes: dict[str, str], encoder: str, formats: Sequence[SourceFormat]
+    tokenizer: CorpusTokenizer, hashes: dict[str, str], encoded: EncodedSources, formats: Sequence[SourceFormat]
 ) -> TokenizerRecord:
     chat = next((format_.chat for format_ in formats if format_.chat is not None), None)
     return TokenizerRecord(
@@ -306,9 +332,10 @@ def _tokenizer_record(
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         sha256=hashes,
-        encoder=encoder,
+        encoder=encoded.encoder,
         chat_template_sha256=None if chat is None else chat.chat_template_sha256,
         end_of_turn_token_id=None if chat is None else chat.end_of_turn_token_id,
+        turn_end_token_ids=tuple(sorted({end for record in encoded.records for end in record.turn_ends.tolist()})),
     )
 
 

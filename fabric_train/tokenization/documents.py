@@ -1,4 +1,4 @@
-"""An encoded document, and the error for a row that cannot be used."""
+"""An encoded document, one that is left out, and the error for a row that cannot be used."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,21 @@ class EncodedDocument:
         supervised: bool [number of tokens], whether the token is a target; None if all are.
         num_characters: code points of the encoded text.
         num_tokens_cut: tokens of the turns that were removed because they did not fit into a row.
+        turn_ends: the ids of the control tokens with which supervised turns of a chat end.
     """
 
     input_ids: np.ndarray
     supervised: np.ndarray | None
     num_characters: int
+    num_tokens_cut: int = 0
+    turn_ends: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A document that is left out: the ledger's reason, and its tokens if it did not fit into a row."""
+
+    reason: str
     num_tokens_cut: int = 0
 
 

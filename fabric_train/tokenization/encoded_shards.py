@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
 from fabric_train.tokenization.reading.files import text_of
 from fabric_train.tokenization.reading.sources import PartReader, Source
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos
@@ -31,10 +31,11 @@ _BATCH_CHARACTERS = 500_000  # passed to the encoder at once
 _MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 512 << 10, 256
 REASONS = (manifest.EMPTY, manifest.BAD_ROW, manifest.TOO_LONG, manifest.NOTHING_SUPERVISED, manifest.DUPLICATE)
 
-# number: of the row among those read in its shard, from 1; num_tokens_cut: see EncodedDocument
+# number: of the row among those read in its shard, from 1; num_tokens_cut: see EncodedDocument and LeftOut
 DOCUMENT = np.dtype([("number", "u4"), ("length", "u4"), ("characters", "u4"), ("num_tokens_cut", "u4")])
-SKIPPED = np.dtype([("number", "u4"), ("reason", "u1")])
+SKIPPED = np.dtype([("number", "u4"), ("reason", "u1"), ("num_tokens_cut", "u4")])
 HASH_BYTES = 16
+_FORMAT = 2  # of the files of a shard
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class ShardRecord:
         num_read: rows read.
         has_masks: whether there is a file of masks.
         first_bad_row: what is wrong with the first bad row; empty if there is none.
+        turn_ends: int32 [any number], the control tokens with which supervised turns of its chats end.
     """
 
     documents: np.ndarray
@@ -67,6 +69,7 @@ class ShardRecord:
     num_read: int
     has_masks: bool
     first_bad_row: str
+    turn_ends: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +79,9 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How to encode a source's rows: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text."""
+    """How to encode a source's rows of a ``kind``: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text."""
 
+    kind: str
     columns: tuple[str, ...]
     chat: "ChatEncoder | None"
 
@@ -126,7 +130,7 @@ def split_into_shards(sources: list[Source], settings: str) -> list[Shard]:
 def _shard(index: int, number: int, source: Source, parts: list[Any], settings: str) -> Shard:
     identities = [source.identity(part) for part in parts]
     known = all(identity is not None for identity in identities)
-    content = "\n".join([settings, *map(str, identities)]) if known else os.urandom(16).hex()
+    content = "\n".join([f"{_FORMAT} {settings}", *map(str, identities)]) if known else os.urandom(16).hex()
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
     return Shard(index, number, tuple(parts), sum(part.num_bytes for part in parts), key)
 
@@ -144,6 +148,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
             num_read=int(stored["num_read"]),
             has_masks=(folder / f"{shard.key}.masks").exists(),
             first_bad_row=str(stored["first_bad_row"]),
+            turn_ends=stored["turn_ends"],
         )
 
 
@@ -171,6 +176,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
             hashes=np.frombuffer(b"".join(writer.hashes), np.uint8).reshape(-1, HASH_BYTES),
             num_read=writer.num_read,
             first_bad_row=writer.first_bad_row,
+            turn_ends=np.array(sorted(writer.turn_ends), dtype=np.int32),
         )
     partial_file.rename(job.folder / f"{shard.key}.npz")
 
@@ -204,7 +210,7 @@ def _encode_texts(
             writer.skip_bad_row(ordinal, error)
             continue
         if text is None or not text.strip():
-            writer.skip(ordinal, manifest.EMPTY)
+            writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
         texts.append(text)
         ordinals.append(ordinal)
@@ -232,7 +238,7 @@ def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") ->
             place = "" if error is row else f"{reader.place(number)}: "
             writer.skip_bad_row(ordinal, BadRowError(f"{place}{error}"))
             continue
-        if isinstance(encoded, str):
+        if isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
         else:
             yield ordinal, encoded
@@ -243,10 +249,11 @@ class _Writer:
 
     def __init__(self, tokens: BinaryIO, masks: Path, job: EncodingJob, index: int) -> None:
         self.documents: list[tuple[int, int, int, int]] = []
-        self.skipped: list[tuple[int, int]] = []
+        self.skipped: list[tuple[int, int, int]] = []
         self.hashes: list[bytes] = []
         self.num_read = 0
         self.first_bad_row = ""
+        self.turn_ends: set[int] = set()
         self._tokens, self._job, self._slot = tokens, job, 3 * index
         self._masks_path = masks
         self._masks: BinaryIO | None = None
@@ -263,9 +270,9 @@ class _Writer:
         self.num_read += 1
         return self.num_read
 
-    def skip(self, ordinal: int, reason: str) -> None:
+    def skip(self, ordinal: int, left_out: LeftOut) -> None:
         """Record a row as skipped."""
-        self.skipped.append((ordinal, REASONS.index(reason)))
+        self.skipped.append((ordinal, REASONS.index(left_out.reason), left_out.num_tokens_cut))
 
     def skip_bad_row(self, ordinal: int, error: BadRowError) -> None:
         """Record a bad row as skipped.
@@ -276,7 +283,7 @@ class _Writer:
         if not self._job.skips_bad_rows:
             raise error.fault() from None
         self.first_bad_row = self.first_bad_row or str(error)
-        self.skip(ordinal, manifest.BAD_ROW)
+        self.skip(ordinal, LeftOut(manifest.BAD_ROW))
 
     def write(self, ordinal: int, document: EncodedDocument, position: int) -> None:
         """Write a document's tokens; write masks from the first document on that has one."""
@@ -290,6 +297,7 @@ class _Writer:
         self._tokens.write(document.input_ids.data)
         self._num_tokens += num_tokens
         self.documents.append((ordinal, num_tokens, document.num_characters, document.num_tokens_cut))
+        self.turn_ends |= document.turn_ends
         if self._job.hashed:
             digest = hashlib.blake2b(document.input_ids.data, digest_size=HASH_BYTES)
             if document.supervised is not None:

@@ -28,6 +28,7 @@ from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.files import missing_column, text_of
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
@@ -80,18 +81,8 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def find_formats(
-    sources: Sequence[Source], tokenizer_folder: Path, arguments: "TokenizeArguments", with_tiktoken: bool = True
-) -> list[SourceFormat]:
-    """Return each source's format, found from its first row.
-
-    If there are chats, their template is written to ``chat_template.jinja`` in ``tokenizer_folder``.
-
-    Args:
-        sources: the opened sources.
-        tokenizer_folder: holds ``tokenizer.json``.
-        arguments: the command line of ``tokenize_dataset.py``.
-        with_tiktoken: use tiktoken for chats if it gives the tokenizer's ids.
+def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> list[str]:
+    """Return each source's data format, found from its first row.
 
     Raises:
         InputError: one line for each source whose first row is bad or neither text nor a chat.
@@ -105,16 +96,41 @@ def find_formats(
             faults += error.faults
     if faults:
         raise InputError(*faults)
-    formats = {"text": SourceFormat((arguments.text_column,), None)}
+    return kinds
+
+
+def open_formats(
+    kinds: Sequence[str], tokenizer_folder: Path, arguments: "TokenizeArguments", with_tiktoken: bool = True
+) -> list[SourceFormat]:
+    """Return how to encode the sources of these kinds.
+
+    If there are chats, their template becomes that of ``tokenizer_folder``.
+
+    Args:
+        kinds: from ``find_kinds``.
+        tokenizer_folder: holds ``tokenizer.json``.
+        arguments: the command line of ``tokenize_dataset.py``, with the packing.
+        with_tiktoken: use tiktoken for chats if it gives the tokenizer's ids.
+
+    Raises:
+        InputError: the chat template cannot be used.
+    """
+    formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
     longest = None if arguments.packing == "concat" else arguments.max_length
     for kind in sorted(set(kinds) - {"text"}):
         from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
 
         encoder = ChatEncoder(
-            tokenizer_folder, kind, arguments.train_on, arguments.too_long, longest, with_tiktoken=with_tiktoken
+            tokenizer_folder,
+            kind,
+            arguments.train_on,
+            arguments.too_long,
+            longest,
+            with_tiktoken=with_tiktoken,
+            is_chosen=arguments.chat_template is not None,
         )
-        formats[kind] = SourceFormat(columns(kind), encoder)
-        (tokenizer_folder / "chat_template.jinja").write_text(encoder.chat_template, encoding="utf-8")
+        formats[kind] = SourceFormat(kind, columns(kind), encoder)
+        set_chat_template(tokenizer_folder, encoder.chat_template)
     return [formats[kind] for kind in kinds]
 
 
@@ -192,7 +208,8 @@ def encode_sources(
         return _encode_all(job, name, settings, check, num_proc, caps)
     except _DifferentIdsError as error:
         encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
-        formats = find_formats(sources, tokenizer_folder, arguments, with_tiktoken=False)
+        kinds = [format_.kind for format_ in formats]
+        formats = open_formats(kinds, tokenizer_folder, arguments, with_tiktoken=False)
         job = replace(job, encoder=encoder, formats=formats)
         return _encode_all(job, name, settings, check, num_proc, caps)
 

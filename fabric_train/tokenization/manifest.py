@@ -20,6 +20,8 @@ DUPLICATE = "duplicate"
 TOO_LONG = "too_long"
 NOTHING_SUPERVISED = "nothing_supervised"
 
+_TOLERATED_CUT = 0.05  # of all tokens
+
 
 @dataclass(frozen=True)
 class SourceFile:
@@ -63,7 +65,8 @@ class TokenizerRecord:
 
     ``vocab_size`` is its largest id plus one, ``sha256`` has the hash of each file in ``tokenizer/``. ``encoder`` is
     ``tiktoken``, or ``encode_batch_fast: WHY``. ``chat_template_sha256`` and ``end_of_turn_token_id`` belong to the
-    template with which chats were rendered; they are None without chats.
+    template with which chats were rendered; they are None without chats. ``turn_end_token_ids`` are the control tokens
+    with which supervised turns of the chats end.
     """
 
     name: str
@@ -76,6 +79,13 @@ class TokenizerRecord:
     encoder: str
     chat_template_sha256: str | None = None
     end_of_turn_token_id: int | None = None
+    turn_end_token_ids: tuple[int, ...] = ()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens at which generation has to stop: EOS, and those that end the turns of chats."""
+        of_template = () if self.end_of_turn_token_id is None else (self.end_of_turn_token_id,)
+        return tuple(dict.fromkeys((self.eos_token_id, *of_template, *self.turn_end_token_ids)))
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ class Settings:
     seed: int
     max_documents: int | None
     max_tokens: int | None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class SplitLedger:
         tokens_supervised: tokens whose label is not -100.
         tokens_dropped: tokens in no row, by reason.
         rows: number of rows.
+        chats_severed: chats with a supervised token in a row that does not hold the chat's beginning.
     """
 
     documents: int
@@ -124,6 +136,7 @@ class SplitLedger:
     tokens_supervised: int
     tokens_dropped: dict[str, int]
     rows: int
+    chats_severed: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,8 @@ class Ledger:
     """The documents read, skipped by reason, and kept; the kept ones are packed into the splits.
 
     With --weights, ``documents_repeated`` counts the times that a document comes again, and ``documents_unsampled``
-    the documents in no split. ``tokens_cut`` counts the tokens of turns removed from chats, by reason; no split
-    includes them.
+    the documents in no split. ``tokens_cut`` counts the tokens of turns removed from chats, and of chats skipped for
+    the same reason, by reason; no split includes them.
     """
 
     splits: dict[str, SplitLedger]
@@ -187,6 +200,25 @@ class Manifest:
     settings: Settings
     versions: dict[str, str]
     parts: tuple[MergedPart, ...] = ()
+
+    def losses(self) -> list[str]:
+        """Return a line if more than 5 % of the tokens were cut off chats, and one if chats are cut by rows."""
+        cut = sum(self.ledger.tokens_cut.values())
+        total = cut + sum(source.tokens for source in self.sources)
+        severed = sum(split.chats_severed for split in self.ledger.splits.values())
+        documents = sum(split.documents for split in self.ledger.splits.values())
+        losses = []
+        if cut > _TOLERATED_CUT * total:
+            losses.append(
+                f"{cut:,} of {total:,} tokens ({cut / total:.0%}) were cut off because chats are longer than a row of "
+                f"{self.settings.max_length:,}; give a larger --max_length"
+            )
+        if severed:
+            losses.append(
+                f"{severed:,} of {documents:,} documents are chats that continue in another row, where the model "
+                "learns turns without those before them; use --packing best_fit"
+            )
+        return losses
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

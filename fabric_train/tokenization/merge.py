@@ -221,9 +221,11 @@ def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger]) -> dict:
 
 
 def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
-    """Return the first tokenizer record with a chat template, or the first record if none has one."""
+    """Return the first tokenizer record with a chat template, or the first record, with the ends of all turns."""
     records = [dataset.manifest.tokenizer for dataset in merged]
-    return next((record for record in records if record.chat_template_sha256), records[0])
+    ends = {end for record in records for end in record.turn_end_token_ids}
+    first = next((record for record in records if record.chat_template_sha256), records[0])
+    return replace(first, turn_end_token_ids=tuple(sorted(ends)))
 
 
 def _settings_that_differ(parts: Iterable[MergedPart]) -> Iterator[str]:

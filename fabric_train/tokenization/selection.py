@@ -27,7 +27,7 @@ class Collection:
         sources: int64 [documents], the number of each document's source.
         num_read: rows read, up to the row at which a cap was reached.
         skipped: reason → rows skipped among those.
-        tokens_cut: reason → tokens removed from kept chats.
+        tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
         hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
     """
 
@@ -70,15 +70,16 @@ def collect(
     last = _last_within_caps(lengths[kept], max_documents, max_tokens)
     num_read = int(first_rows[-1]) if last == len(kept) else int(rows[kept[last - 1]])
     kept = kept[:last]
+    num_cut = int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
     skipped: Counter[str] = Counter()
     for record, first in zip(records, first_rows, strict=False):
-        within = record.skipped["reason"][record.skipped["number"] + first <= num_read]
-        for reason, count in zip(*np.unique(within, return_counts=True), strict=True):
+        within = record.skipped[record.skipped["number"] + first <= num_read]
+        num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
+        for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
             skipped[REASONS[reason]] += int(count)
     num_duplicates = int((~is_kept & (rows <= num_read)).sum())
     if num_duplicates:
         skipped[DUPLICATE] = num_duplicates
-    num_cut = int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
     return Collection(
         documents=SpooledDocuments(
             lengths, tuple(_spooled(folder, *pair) for pair in zip(shards, records, strict=True))

@@ -20,6 +20,7 @@ from fabric_train.distributed.shards import flat_shards, named_parameters
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
+from fabric_train.model.generation_config import add_stop_tokens
 from fabric_train.model.init_weights import open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
@@ -50,6 +51,8 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
         line = note_on_end_of_turn(meta_model, run.data)
         if line:
             note(line)
+    if meta_model.model.generation_config is not None:
+        add_stop_tokens(meta_model.model.generation_config, run.data.stop_token_ids)
     decayed = decayed_names(meta_model.model)
     any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MAX_STATIC_LENGTHS
     model = setup_model(fabric, meta_model.model, run.model.layer_classes, arguments, meta_model.weights, any_length)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from transformers import PreTrainedTokenizerFast
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.tokenization.inspect.report import make_report
+from fabric_train.tokenization.merge import merge
+from tests.support.programs import RunProgram
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 QUESTIONS = [f"What is {number} plus {number}?" for number in range(30)]
@@ -108,7 +112,8 @@ def test_long_chats_are_cut_at_turns_or_dropped_and_counted(tmp_path: Path, toke
     assert ledger.tokens_cut["too_long"] > 100
     run(tmp_path / "dropped", tokenizer_dir, source, packing="none", too_long="drop", validation_split=0)
     ledger = manifest_of(tmp_path / "dropped").ledger
-    assert (ledger.documents_kept, ledger.documents_skipped, ledger.tokens_cut) == (9, {"too_long": 1}, {})
+    assert (ledger.documents_kept, ledger.documents_skipped) == (9, {"too_long": 1})
+    assert ledger.tokens_cut["too_long"] > 200  # the whole chat
 
 
 def test_row_of_unknown_format_is_shown_with_file_line_and_formats(tmp_path: Path, tokenizer_dir: Path) -> None:
@@ -124,3 +129,185 @@ def test_tokenizer_without_chat_template_is_refused_for_chats(tmp_path: Path, ti
     with pytest.raises(InputError, match="no chat template"):
         run(tmp_path / "out", tiny_model_dir, source)
     assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------------------------ what chats lose
+
+
+def chats_of(*contents: tuple[str, ...]) -> list[Any]:
+    """Return rows with one chat for each tuple of contents, which user and assistant say in turn."""
+    return [
+        {"messages": [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(chat)]}
+        for chat in contents
+    ]
+
+
+def problems_in_chats(folder: Path) -> list[str]:
+    """Return what the inspector says about chats."""
+    report = make_report(folder, "train", range(0), lambda done, total: None)
+    return [problem.text for problem in report.problems if problem.split == "chats"]
+
+
+@pytest.mark.parametrize(
+    "kinds, packing",
+    [("text", "concat"), ("chats", "best_fit"), ("text and chats", "best_fit"), ("alpaca", "best_fit")],
+)
+def test_packing_that_cuts_no_chat_is_the_default(
+    tmp_path: Path, tokenizer_dir: Path, kinds: str, packing: str
+) -> None:
+    sources = []
+    if "text" in kinds:
+        sources.append(write_jsonl(tmp_path / "text.jsonl", ["Plain text, all of which is supervised."] * 20))
+    if "chats" in kinds:
+        sources.append(write(tmp_path / "chats.jsonl", [FORMATS["messages"]("Hi", "Ho")] * 20))
+    if "alpaca" in kinds:
+        sources.append(write(tmp_path / "alpaca.jsonl", [FORMATS["alpaca"]("Hi", "Ho")] * 20))
+    run(tmp_path / "out", tokenizer_dir, *sources, max_length=32, validation_split=0)
+    assert manifest_of(tmp_path / "out").settings.packing == packing
+    assert problems_in_chats(tmp_path / "out") == []
+
+
+def test_chats_that_rows_cut_are_counted_and_complained_of(
+    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = chats_of(*[("Hi", f"It is {number}. " * 12) for number in range(20)])
+    source = write(tmp_path / "chats.jsonl", chats)
+    texts = write_jsonl(tmp_path / "text.jsonl", ["Plain text, all of which is supervised. " * 9] * 9)
+    rows = run(tmp_path / "out", tokenizer_dir, source, texts, max_length=64, packing="concat", validation_split=0)
+    severed, document = set(), -1
+    for labels, starts in zip(rows["train"]["labels"][:], rows["train"]["document_starts"][:], strict=True):
+        continued = labels[: starts[0] if starts else 64]
+        if document < len(chats) and any(label != -100 for label in continued):
+            severed.add(document)
+        document += len(starts)
+    assert manifest_of(tmp_path / "out").ledger.splits["train"].chats_severed == len(severed) > 10
+    (problem,) = problems_in_chats(tmp_path / "out")
+    assert problem.startswith(f"{len(severed)} of 29 documents are chats that continue in another row")
+    assert problem.endswith("use --packing best_fit")
+    assert f"warning    {problem}" in capsys.readouterr().out
+
+
+def test_a_chat_whose_cut_loses_nothing_supervised_is_not_severed(tmp_path: Path, tokenizer_dir: Path) -> None:
+    # the question fills the first row and more, and all answers lie in the row in which their chat begins
+    chats = chats_of(("Hi", "Ho", "And then? " * 40))
+    source = write(tmp_path / "a.jsonl", chats)
+    run(tmp_path / "out", tokenizer_dir, source, max_length=32, packing="concat", validation_split=0)
+    assert manifest_of(tmp_path / "out").ledger.splits["train"].chats_severed == 0
+
+
+@pytest.mark.parametrize("too_long", ["cut_end", "cut_start", "drop"])
+def test_more_than_five_percent_cut_off_is_complained_of(
+    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str], too_long: str
+) -> None:
+    long = tuple(f"turn {number} is a sentence" for number in range(40))
+    few, many = (write(tmp_path / f"{n}.jsonl", chats_of(*[("Hi", "Ho")] * n, long)) for n in (1200, 20))
+    for source, complains in ((few, False), (many, True)):
+        folder = tmp_path / source.stem
+        capsys.readouterr()
+        run(folder, tokenizer_dir, source, max_length=64, too_long=too_long, validation_split=0)
+        ledger = manifest_of(folder).ledger
+        cut, kept = ledger.tokens_cut["too_long"], ledger.splits["train"].tokens_in
+        assert (cut > 0.05 * (cut + kept)) == complains
+        problems = problems_in_chats(folder)
+        assert len(problems) == complains
+        if complains:
+            share = f"{cut:,} of {cut + kept:,} tokens ({cut / (cut + kept):.0%}) were cut off"
+            assert problems[0].startswith(share)
+            assert f"warning    {share}" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- --chat_template
+
+
+OTHER_TEMPLATE = CHATML.replace("<|im_start|>", "<|im_start|>the ")
+
+
+def test_the_chosen_template_is_used_and_becomes_the_tokenizers_own(tmp_path: Path, tokenizer_dir: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": CHATML}))
+    file = tmp_path / "mine.jinja"
+    file.write_text(OTHER_TEMPLATE)
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"](q, a) for q, a in zip(QUESTIONS, ANSWERS, strict=True)])
+    rows = run(tmp_path / "out", folder, source, chat_template=file, train_on="last")["train"]
+    saved = tmp_path / "out" / "tokenizer"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(saved)
+    assert tokenizer.decode(rows["input_ids"][0]).startswith("<|im_start|>the user\nWhat is ")
+    assert tokenizer.chat_template == (saved / "chat_template.jinja").read_text() == OTHER_TEMPLATE
+    assert "chat_template" not in json.loads((saved / "tokenizer_config.json").read_text())
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest.settings.chat_template == str(file)
+    assert manifest.tokenizer.chat_template_sha256 == sha256(OTHER_TEMPLATE.encode()).hexdigest()
+
+
+def test_a_chosen_template_is_never_replaced_by_llama3s(tmp_path: Path, llama3_dir: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}")  # cannot mark an assistant's turn
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")])
+    with pytest.raises(InputError, match="cannot mark the assistant's tokens"):
+        run(tmp_path / "out", llama3_dir, source, chat_template=file)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_that_never_ends_is_one_line_and_exit_code_2(
+    tmp_path: Path, tokenizer_dir: Path, run_program: RunProgram
+) -> None:
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loop)
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")])
+    argv = ["--dataset", source, "--tokenizer_name", folder, "--output_dir", tmp_path / "out", "--num_proc", 1]
+    finished = run_program("tokenize_dataset.py", *argv)
+    assert finished.returncode == 2
+    (fault,) = [line for line in finished.stderr.splitlines() if line.startswith("error")]
+    assert "Traceback" not in finished.stderr
+    assert fault.startswith("error: the tokenizer has an unusable chat template (the chat template is not done after")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizers_template_that_is_not_utf_8_is_refused(tmp_path: Path, tokenizer_dir: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
+    (folder / "chat_template.jinja").write_bytes(b"{{ '\xff' }}")
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")])
+    with pytest.raises(InputError, match=r"chat_template.jinja: byte 4 is not UTF-8 \(0xff\)"):
+        run(tmp_path / "out", folder, source)
+
+
+# ------------------------------------------------------------------------------------------------------ large rows
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_rows_that_the_disk_cannot_hold_are_refused_at_once(
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    source = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")] * 60)
+    disk = shutil.disk_usage(tmp_path)._replace(free=5 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: disk)
+    options = {"packing": packing, "max_length": 10**9}
+    with pytest.raises(InputError, match=r"rows of 1,000,000,000 tokens, 100% .* take .* has 5\.0 GB left"):
+        run(tmp_path / "out", tokenizer_dir, source, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_turns_of_tools_and_of_text_end_with_tokens_of_their_own(tmp_path: Path, tokenizer_dir: Path) -> None:
+    folder = Path(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
+    by_turn = "('<|endoftext|>' if 'call' in message['content'] else '<|im_end|>')"
+    (folder / "chat_template.jinja").write_text(CHATML.replace("'<|im_end|>\n'", by_turn + " + '\n'"))
+    chats = chats_of(("Hi", "call it", "so?", "Ho"), ("Hi", "Ho"))
+    run(tmp_path / "out", folder, write(tmp_path / "a.jsonl", chats), packing="none", validation_split=0)
+    tokenizer = manifest_of(tmp_path / "out").tokenizer
+    assert tokenizer.turn_end_token_ids == (0, 2)
+    source = write(tmp_path / "b.jsonl", chats[1:] * 9)
+    run(tmp_path / "plain", tokenizer_dir, source, packing="none", validation_split=0)
+    assert manifest_of(tmp_path / "plain").tokenizer.turn_end_token_ids == (2,)
+
+
+def test_a_merged_dataset_knows_the_ends_of_all_turns(tmp_path: Path, tokenizer_dir: Path) -> None:
+    chats = write(tmp_path / "a.jsonl", [FORMATS["messages"]("Hi", "Ho")] * 9)
+    folders = [tmp_path / "chats", tmp_path / "all"]
+    run(folders[0], tokenizer_dir, chats, validation_split=0)
+    run(folders[1], tokenizer_dir, chats, validation_split=0, train_on="all")
+    assert manifest_of(folders[1]).tokenizer.stop_token_ids == (2,)
+    manifest, _ = merge([*reversed(folders)], tmp_path / "merged")
+    assert manifest.tokenizer.turn_end_token_ids == manifest_of(folders[0]).tokenizer.turn_end_token_ids == (2,)

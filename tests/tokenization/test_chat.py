@@ -19,7 +19,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
 
 CHATML = (
@@ -185,8 +185,8 @@ def test_generation_marks_agree_with_turn_by_turn_renderings(
     by_turns, by_marks = (
         encoder(with_template(template)).encode({"messages": chat}) for template in (CHATML, CHATML_WITH_GENERATION)
     )
-    if isinstance(by_turns, str) or isinstance(by_marks, str):
-        assert by_turns == by_marks == manifest.NOTHING_SUPERVISED
+    if isinstance(by_turns, LeftOut) or isinstance(by_marks, LeftOut):
+        assert by_turns == by_marks == LeftOut(manifest.NOTHING_SUPERVISED)
         assert "assistant" not in roles
         return
     assert by_turns.input_ids.tolist() == by_marks.input_ids.tolist()
@@ -337,7 +337,7 @@ def test_template_that_leaves_out_assistant_text_is_refused(with_template: Calla
 
 
 def test_no_template_and_not_llama3_is_an_input_error(with_template: Callable[[str | None], Path]) -> None:
-    with pytest.raises(InputError, match="has no chat template; give the tokenizer of an instruct model, or put"):
+    with pytest.raises(InputError, match="has no chat template; give the tokenizer of an instruct model, or a"):
         encoder(with_template(None))
     with pytest.raises(InputError, match=r"unusable .*refuses it: never"):
         encoder(with_template("{{ raise_exception('never') }}"))
@@ -477,7 +477,7 @@ def test_cut_end_keeps_the_most_whole_turns_that_fit(
     ]
     fitting = [ids for ids in (reference_ids(chatml_dir, part) for part in allowed) if len(ids) <= max_length]
     if not fitting:
-        assert cut == manifest.TOO_LONG
+        assert cut == LeftOut(manifest.TOO_LONG, len(document.input_ids))
         return
     assert isinstance(cut, EncodedDocument)
     assert cut.input_ids.tolist() == fitting[-1]
@@ -495,9 +495,9 @@ def test_cut_start_keeps_the_system_message_and_begins_with_a_user(
     parts = [system + turns[begin:] for begin in range(0, len(turns), 2)]
     fitting = [part for part in parts if len(reference_ids(chatml_dir, part)) <= max_length]
     if not fitting:
-        assert cut == manifest.TOO_LONG
+        assert cut == LeftOut(manifest.TOO_LONG, len(reference_ids(chatml_dir, messages)))
     elif all(message["role"] != "assistant" for message in fitting[0]):
-        assert cut == manifest.NOTHING_SUPERVISED
+        assert cut == LeftOut(manifest.NOTHING_SUPERVISED, len(reference_ids(chatml_dir, messages)))
     else:
         assert isinstance(cut, EncodedDocument)
         assert cut.input_ids.tolist() == reference_ids(chatml_dir, fitting[0])
@@ -514,10 +514,10 @@ def test_long_chat_is_dropped_or_cut_and_may_lose_all_labels(chatml_dir: Path) -
     row = {"messages": messages}
     length = len(reference_ids(chatml_dir, messages))
     drop = encoder(chatml_dir, "assistant", "drop", 1)
-    assert with_limit(drop, length - 1).encode(row) == manifest.TOO_LONG
+    assert with_limit(drop, length - 1).encode(row) == LeftOut(manifest.TOO_LONG, length)
     assert isinstance(with_limit(drop, length).encode(row), EncodedDocument)
     cut_end = encoder(chatml_dir, "last", "cut_end", length - 1)
-    assert cut_end.encode(row) == manifest.NOTHING_SUPERVISED
+    assert cut_end.encode(row) == LeftOut(manifest.NOTHING_SUPERVISED, length)
     cut_start = encoder(chatml_dir, "last", "cut_start", length - 1).encode(row)
     assert isinstance(cut_start, EncodedDocument)
     assert supervised_text(chatml_dir, cut_start) == "d<|im_end|>"
@@ -532,4 +532,4 @@ def test_long_chat_is_dropped_or_cut_and_may_lose_all_labels(chatml_dir: Path) -
     ],
 )
 def test_chats_with_nothing_to_learn_are_left_out_with_a_reason(chatml_dir: Path, messages: Chat, reason: str) -> None:
-    assert encoder(chatml_dir).encode({"messages": messages}) == reason
+    assert encoder(chatml_dir).encode({"messages": messages}) == LeftOut(reason)

@@ -179,6 +179,10 @@ def test_best_fit_equals_a_plain_implementation_in_any_order(data: st.DataObject
     assert list(dict.fromkeys(rows.tolist())) == list(range(len(set(rows.tolist()))))
 
 
+def test_best_fit_takes_no_memory_for_the_length_of_a_row() -> None:
+    assert best_fit_decreasing(np.array([5, 3, 4]), 2**31 - 1).tolist() == [0, 0, 0]
+
+
 def test_best_fit_rows_are_in_the_order_of_their_first_documents() -> None:
     plan = Task(lengths=[2, 5, 4, 3], order=[0, 1, 2, 3], packing="best_fit", max_length=6, overlap=0).plan()
     assert [[piece.new[0][0] for piece in row] for row in rows_of(plan)] == [[0, 2], [1], [3]]

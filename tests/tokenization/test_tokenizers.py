@@ -294,6 +294,16 @@ def test_folder_is_read_as_transformers_reads_it(case: str, chatml_dir: Path, tm
         )
 
 
+@pytest.mark.parametrize("role", ["eos_token", "bos_token", "pad_token"])
+def test_a_named_token_outside_the_vocabulary_is_refused(chatml_dir: Path, tmp_path: Path, role: str) -> None:
+    shutil.copy(chatml_dir / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, role: "<|nowhere|>"}))
+    with pytest.raises(InputError) as error:
+        load_tokenizer(str(tmp_path))
+    (fault,) = error.value.faults
+    assert f"its {role} '<|nowhere|>' is not in its vocabulary; name one of its tokens in" in fault
+
+
 @pytest.fixture(scope="module")
 def small_spm_model(tmp_path_factory: pytest.TempPathFactory, real_texts: list[str]) -> Path:
     """A SentencePiece model of 1,000 pieces with the settings of Llama-2's."""

@@ -14,7 +14,7 @@ from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat
 from fabric_train.tokenization.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
 from fabric_train.tokenization.chats.control_tokens import ControlTokens
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,6 +38,7 @@ class ChatEncoder:
             drop: it is left out.
         max_length: in tokens; None is no limit.
         with_tiktoken: use tiktoken if it gives the tokenizer's ids; the ids are the same without it.
+        is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
 
     Attributes:
         chat_template: the source of the template in use; ``chat_template_sha256`` is its hash.
@@ -45,7 +46,7 @@ class ChatEncoder:
         notes: lines that a user should read.
 
     Raises:
-        InputError: neither the tokenizer's chat template nor Llama-3's can be used.
+        InputError: the tokenizer's chat template cannot be used; without one, Llama-3's cannot.
     """
 
     def __init__(
@@ -56,44 +57,49 @@ class ChatEncoder:
         too_long: str,
         max_length: int | None,
         with_tiktoken: bool = True,
+        is_chosen: bool = False,
     ) -> None:
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
         self._data_format, self._train_on, self._too_long = data_format, train_on, too_long
         self._max_length = max_length
-        self._template, notes = _choose_template(tokenizer, tokenizer_folder, train_on)
+        self._template, notes = _choose_template(tokenizer, train_on, is_chosen)
         self.notes = (*notes, *_notes(tokenizer, self._template))
         self.chat_template = self._template.source
         self.chat_template_sha256 = hashlib.sha256(self.chat_template.encode()).hexdigest()
         self._eos_token_id: int = tokenizer.eos_token_id
         control = {token: tokenizer.convert_tokens_to_ids(token) for token in self._template.control_tokens}
         self.end_of_turn_token_id: int | None = control.get(self._template.end_of_turn or "")
+        self._control_ids = frozenset(control.values()) | {self._eos_token_id}
         self._tokens = ControlTokens(tokenizer_folder / "tokenizer.json", control, with_tiktoken)
 
-    def encode(self, record: Mapping[str, Any]) -> EncodedDocument | str:
-        """Encode a row, or return why it is left out: ``manifest.EMPTY``, ``TOO_LONG`` or ``NOTHING_SUPERVISED``.
+    def encode(self, record: Mapping[str, Any]) -> EncodedDocument | LeftOut:
+        """Encode a row, or leave it out as ``manifest.EMPTY``, ``TOO_LONG`` or ``NOTHING_SUPERVISED``.
 
         Raises:
             BadRowError: the row has another format, or the template cannot render or mark it.
         """
-        chat = read_chat(record, self._data_format)
+        try:
+            return self._encode_chat(read_chat(record, self._data_format))
+        except RecursionError:
+            raise BadRowError("its objects are nested too deeply; leave the row out") from None
+
+    def _encode_chat(self, chat: Chat) -> EncodedDocument | LeftOut:
         if not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages):
-            return manifest.EMPTY
+            return LeftOut(manifest.EMPTY)
         turns = self._supervised_turns(chat)
         if not turns:
-            return manifest.NOTHING_SUPERVISED
+            return LeftOut(manifest.NOTHING_SUPERVISED)
         self._check_tools_rendered(chat)
         whole = self._encode(chat, range(len(chat.messages)), turns)
         if self._max_length is None or len(whole.input_ids) <= self._max_length:
             return whole
-        if self._too_long == "drop":
-            return manifest.TOO_LONG
-        kept = self._longest_part(chat, self._max_length)
+        kept = None if self._too_long == "drop" else self._longest_part(chat, self._max_length)
         if kept is None:
-            return manifest.TOO_LONG
+            return LeftOut(manifest.TOO_LONG, len(whole.input_ids))
         if not turns.intersection(kept):
-            return manifest.NOTHING_SUPERVISED
+            return LeftOut(manifest.NOTHING_SUPERVISED, len(whole.input_ids))
         part = self._encode(chat, kept, turns)
         return replace(part, num_tokens_cut=len(whole.input_ids) - len(part.input_ids))
 
@@ -122,10 +128,12 @@ class ChatEncoder:
         if not self._template.ends_with_control_token(text):
             input_ids = np.append(input_ids, np.int32(self._eos_token_id))
             supervised = np.append(supervised, kept[-1] in turns)
+        is_last = supervised & ~np.append(supervised[1:], False)  # of the supervised tokens of a turn
         return EncodedDocument(
             input_ids=input_ids,
             supervised=None if self._train_on == "all" else supervised,
             num_characters=sum(len(message["content"]) for message in messages),
+            turn_ends=self._control_ids.intersection(input_ids[is_last].tolist()),
         )
 
     def _longest_part(self, chat: Chat, max_length: int) -> Sequence[int] | None:
@@ -162,41 +170,45 @@ class ChatEncoder:
 
 
 def _choose_template(
-    tokenizer: "PreTrainedTokenizerFast", folder: Path, train_on: str
+    tokenizer: "PreTrainedTokenizerFast", train_on: str, is_chosen: bool
 ) -> tuple[ChatTemplate, tuple[str, ...]]:
-    """Return the tokenizer's own template or Llama-3's, and notes about the choice."""
-    own, fault = None, "has no chat template"
-    if tokenizer.chat_template:
-        try:
-            own = _template(tokenizer, _source(tokenizer, folder))
-        except BadRowError as error:
-            fault = f"has an unusable chat template ({error})"
-    if own:
-        fault = "has a chat template that cannot mark the assistant's tokens"
-        turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]
-        if own.can_mark(["user", "assistant", "user", "assistant"], turns):
-            return own, ()
-    if all(token in tokenizer.get_added_vocab() for token in LLAMA3_CONTROL_TOKENS):
+    """Return the tokenizer's own template or, if none is chosen, Llama-3's; and notes about the choice."""
+    own = _own_template(tokenizer)
+    fault = "has a chat template that cannot mark the assistant's tokens" if own else "has no chat template"
+    turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]
+    if own and own.can_mark(["user", "assistant", "user", "assistant"], turns):
+        return own, ()
+    if not is_chosen and all(token in tokenizer.get_added_vocab() for token in LLAMA3_CONTROL_TOKENS):
         return _template(tokenizer, LLAMA3_TEMPLATE), (f"the tokenizer {fault}; Llama-3's is used",)
     if own and own.can_mark(["user", "assistant"], [1]):
         return own, (
             "the tokenizer's chat template renders turns differently once others follow; chats with several turns of "
             "the assistant are refused, except with --train_on last",
         )
-    raise InputError(
-        f"{folder}: the tokenizer {fault}; give the tokenizer of an instruct model, or put a chat_template.jinja into "
-        "its folder"
-    )
+    raise InputError(f"the tokenizer {fault}; {_ADVICE}")
 
 
-def _source(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> str:
+def _own_template(tokenizer: "PreTrainedTokenizerFast") -> ChatTemplate | None:
+    """Return the tokenizer's template, or None if it has none.
+
+    Raises:
+        InputError: the template cannot be used, or there are several.
+    """
+    if not tokenizer.chat_template:
+        return None
     try:
-        return str(tokenizer.get_chat_template())
+        source = str(tokenizer.get_chat_template())
     except ValueError:
         raise InputError(
-            f"{folder}: the tokenizer has several chat templates and none is the default; put the one to use into "
-            "chat_template.jinja in its folder"
+            "the tokenizer has several chat templates and none is the default; give the one to use by --chat_template"
         ) from None
+    try:
+        return _template(tokenizer, source)
+    except BadRowError as error:
+        raise InputError(f"the tokenizer has an unusable chat template ({error}); {_ADVICE}") from None
+
+
+_ADVICE = "give the tokenizer of an instruct model, or a template by --chat_template"
 
 
 def _template(tokenizer: "PreTrainedTokenizerFast", source: str) -> ChatTemplate:

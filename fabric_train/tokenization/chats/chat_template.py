@@ -17,12 +17,15 @@ equals its contents with these separators between them, no other rendering is ne
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from fabric_train.cli.errors import first_line
 from fabric_train.tokenization.chats.chat_format import Message
-from fabric_train.tokenization.chats.control_tokens import Span
+from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
+from fabric_train.tokenization.chats.time_limit import OutOfTimeError, limited_time
 from fabric_train.tokenization.documents import BadRowError
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
@@ -39,6 +42,7 @@ LLAMA3_TEMPLATE = (
 LLAMA3_CONTROL_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SECONDS = 5.0  # of processor time for one rendering; an ordinary one takes less than a millisecond
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class ChatTemplate:
         end_of_turn: the control token that follows the assistant's content; None if none does.
 
     Raises:
-        BadRowError: the template is invalid, or refuses a question with an answer.
+        BadRowError: the template is invalid, or refuses a question with an answer, fails on it or does not end.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class ChatTemplate:
         added_tokens: Collection[str],
         special_tokens: Collection[str],
     ) -> None:
+        if not source.isascii():
+            check_surrogates(source)
         self.source = source
         self._variables = dict(variables)
         self._has_generation = _GENERATION.search(source) is not None
@@ -92,7 +98,7 @@ class ChatTemplate:
         """Return the text of a conversation; with ``generation_prompt``, also the header of the assistant's next turn.
 
         Raises:
-            BadRowError: the template refuses the conversation.
+            BadRowError: the template refuses the conversation, fails on it or does not end.
         """
         return self._render(messages, tools, generation_prompt, False)[0]
 
@@ -139,32 +145,35 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self.source,
-                add_generation_prompt=generation_prompt,
-                return_assistant_tokens_mask=marks,
-                **self._variables,
-            )
-        except (TemplateError, TypeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise BadRowError(f"the chat template refuses it: {reason}") from None
+            with limited_time(_SECONDS):
+                rendered: Any = render_jinja_template(
+                    [messages],
+                    tools=tools,
+                    chat_template=self.source,
+                    add_generation_prompt=generation_prompt,
+                    return_assistant_tokens_mask=marks,
+                    **self._variables,
+                )
+        except OutOfTimeError:
+            raise BadRowError(f"the chat template is not done after {_SECONDS:g} s; it may never end") from None
+        except TemplateError as error:
+            raise BadRowError(f"the chat template refuses it: {first_line(error)}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
+            raise BadRowError(f"the chat template fails with {type(error).__name__}: {first_line(error)}") from None
         (text,), spans = rendered
         return text, spans[0] if marks else []
 
     def _find_control_tokens(self, added_tokens: Iterable[str]) -> None:
         """Find the tokens around turns. Other added tokens (<think>) can be in a content, and are tokens there."""
         contents = [message["content"] for message in _speak(["user", "assistant"])]
-        try:
+        answered = frame = self.render(_speak(["user", "assistant"]))
+        with suppress(BadRowError):  # some templates end a turn only if another follows
             frame = self.render(_speak(["user", "assistant", "user"]))
-        except BadRowError:
-            frame = self.render(_speak(["user", "assistant"]))
         for content in contents:
             frame = frame.replace(content, "")
         written = {token for token in added_tokens if token in frame}
         self.control_tokens = tuple(sorted(written.union(self.control_tokens)))
-        after = self.render(_speak(["user", "assistant"])).partition(contents[1])[2].lstrip()
+        after = answered.partition(contents[1])[2].lstrip()
         self.end_of_turn = max(
             (token for token in self.control_tokens if after.startswith(token)), key=len, default=None
         )
@@ -180,8 +189,8 @@ class ChatTemplate:
         if not (until.startswith(prompt) and text.startswith(until)):
             raise BadRowError(
                 f"the chat template renders turn {turn + 1}, the assistant's, differently when it is generated or "
-                "others follow, so it cannot be marked; use --train_on last, or put a chat_template.jinja with "
-                "{% generation %} into the tokenizer's folder"
+                "others follow, so it cannot be marked; use --train_on last, or give a template with "
+                "{% generation %} by --chat_template"
             )
         span = self._with_end_of_turn(text, len(prompt), len(until))
         _check_content_rendered(messages, turn, text, span)
@@ -195,7 +204,7 @@ class ChatTemplate:
         if len(marked) != len(spoken):
             raise BadRowError(
                 f"the chat template has {{% generation %}} around {len(marked)} of {len(spoken)} turns of the "
-                "assistant; correct it in the tokenizer's folder"
+                "assistant; give a corrected one by --chat_template"
             )
         spans = {
             turn: self._with_end_of_turn(text, begin, end) for turn, (begin, end) in zip(spoken, marked, strict=True)
@@ -266,6 +275,6 @@ def _check_content_rendered(messages: list[Message], turn: int, text: str, span:
     content, rendered = messages[turn].get("content", ""), text[span[0] : span[1]]
     if content.strip() not in rendered and "".join(content.split()) not in "".join(rendered.split()):
         raise BadRowError(
-            f"the chat template leaves out a part of turn {turn + 1}, so it would not be trained on; put a "
-            "chat_template.jinja that keeps it into the tokenizer's folder"
+            f"the chat template leaves out a part of turn {turn + 1}, so it would not be trained on; "
+            "give a template that keeps it by --chat_template"
         )

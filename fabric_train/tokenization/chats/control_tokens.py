@@ -79,7 +79,7 @@ class ControlTokens:
             BadRowError: the text has half of a surrogate pair, or the tokenizer makes a control token from text.
         """
         if not text.isascii():
-            _check_surrogates(text)
+            check_surrogates(text)
         borders = list(chain.from_iterable(spans))
         if self._tiktoken:
             try:
@@ -150,7 +150,12 @@ def _any_of(texts: Mapping[str, Any]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)))
 
 
-def _check_surrogates(text: str) -> None:
+def check_surrogates(text: str) -> None:
+    """Check that a text can be encoded.
+
+    Raises:
+        BadRowError: it has half of a surrogate pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -92,6 +92,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         problems += found
     if manifest:
         problems += _ledger_problems(manifest, counts)
+        problems += [Problem("chats", loss) for loss in manifest.losses()]
     return DatasetReport(
         folder, manifest, vocabulary is not None, counts, problems, shown, with_continuations(views, rows)
     )
@@ -166,7 +167,7 @@ def _expectation(settings: Settings | None, manifest: Manifest | None, vocabular
         vocab_size=vocabulary.size if vocabulary else size,
         bos_token_id=tokenizer.bos_token_id if tokenizer else bos,
         unk_token_id=None if unk in (bos, eos, pad) else unk,
-        ends=_known(tokenizer.eos_token_id, tokenizer.end_of_turn_token_id) if tokenizer else _known(eos),
+        ends=tokenizer.stop_token_ids if tokenizer else _known(eos),
         is_ended=manifest is not None,
         fillers=_known(pad, eos, tokenizer.eos_token_id if tokenizer else None),
     )

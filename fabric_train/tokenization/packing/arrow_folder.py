@@ -1,7 +1,8 @@
 """Write planned rows as a folder for ``datasets.load_from_disk``, without the slow import of ``datasets``."""
 
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh3_64
 
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.packing.rows import RowPlan
 from fabric_train.tokenization.packing.spooled import PiecesToCopy, SpooledDocuments, SpoolReader
 from fabric_train.tokenization.progress import ThrottledLog
@@ -75,6 +77,25 @@ class RowFiller:
         return PackedRows(input_ids, labels, document_starts, offsets.astype(np.int32), num_supervised)
 
 
+def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowPlan]]) -> None:
+    """Check that the disk of ``folder`` has room for the tokens and labels of some splits.
+
+    Raises:
+        InputError: it has not.
+    """
+    num_rows = sum(plan.num_rows for _, plan in splits)
+    padding = sum(plan.tokens_padding for _, plan in splits)
+    max_length = splits[0][1].max_length
+    num_bytes = sum(4 * plan.num_rows * max_length * (1 + _has_labels(documents, plan)) for documents, plan in splits)
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise InputError(
+            f"{num_rows:,} rows of {max_length:,} tokens, {padding / (num_rows * max_length):.0%} of them padding, "
+            f"take {num_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB left; give a smaller --max_length, "
+            "--packing best_fit, or an --output_dir on another disk"
+        )
+
+
 def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int) -> int:
     """Write the planned rows into the new folder ``folder``, in files of about 512 MiB.
 
@@ -108,7 +129,7 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
     import pyarrow
 
     folder.mkdir()
-    with_labels = documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
+    with_labels = _has_labels(documents, plan)
     features = _features(plan.max_length, with_labels)
     schema = _schema(features)
     rows_per_batch = max(1, _TOKENS_PER_BATCH // plan.max_length)
@@ -138,6 +159,11 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
     """Write ``dataset_dict.json``, which joins the folders of the splits into a ``DatasetDict``."""
     _write_json(folder / "dataset_dict.json", {"splits": list(splits)})
+
+
+def _has_labels(documents: SpooledDocuments, plan: RowPlan) -> bool:
+    """Return whether some tokens of the rows may not be supervised."""
+    return documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

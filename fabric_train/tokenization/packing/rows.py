@@ -1,5 +1,6 @@
 """Plan which piece of which document goes into which row, from the lengths of the documents alone."""
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,10 +106,11 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
         lengths: integers [pieces] from 1 to ``max_length``.
         max_length: tokens in a row.
     """
+    max_length = min(max_length, int(lengths.sum()))  # a longer row would hold no more
     by_length = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")  # radix sort
-    counts = np.bincount(lengths, minlength=max_length + 1)
+    counts = np.bincount(lengths)
     rows = np.empty(len(lengths), dtype=np.int64)
-    with_room: list[list[np.ndarray]] = [[] for _ in range(max_length + 1)]  # room → rows, in groups
+    with_room: dict[int, list[np.ndarray]] = defaultdict(list)  # room → rows, in groups
     is_room = np.zeros(max_length + 1, dtype=bool)
     num_rows = placed = 0
 

@@ -8,6 +8,7 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.git_lfs import check_not_pointer
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
+from fabric_train.tokenization.tokenizers import chat_template_file
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
 
@@ -173,6 +174,7 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
     file = folder / "tokenizer.json"
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         _read_json(folder / name)  # for a clearer error than transformers gives
+    _chat_template(folder)
     try:
         if file.is_file():
             check_not_pointer(file)
@@ -190,7 +192,28 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
         ) from None
     if not getattr(fast, "is_fast", False):
         raise InputError(f"--tokenizer_name {folder}: it has no fast version; give a folder with tokenizer.json")
+    if file.is_file():
+        _check_named_tokens(folder, fast)
     return fast
+
+
+def _check_named_tokens(folder: Path, fast: "PreTrainedTokenizerFast") -> None:
+    """Check that the tokens which can be in rows are in the tokenizer's files; transformers adds those that are not.
+
+    Raises:
+        InputError: BOS, EOS or padding is not, so that no model has an embedding for it.
+    """
+    known = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
+    config = _read_json(folder / "tokenizer_config.json")
+    listed = [token["content"] for token in config.get("added_tokens_decoder", {}).values()]
+    listed += _read_json(folder / "added_tokens.json")
+    for role in ("bos_token", "eos_token", "pad_token"):
+        token = getattr(fast, role)
+        if token is not None and token not in listed and known.token_to_id(token) is None:
+            raise InputError(
+                f"--tokenizer_name {folder}: its {role} {token!r} is not in its vocabulary; name one of its tokens in "
+                "tokenizer_config.json"
+            )
 
 
 def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
@@ -213,8 +236,9 @@ def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
 
 
 def _chat_template(folder: Path) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    file = folder / chat_template_file.FILE_NAME
+    if file.is_file():
+        return chat_template_file.read_chat_template(file)
     template = _read_json(folder / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
 

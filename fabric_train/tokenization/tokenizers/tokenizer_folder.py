@@ -12,11 +12,11 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.typed_json import read_json
+from fabric_train.tokenization.tokenizers import chat_template_file
 from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
 
 CONFIG = "tokenizer_config.json"
-_CHAT_TEMPLATE = "chat_template.jinja"
-_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", _CHAT_TEMPLATE)
+_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", chat_template_file.FILE_NAME)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 # options that do not change the ids of a text if there is a tokenizer.json
@@ -51,7 +51,7 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
     Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
 
     Raises:
-        InputError: one of its files is damaged.
+        InputError: one of its files is damaged, or the chat template cannot be read.
     """
     try:
         config = _read_object(folder / CONFIG)
@@ -126,5 +126,5 @@ def _text(token: str | dict[str, Any]) -> str:
 
 
 def _chat_template(config: dict[str, Any], folder: Path) -> str | None:
-    file = folder / _CHAT_TEMPLATE
-    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    file = folder / chat_template_file.FILE_NAME
+    return chat_template_file.read_chat_template(file) if file.is_file() else config.get("chat_template")
