@@ -243,6 +243,11 @@ FORGED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         lambda content: content.update(eos_token=7),
         "tokenizer cannot be loaded: ",
     ),
+    "an end token that is none": (
+        "generation_config.json",
+        lambda content: content.update(eos_token_id="x"),
+        "is not a token id or a list of them",
+    ),
     "a billion layers": ("config.json", lambda content: content.update(num_hidden_layers=10**9), "1000000000 layers"),
     "an unbalanced manifest": ("manifest.json", lambda content: content["ledger"]["train"].update(rows=1), "manifest"),
 }
