@@ -1,6 +1,8 @@
+# PYTHON_ARGCOMPLETE_OK
 """Train: token dataset and model → checkpoints. ``fabric run fabric_train …`` or ``python -m fabric_train …``.
 
-Parse, check everything that needs no process group, launch, build the run on every rank, train.
+Parse, check everything that needs no process group, launch, build the run on every rank, train. What is slow to import
+is imported after parsing: help and wrong arguments are shown at once.
 """
 
 import logging
@@ -9,6 +11,7 @@ import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
@@ -16,7 +19,7 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Pa
 from fabric_train.distributed.signals import stop_signals  # noqa: E402
 
 if __name__ == "__main__":
-    stop_signals.listen()  # before the imports below, which take seconds
+    stop_signals.listen()  # before the other imports
 
 from rich.console import Console  # noqa: E402
 
@@ -24,18 +27,10 @@ from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train.cli.errors import run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
-from fabric_train.distributed.devices import note_on_unused_gpus  # noqa: E402
-from fabric_train.distributed.heartbeat import Heartbeat, StepPhase  # noqa: E402
-from fabric_train.distributed.rendezvous import destroy_process_group  # noqa: E402
-from fabric_train.distributed.strategy import build_fabric  # noqa: E402
-from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
 from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
-from fabric_train.preflight.memory.plan import check_memory, print_plan  # noqa: E402
-from fabric_train.preflight.prepare import check_content, prepare  # noqa: E402
-from fabric_train.training import summary  # noqa: E402
-from fabric_train.training.loggers import complete_wandb  # noqa: E402
-from fabric_train.training.prepared_run import PreparedRun  # noqa: E402
-from fabric_train.training.run import execute  # noqa: E402
+
+if TYPE_CHECKING:
+    from fabric_train.training.prepared_run import PreparedRun
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,10 +41,21 @@ def main(argv: list[str] | None = None) -> None:
         SystemExit: with the exit code, if it is not 0.
     """
     stop_signals.listen()
+    arguments = parse(TrainArguments, argv)
+
+    from fabric_train.distributed.devices import note_on_unused_gpus
+    from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
+    from fabric_train.distributed.rendezvous import destroy_process_group
+    from fabric_train.distributed.strategy import build_fabric
+    from fabric_train.distributed.watchdog import watch_ranks
+    from fabric_train.preflight.memory.plan import check_memory, print_plan
+    from fabric_train.preflight.prepare import check_content, prepare
+    from fabric_train.training import summary
+    from fabric_train.training.run import execute
+
     _quiet_libraries()
     console = Console(quiet=global_rank() != 0)
     note = partial(_print_note, console)
-    arguments = parse(TrainArguments, argv)
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     lock = _lock(Path(arguments.save.output_dir))
     if writes:
@@ -85,7 +91,9 @@ def _lock(folder: Path) -> tuple[Path, str, str]:
     return folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
 
 
-def _report_nothing_left(run: PreparedRun, console: Console) -> None:
+def _report_nothing_left(run: "PreparedRun", console: Console) -> None:
+    from fabric_train.training.loggers import complete_wandb
+
     console.print(f"step {run.start.state.step} of {run.plan.num_steps}: nothing is left to train")
     given = run.arguments.logging
     if "wandb" in given.loggers and global_rank() == 0:
