@@ -94,3 +94,8 @@ def test_a_recipe_fits_on_its_gpus(
     main(["--config", str(RECIPES / f"{recipe}.yaml"), *given.split(), *plan.split()])
     printed = capsys.readouterr().out
     assert "it fits" in printed
+    planned = re.search(r"at most +([\d.]+) GB", printed)
+    told = re.search(rf"\b{num_devices} GPUs? ([\d.]+) GB", (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    assert planned is not None
+    assert told is not None
+    assert float(told[1]) == pytest.approx(float(planned[1]), rel=0.02)
