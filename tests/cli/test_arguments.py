@@ -404,7 +404,9 @@ FLOATS = st.floats(0, 1, allow_subnormal=False)
 
 @settings(deadline=None)
 @given(
-    device=st.builds(DeviceArguments, devices=st.integers(1, 10**5) | st.sampled_from(["auto", "0,1"]), num_nodes=POSITIVE),
+    device=st.builds(
+        DeviceArguments, devices=st.integers(1, 10**5) | st.sampled_from(["auto", "0,1"]), num_nodes=POSITIVE
+    ),
     data=st.builds(DataArguments, train_data_dir=WORDS, seed=st.integers(0, 2**63 - 1)),
     model=st.builds(ModelArguments, model_name=WORDS, precision=st.sampled_from(get_args(Precision))),
     fsdp=st.builds(FSDPArguments, parallelism=st.sampled_from(get_args(Parallelism)), limit_all_gathers=st.booleans()),
