@@ -149,20 +149,13 @@ def test_help_without_a_match_says_so() -> None:
 # -------------------------------------------------------------------------------------------------------- completion
 
 
-def completions(words: str, line: str, tmp_path: Path) -> set[str]:
-    """Return what a shell with argcomplete's global completion offers at the end of a line."""
-    start = 3 if line.startswith("python -m") else 2
-    env = {
-        **os.environ,
-        "_ARGCOMPLETE": str(start),
-        "_ARGCOMPLETE_IFS": "\n",
-        "_ARGCOMPLETE_SHELL": "bash",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-    }
-    subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, timeout=100, check=True)
-    return {word.strip() for word in (tmp_path / "out").read_text().split("\n")}
+BASH = """
+eval "$(activate-global-python-argcomplete --dest=-)"
+COMP_LINE="$1" COMP_POINT=${#1} COMP_WORDS=($1) && [[ "$1" == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_python_argcomplete_global "${COMP_WORDS[0]}" "${COMP_WORDS[COMP_CWORD]}"
+printf "%s\n" "${COMPREPLY[@]}"
+"""
 
 
 @pytest.mark.parametrize(
@@ -172,12 +165,30 @@ def completions(words: str, line: str, tmp_path: Path) -> set[str]:
         ("python tokenize_dataset.py --dataset a b --packing ", {"concat", "best_fit", "none"}),
         ("python -m fabric_train --sharding_strategy H", {"HYBRID_SHARD"}),
         ("python -m fabric_train --resume ", {"true", "false"}),
-        ("fabric run fabric_train --log_", {"--log_step_interval", "--log_model"}),
+        ("python -m fabric_train.tokenization.merge --dataset", {"--dataset_dirs"}),
     ],
 )
-def test_the_shell_completes_names_and_values(tmp_path: Path, line: str, expected: set[str]) -> None:
-    program = re.match(r"python ((-m )?\S+)", line)
-    assert expected <= completions(program[1] if program else "-m fabric_train", line, tmp_path)
+def test_bash_completes_names_and_values(line: str, expected: set[str]) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", BASH, "bash", line]
+    finished = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=True)
+    assert expected <= {word.strip() for word in finished.stdout.splitlines()}
+
+
+def test_the_script_of_fabric_run_completes_after_its_name(tmp_path: Path) -> None:
+    line = "fabric run --devices 2 fabric_train --log_"
+    env = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([sys.executable, "-m", "fabric_train"], cwd=ROOT, env=env, timeout=100, check=True)
+    words = {word.strip() for word in (tmp_path / "out").read_text().split("\n")}
+    assert words == {"--log_step_interval", "--log_model"}
 
 
 @pytest.mark.parametrize("words", PROGRAMS)
