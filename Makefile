@@ -14,11 +14,11 @@ PIP_INSTALL := $(PIP) install -qq
 # the stamp exists only if everything in requirements.txt is installed
 STAMP := $(VENV)/installed
 
-.PHONY: help install demo test check lint benchmark clean
+.PHONY: help install demo test test-launchers check lint benchmark clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
-	  printf '  make %-10s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
+	  printf '  make %-15s %s\n' "$$name" "$$what"; done
 
 install: $(STAMP) ## set up .venv with the pinned requirements
 
@@ -27,6 +27,9 @@ demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes o
 
 test: $(STAMP) ## run all tests
 	@$(BIN)/python -m pytest
+
+test-launchers: $(STAMP) ## run a launcher of each kind that can be installed here, such as mpiexec
+	@$(BIN)/python -m pytest -n 0 -m launchers
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
 	@$(BIN)/python -m pytest -n 0 -q $(or $(FILE),$(error no test file; name one: make check FILE=tests/data/test_batch.py))

@@ -661,5 +661,5 @@ def parse(arguments: type[T], argv: list[str] | None = None) -> T:
     try:
         launcher = launcher_arguments() if arguments is TrainArguments else {}
     except ValueError as error:
-        raise InputError(str(error)) from error
+        raise InputError(*error.args) from error
     return parse_arguments(arguments, argv, launcher)

@@ -1,4 +1,4 @@
-"""Kill runs of two ranks with SIGKILL, resume them until they finish, and compare them with uninterrupted runs."""
+"""Kill runs with SIGKILL, resume them until they finish, and compare them with uninterrupted runs."""
 
 import json
 import random
@@ -53,7 +53,10 @@ SYSTEMS: dict[str, dict[str, object]] = {
     "fsdp_full": {"parallelism": "fsdp", "state_dict_type": "full"},
     "fsdp2_sharded": {"parallelism": "fsdp2", "state_dict_type": "sharded"},
     "ddp_full": {"parallelism": "ddp", "num_workers": 1},
+    "fsdp_sharded": {"parallelism": "fsdp", "state_dict_type": "sharded"},
+    "fsdp2_tensor_parallel": {"parallelism": "fsdp2", "tensor_parallel_size": 2},
     "fsdp_stream": {"parallelism": "fsdp", "max_length": MAX_LENGTH},
+    "single": {"parallelism": "single"},
 }
 
 
@@ -111,7 +114,7 @@ def measure(work: Path) -> Report:
     settings = {
         **{name: value for name, value in OPTIONS.items() if name != "loggers"},
         "model": "Llama, 2 layers, hidden 64, random",
-        "ranks": NUM_RANKS,
+        "ranks": {name: training.num_ranks for name, training in trainings.items()},
         "moments chosen in every run": [*MOMENTS, IN_A_SAVE],
         "random moments a run": NUM_RANDOM_MOMENTS,
         "resumed by": "--resume true",
@@ -131,8 +134,8 @@ def table(report: Report) -> Table:
     """Return a table of the kills by moment, with the number of differences in its title."""
     summary: FaultsSummary = report.summary
     title = (
-        f"Faults: {summary.kills} kills of {NUM_RANKS} ranks in {summary.runs} runs; {summary.steps_compared} steps "
-        f"compared, {summary.differences} differences"
+        f"Faults: {summary.kills} kills in {summary.runs} runs of {NUM_RANKS} ranks or one; {summary.steps_compared} "
+        f"steps compared, {summary.differences} differences"
     )
     shown = Table("killed in", "times", title=title, title_justify="left", box=box.SIMPLE)
     for moment, count in summary.kills_at.items():
@@ -152,7 +155,9 @@ def _prepare(folder: Path) -> dict[str, Training]:
     words = f"python tokenize_dataset.py --dataset {documents} --tokenizer_name {model} --output_dir {tokens}"
     run(Command(tuple(f"{words} --max_length {MAX_LENGTH} --validation_split 0.2 --num_proc 1".split())))
     common = {**OPTIONS, "model_name": model, "train_data_dir": tokens}
-    trainings = {name: Training({**common, **options}, NUM_RANKS) for name, options in SYSTEMS.items()}
+    trainings = {
+        name: Training({**common, **options}, 1 if name == "single" else NUM_RANKS) for name, options in SYSTEMS.items()
+    }
     streamed = {**trainings["fsdp_stream"].options, "streaming_dataset": documents}
     return {**trainings, "fsdp_stream": Training(streamed, NUM_RANKS)}
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
+from fabric_train.cli.output import keep_streams_writable  # noqa: E402
 from fabric_train.distributed.signals import stop_signals  # noqa: E402
 
 if __name__ == "__main__":
+    keep_streams_writable()
     stop_signals.listen()  # before the other imports
 
 from rich.console import Console  # noqa: E402

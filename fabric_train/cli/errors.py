@@ -3,19 +3,20 @@
 import errno
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from fabric_train.cli.launcher import end_children, global_rank
+from fabric_train.cli.launcher import end_children, end_mpi, global_rank, report_to_torchrun
+from fabric_train.cli.output import keep_streams_writable, show_cursor
 from fabric_train.cli.redaction import redact
 
 INPUT_ERROR = 2
 FAILURE = 1
+STOPPED = 75
+"""Exit code of a run that a signal stopped and that continues with ``--resume true``."""
 INTERRUPTED = 130
 
 
@@ -41,6 +42,7 @@ def run_program(main: Callable[[], None]) -> NoReturn:
 
     One rank prints one line for each fault. ``--debug`` prints the traceback as well.
     """
+    keep_streams_writable()
     code = 0
     try:
         main()
@@ -87,6 +89,8 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     first one ends. So other ranks wait to let rank 0 print. If they are still alive after that, rank 0 has found no
     fault, and they print theirs.
     """
+    if code in (FAILURE, INPUT_ERROR):
+        report_to_torchrun([redact(line) for line in lines])
     if _connected_ranks is not None:
         _connected_ranks.end(code, lines, may_follow_another)
     elif not global_rank():
@@ -104,15 +108,15 @@ def print_errors(*lines: str) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process and the ranks that it has started.
+    """End this process and the ranks that it has started. It needs no memory, thread or file descriptor.
 
     It skips the interpreter's finalization: a native thread (of gloo or arrow) that asks for the interpreter during
-    finalization aborts the process, and unloading all imports takes up to seconds.
+    finalization aborts the process, and unloading all imports takes up to seconds. There is nothing to flush, see
+    ``keep_streams_writable``.
     """
-    flushing = threading.Thread(target=_flush, daemon=True)
-    flushing.start()
-    flushing.join(timeout=2)  # another thread may be stuck while it writes to the same stream
+    show_cursor()
     end_children()
+    end_mpi(code, all_end=code in (0, STOPPED))
     os._exit(code)
 
 
@@ -148,6 +152,8 @@ _FIXES = {
 def describe_failure(error: Exception) -> str:
     """Return one line for a failure that no check foresees: memory that ran out, or a bug and its place."""
     message = first_line(error)
+    if "can't start new thread" in message:
+        return f"{message}: the limit of processes and threads is reached; raise it (ulimit -u, or the container's)"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in message:
         fix = "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
         return f"memory ran out: {message}; {fix}"
@@ -176,11 +182,3 @@ def _fail(code: int, *faults: str, on_all_ranks: bool = False, may_follow_anothe
         print_errors(traceback.format_exc())
     prefix = f"error (rank {rank})" if rank and not on_all_ranks and code != INPUT_ERROR else "error"
     end_run(code, *(f"{prefix}: {fault}" for fault in faults), may_follow_another=may_follow_another)
-
-
-def _flush() -> None:
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")  # show the cursor again, which a progress bar has hidden
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):  # the reader has closed it
-            stream.flush()

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from fabric_train.distributed.stop_border import StopBorder
+
 
 class StepPhase(IntEnum):
     """The phases of a step, in the order in which every rank passes through them."""
@@ -62,6 +64,7 @@ class Heartbeat:
         self.position = Position()
         self.min_pass_seconds = 0.0
         """Duration of the fastest forward and backward pass so far; 0 before the first."""
+        self.stop_border = StopBorder()
         self._since, self._first_step = time.monotonic(), 0
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:

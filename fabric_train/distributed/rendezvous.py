@@ -9,11 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
+from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
-from fabric_train.cli.errors import FAILURE, InputError, end_run, exit_process
+from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
 from fabric_train.cli.launcher import as_launcher, global_rank, num_restarts, watch_children
-from fabric_train.distributed.signals import STOPPED, describe_stop_outside_training
+from fabric_train.distributed.signals import describe_stop_outside_training
 
 
 def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
@@ -28,6 +29,9 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
     Raises:
         InputError: the port that the ranks use to connect is in use.
     """
+    environment = getattr(fabric.strategy, "cluster_environment", None)
+    if isinstance(environment, MPIEnvironment):
+        _share_address(environment)
     _check_port(fabric)
     # Fabric's own observer kills this process without a message, even if all ranks are just ending together
     subprocess_script._launch_process_observer = _watch_children
@@ -42,6 +46,13 @@ def destroy_process_group(fabric: Fabric) -> None:
     fabric.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _share_address(environment: MPIEnvironment) -> None:
+    """Let all ranks ask for node, address and port of rank 0 together: Fabric's class sends messages for each."""
+    environment.node_rank()
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
 
 
 def _check_port(fabric: Fabric) -> None:

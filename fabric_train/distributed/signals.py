@@ -1,4 +1,4 @@
-"""Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current step, or at once on a second signal.
+"""Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, or at once on a second signal.
 
 Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
 therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``).
@@ -6,19 +6,18 @@ therefore reads the signal numbers from the pipe that Python's C handler writes 
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 import time
 
-from fabric_train.cli.errors import end_run
+from fabric_train.cli.errors import STOPPED, end_run
 from fabric_train.cli.launcher import launcher_process
-
-STOPPED = 75
-"""Exit code of a run that a signal stopped and that continues with ``--resume true``."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _REPEAT_SECONDS = 2.0  # a launcher may send one signal several times within this time
+_LAUNCHER_SECONDS = 0.5  # between two looks at whether the launcher is there
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 
 
@@ -28,11 +27,13 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = 0
         """Number of the first signal, 0 if there was none; SIGHUP also if the launcher has ended."""
-        self._is_listening, self._is_deferred, self._received_at = False, False, 0.0
+        self.is_deferred = False
+        """Whether the first signal is only recorded: the ranks agree where to stop, and save."""
+        self._is_listening, self._received_at = False, 0.0
         self._launcher: int | None = None
 
     def listen(self) -> None:
-        """Listen for signals. Until :meth:`defer_to_loop` a signal ends the process, because nothing is to be saved."""
+        """Listen for signals. Until :meth:`defer` a signal ends the process, because nothing is to be saved."""
         if self._is_listening:
             return
         self._is_listening, self._launcher = True, launcher_process()
@@ -45,22 +46,21 @@ class StopSignals:
                 continue  # under nohup the run outlives its terminal
             signal.signal(number, _do_nothing)
 
-    def defer_to_loop(self) -> None:
-        """Only record the first signal from now on; the training loop reads ``received``, saves and stops."""
-        self._is_deferred = True
+    def defer(self) -> None:
+        """Only record the first signal from now on."""
+        self.is_deferred = True
 
     def ignore(self) -> None:
         """Ignore signals from now on: everything is saved and the process is about to end."""
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def check_launcher(self) -> None:
-        """Act as on SIGHUP if the launcher that started this rank has ended."""
-        if not self.received and self._launcher is not None and os.getppid() != self._launcher:
-            self._receive(signal.SIGHUP)
-
     def _read_signals(self, reader: int) -> None:
         while True:
+            if not select.select([reader], [], [], _LAUNCHER_SECONDS)[0]:
+                if not self.received and self._launcher is not None and os.getppid() != self._launcher:
+                    self._receive(signal.SIGHUP)
+                continue
             for number in os.read(reader, 64):
                 if number in _SIGNALS:  # the pipe also gets DataLoader's SIGCHLD
                     self._receive(number)
@@ -73,7 +73,7 @@ class StopSignals:
             line = f"{_name(number)} again: ended at once, without saving; continue with --resume true"
             end_run(128 + number, line)
         self._received_at, self.received = now, number
-        if not self._is_deferred:
+        if not self.is_deferred:
             end_run(STOPPED, describe_stop_outside_training(describe_signal(number)))
 
 

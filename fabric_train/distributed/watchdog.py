@@ -3,6 +3,8 @@
 A thread of each rank keeps a connection to rank 0 and sends its main thread's position every second. A connection that
 breaks means a dead rank, silence means a stopped rank or a lost machine, and a rank behind the others means that its
 main thread hangs. Rank 0 decides and reports; if rank 0 itself is lost, rank 1 reports it.
+
+The same connections carry the agreement of the ranks on where to stop after a signal, see ``stop_border``.
 """
 
 import json
@@ -24,12 +26,14 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import FAILURE, exit_process, print_errors, set_connected_ranks
 from fabric_train.distributed.heartbeat import Heartbeat, Position, StepPhase
-from fabric_train.distributed.signals import stop_signals
+from fabric_train.distributed.signals import describe_signal, stop_signals
+from fabric_train.distributed.stop_border import Border
 
 SLOW_PHASE_FACTOR = 10
 """A rank may keep the others waiting this many times ``--rank_timeout`` in a slow phase: see ``Position.is_slow``."""
 
 _BEAT_SECONDS = 1.0
+_SIGNAL_SECONDS = 0.1  # between two looks at this rank's stop signals
 _JOIN_SECONDS = 60.0
 _DECISION_SECONDS = 3.0
 _ANSWER_SECONDS = 20.0  # rank 0 answers at once, unless its main thread holds the interpreter lock
@@ -114,7 +118,8 @@ class Watchdog:
         self._selector = selectors.DefaultSelector()
         self._main_thread = threading.main_thread().ident or 0
         self._end_lock = threading.Lock()  # the thread that acquires it ends the process
-        self._is_closed = False
+        self._is_closed, self._stop_signal = False, 0
+        self._passed: dict[int, Border] = {}  # on rank 0 while it stops the run: rank → last border it has passed
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
 
     def start(self, fabric: Fabric, num_nodes: int) -> None:
@@ -193,8 +198,10 @@ class Watchdog:
     def _run(self) -> None:
         next_beat = 0.0
         while not self._is_closed:
-            for key, _ in self._selector.select(max(0.0, next_beat - time.monotonic())):
+            for key, _ in self._selector.select(_SIGNAL_SECONDS):
                 self._receive_from(key.data)
+            if stop_signals.received and stop_signals.is_deferred:
+                self._ask_to_stop(stop_signals.received)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT_SECONDS
                 self._beat()
@@ -213,7 +220,6 @@ class Watchdog:
                 is_waiting=is_waiting,
                 min_pass_seconds=min_pass_seconds,
             )
-        stop_signals.check_launcher()
         if self._timeout:
             self._check_ranks()
 
@@ -226,8 +232,13 @@ class Watchdog:
             other.connection = None
             if not self._is_closed and other.rank in self._others:
                 # this rank's position is newer than the other's last heartbeat
-                how = f"died while the run was at {self._heartbeat.position} (killed, or out of memory)"
-                self._end_without([other], how)
+                at = f"died while the run was at {self._heartbeat.position}"
+                if self._stop_signal:
+                    at += f", stopping for {describe_signal(self._stop_signal)}"
+                    why = "a launcher kills ranks that save for longer than its grace period"
+                else:
+                    why = "killed, or out of memory"
+                self._end_without([other], f"{at} ({why})")
         for message in messages or []:
             self._handle(other, message)
 
@@ -237,12 +248,48 @@ class Watchdog:
             other.update(Position(*message.pop("position")), **message)
         elif "bye" in message:
             del self._others[other.rank]
+        elif "stop" in message:
+            self._ask_to_stop(message["stop"])
+        elif "freeze" in message:
+            self._stop_signal = message["freeze"]
+            other.send(passed=self._heartbeat.stop_border.freeze())
+        elif "passed" in message:
+            step, micro_batch = message["passed"]
+            self._passed[other.rank] = step, micro_batch
+            self._decide_where_to_stop()
+        elif "stop_after" in message:
+            step, micro_batch = message["stop_after"]
+            self._heartbeat.stop_border.stop_after((step, micro_batch), self._stop_signal)
         elif "end" not in message:
             other.host, other.pid, other.pid_namespace = (message[key] for key in ("host", "pid", "pid_namespace"))
         elif self._me.rank:
             exit_process(message["end"])
         else:
             self._end_all_ranks(message["end"], *message["lines"])
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Begin to stop the run for signal ``number``: rank 0 freezes all ranks, the others ask rank 0 to do so."""
+        if self._stop_signal:
+            return
+        self._stop_signal = number
+        if self._me.rank:
+            for rank_0 in self._others.values():
+                rank_0.send(stop=number)
+            return
+        print_errors(f"{describe_signal(number)}: stopping and saving; once more ends without saving")
+        self._passed[0] = self._heartbeat.stop_border.freeze()
+        for other in self._others.values():
+            other.send(freeze=number)
+        self._decide_where_to_stop()
+
+    def _decide_where_to_stop(self) -> None:
+        """Tell all ranks, once every one has answered, which micro-batch is the last."""
+        if len(self._passed) <= len(self._others):
+            return
+        last = max(self._passed.values())
+        for other in self._others.values():
+            other.send(stop_after=last)
+        self._heartbeat.stop_border.stop_after(last, self._stop_signal)
 
     def _check_ranks(self) -> None:
         """End the run if a rank is silent or, on rank 0, if a rank hangs.

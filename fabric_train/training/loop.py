@@ -26,6 +26,7 @@ from fabric_train.distributed.collectives import (
 from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.signals import stop_signals
+from fabric_train.distributed.stop_border import RunStopped
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
@@ -67,9 +68,13 @@ class LoopParts:
 
 @dataclass(frozen=True)
 class End:
-    """The state at the end of a run; ``stopped_by`` is the number of the signal that stopped it, else 0."""
+    """The state at the end of a run, and its checkpoint; None if a signal came before the first step was taken.
+
+    ``stopped_by`` is the number of the signal that stopped the run, else 0.
+    """
 
     state: TrainerState
+    checkpoint: Path | None
     stopped_by: int = 0
 
 
@@ -93,7 +98,10 @@ class _Due:
 
 
 def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) -> End:
-    """Train from ``state`` to the last step, or to the step after which a signal stops the run.
+    """Train from ``state`` to the last step, or until a signal stops the run.
+
+    A signal stops it at the next micro-batch. The unfinished window is dropped: the model is still that of the step
+    before, which is saved, and a resumed run repeats the window.
 
     Raises:
         RunError: the loss or the gradient is not finite, with ``--on_nonfinite stop``.
@@ -103,13 +111,18 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
     if state.unlogged:
         state = _evaluate_and_log(parts, state, Metrics(**state.unlogged), evaluates=True)
         if state.unlogged:
-            return End(state, _sync(parts).stop_signal)
+            return End(state, checkpoint, _sync(parts).stop_signal)
     for window in _timed(parts, state.step, stopwatch):
-        step = _take_step(parts, arguments, window)
+        try:
+            step = _take_step(parts, arguments, window)
+        except RunStopped:  # before a micro-batch: only gradients have changed since the step before
+            saved = _save_unless_saved(parts, state, checkpoint, cursors)
+            return End(state, saved, parts.heartbeat.stop_border.signal)
         fault = step.check.fault
         if fault is not None:
             if arguments.training.on_nonfinite == "stop":
-                raise _save_before_fault(parts, fault, state, checkpoint, cursors)
+                saved = _save_unless_saved(parts, state, checkpoint, cursors)
+                raise RunError(_describe_fault(fault, saved))
             parts.guard.leave_out()
             parts.warn(f"{fault}; the step is left out")
         collect(window.step)  # while the device is busy with the optimizer's step
@@ -131,11 +144,11 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
             parts.flush()
             checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stop_signal))
         if sync.stop_signal and (state.unlogged or not is_last):
-            return End(state, sync.stop_signal)
+            return End(state, checkpoint, sync.stop_signal)
         stopwatch.restart()
     parts.heartbeat.enter(StepPhase.SAVING)
     parts.checkpoints.finish()
-    return End(state)
+    return End(state, checkpoint)
 
 
 def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) -> _Step:
@@ -176,9 +189,13 @@ def accumulate(
 
     Returns:
         The losses of all micro-batches.
+
+    Raises:
+        RunStopped: the ranks have agreed to stop before one of the micro-batches.
     """
     if heartbeat:
         heartbeat.enter(StepPhase.COMPUTING)  # before the first wait for the other ranks
+        heartbeat.stop_border.enter(window.step, 0)
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_data_ranks(fabric, counts)
     scale = data_ranks(fabric).size / num_supervised.sum().clamp(min=1).double()
@@ -186,6 +203,7 @@ def accumulate(
     for index, batch in enumerate(window.batches):
         if heartbeat and index:
             heartbeat.enter(StepPhase.COMPUTING, index)
+            heartbeat.stop_border.enter(window.step, index)
         # every backward pass is inside the context: FSDP2's leaves synchronization off for those after it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
             batch = batch.to(fabric.device)
@@ -273,19 +291,23 @@ def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, e
     return replace(state, unlogged=None)
 
 
-def _save_before_fault(
-    parts: LoopParts, fault: str, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
-) -> RunError:
-    """Save the state before the fault, unless it is saved, and return the error that ends the run."""
+def _save_unless_saved(
+    parts: LoopParts, state: TrainerState, checkpoint: Path | None, cursors: np.ndarray | None
+) -> Path | None:
+    """Return the checkpoint of a state, complete; save it if there is none yet. At step 0 there is nothing to save."""
     parts.heartbeat.enter(StepPhase.SAVING)
-    if state.step == 0:
-        return RunError(f"{fault}; no step was taken before it, so nothing is saved")
-    if checkpoint is None:
+    if checkpoint is None and state.step:
         parts.flush()
         checkpoint = parts.checkpoints.save(state, cursors, waits=True)
     parts.checkpoints.finish()
-    return RunError(
-        f"{fault}; the step is not taken, and the state before it is {checkpoint}; "
+    return checkpoint
+
+
+def _describe_fault(fault: str, saved: Path | None) -> str:
+    if saved is None:
+        return f"{fault}; no step was taken before it, so nothing is saved"
+    return (
+        f"{fault}; the step is not taken, and the state before it is {saved}; "
         "--resume true --on_nonfinite skip continues without such steps"
     )
 

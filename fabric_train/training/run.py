@@ -11,13 +11,13 @@ from lightning import Fabric
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.cli.errors import FAILURE
+from fabric_train.cli.errors import FAILURE, STOPPED
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.distributed.heartbeat import Heartbeat
 from fabric_train.distributed.host_memory import reuse_freed_memory
-from fabric_train.distributed.signals import STOPPED, describe_signal, stop_signals
+from fabric_train.distributed.signals import stop_signals
 from fabric_train.files.atomic_folder import write_atomically
 from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
@@ -100,21 +100,20 @@ def _train(
     console.print(summary.describe_mfu(parts.flops, parts.peak_flops), style="dim", highlight=False, soft_wrap=True)
     started = time.monotonic()
     try:
-        stop_signals.defer_to_loop()
+        stop_signals.defer()
         with manual_collection():
             end = train(parts, run.arguments, run.start.state)
-        newest = parts.checkpoints.path(end.state)
-        outputs.ended(newest)
+        if end.checkpoint:
+            outputs.ended(end.checkpoint)
     finally:
         parts.checkpoints.close()
         outputs.close()
     if end.stopped_by:
-        where = f"after step {end.state.step} of {parts.num_steps}, saved in {newest}"
-        line = f"stopped by {describe_signal(end.stopped_by)} {where}; continue with --resume true"
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(summary.describe_stop(end, parts.num_steps), highlight=False, soft_wrap=True)
         return STOPPED
+    assert end.checkpoint is not None  # the last step is saved
     seconds = time.monotonic() - started
-    console.print(summary.describe_end(end.state, seconds, run, newest))
+    console.print(summary.describe_end(end.state, seconds, run, end.checkpoint))
     return 0
 
 

@@ -8,11 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.checkpoint import TrainerState
+from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.training.evaluation import perplexity
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
+    from fabric_train.training.loop import End
     from fabric_train.training.self_check import SelfCheck
 
 
@@ -68,6 +70,15 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     return table
+
+
+def describe_stop(end: "End", num_steps: int) -> str:
+    """Return the line for a run that a signal stopped: after which step, and where that is saved."""
+    cause = describe_signal(end.stopped_by)
+    if end.checkpoint is None:
+        return f"stopped by {cause} before the first step was taken, with nothing to save; start it again"
+    where = f"after step {end.state.step} of {num_steps}, saved in {end.checkpoint}"
+    return f"stopped by {cause} {where}; continue with --resume true"
 
 
 def describe_self_check(check: "SelfCheck") -> Group:

@@ -166,6 +166,7 @@ printf "%s\n" "${COMPREPLY[@]}"
         ("python -m fabric_train --sharding_strategy H", {"HYBRID_SHARD"}),
         ("python -m fabric_train --resume ", {"true", "false"}),
         ("python -m fabric_train.tokenization.merge --dataset", {"--dataset_dirs"}),
+        ("fabric run --devices 2 fabric_train --log_", {"--log_step_interval", "--log_model"}),
     ],
 )
 def test_bash_completes_names_and_values(line: str, expected: set[str]) -> None:
@@ -174,21 +175,6 @@ def test_bash_completes_names_and_values(line: str, expected: set[str]) -> None:
     command = ["bash", "-c", BASH, "bash", line]
     finished = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=True)
     assert expected <= {word.strip() for word in finished.stdout.splitlines()}
-
-
-def test_the_script_of_fabric_run_completes_after_its_name(tmp_path: Path) -> None:
-    line = "fabric run --devices 2 fabric_train --log_"
-    env = {
-        **os.environ,
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_IFS": "\n",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-    }
-    subprocess.run([sys.executable, "-m", "fabric_train"], cwd=ROOT, env=env, timeout=100, check=True)
-    words = {word.strip() for word in (tmp_path / "out").read_text().split("\n")}
-    assert words == {"--log_step_interval", "--log_model"}
 
 
 @pytest.mark.parametrize("words", PROGRAMS)

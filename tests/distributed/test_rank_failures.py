@@ -110,6 +110,19 @@ def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path:
     assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
 
 
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
+def test_no_rank_outlives_a_launcher_killed_at_the_start(
+    tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], seconds: float
+) -> None:
+    """The launcher is killed so long after it has started the first rank."""
+    with Launched([*launcher("fabric run", free_port()), *arguments(tmp_path / "run")], tmp_path) as started:
+        started.wait_until(lambda: bool(started.ranks()))
+        time.sleep(seconds)
+        started.wait_until(lambda: True)  # remembers the processes that are there
+        started.process.kill()
+        assert started.all_gone(5), started.output()
+
+
 def test_torchrun_restarts_from_the_newest_checkpoint(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, free_port: Callable[[], int]
 ) -> None:
@@ -118,7 +131,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint(
     undisturbed = forked_runs.start(arguments(whole, **options))
     with Launched([*launcher("torchrun", free_port()), *arguments(run, **options)], tmp_path) as started:
         _wait_for_step(started, run, 6)
-        assert checkpoints(run)
+        started.wait_until(lambda: bool(checkpoints(run)))  # the first one is written in the background
         _kill_and_wait_for_restart(started, 0)
         assert started.process.wait(100) == 0, started.output()
         assert started.all_gone(10)

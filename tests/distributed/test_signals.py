@@ -61,8 +61,8 @@ def _session(pid: int) -> int:
     ("number", "ranks", "step", "phase", "index", "saved"),
     [
         (signal.SIGTERM, (1,), 4, "COMPUTING", 1, 4),
-        (signal.SIGINT, (0,), 7, "DATA", 0, 7),
-        (signal.SIGUSR1, (0, 1), 6, "SAVING", 0, 7),
+        (signal.SIGINT, (0,), 7, "DATA", 0, 6),
+        (signal.SIGUSR1, (0, 1), 6, "SAVING", 0, 6),
         (signal.SIGTERM, (1,), 5, "VALIDATION", 1, 5),
         (signal.SIGUSR1, (0,), LAST_STEP, "OPTIMIZER", 0, LAST_STEP),
     ],
@@ -189,7 +189,7 @@ def test_a_stopped_stream_resumes(
     at_once = forked_runs.start(arguments(tmp_path / "whole", **options))
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     at_once.finish()
-    assert checkpoints(tmp_path / "run")[-1] == 4
+    assert checkpoints(tmp_path / "run")[-1] == 3
     forked_runs.start(arguments(tmp_path / "run", resume="true", **options)).finish()
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
@@ -202,19 +202,65 @@ def test_ranks_save_when_their_launcher_ends(forked_runs: ForkedRuns, tmp_path: 
     stopped = forked_runs.start(arguments(run), before=gone)
     assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
     (line,) = said(stopped)
-    assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 4 ")
-    assert checkpoints(run)[-1] == 4
+    assert line.startswith("stopped by SIGHUP (or its launcher's end) after step 3 ")
+    assert checkpoints(run)[-1] == 3
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "fsdp2", "ddp"])
+def test_a_long_window_is_left_at_the_next_micro_batch(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, parallelism: str
+) -> None:
+    """The signal comes in the fourth of 16 micro-batches, to one rank; the step before is saved."""
+    long = {"total_batch_size": 64, "max_step": 3, "number_epochs": 99, "parallelism": parallelism}
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 3, (1,))
+    late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 6)
+    run = tmp_path / "run"
+    stopped = forked_runs.start(arguments(run, **long), before=stops + late)
+    at_once = forked_runs.start(arguments(tmp_path / "whole", **long))
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    at_once.finish()
+    assert "LATE" not in stopped.stdout(0) + stopped.stdout(1)
+    how = f"stopped by SIGINT after step 1 of 3, saved in {run / 'checkpoints' / 'step-00000001'}"
+    assert said(stopped) == [f"{how}; continue with --resume true"]
+    assert stopped.stderr().startswith("SIGINT: stopping and saving; once more ends without saving\n")
+    forked_runs.start(arguments(run, resume="true", **long)).finish()
+    assert metrics(run) == metrics(tmp_path / "whole")
+
+
+def test_a_signal_before_the_first_step_leaves_nothing_to_save(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGINT); {HEARD}", 1, "COMPUTING", 0, (0,))
+    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops)
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    how = "stopped by SIGINT before the first step was taken, with nothing to save"
+    assert said(stopped) == [f"{how}; start it again"]
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_reader_that_ends_with_the_signal_loses_nothing(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
+) -> None:
+    """As with ``| tee log`` and Ctrl-C, which ends ``tee`` first: the next line that is printed has no reader."""
+    breaks = "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)"
+    stops = at_point(f"{breaks}; os.kill(os.getpid(), signal.SIGINT); {HEARD}", 5, "COMPUTING")
+    run = tmp_path / "run"
+    stopped = forked_runs.start(arguments(run), before=stops)
+    assert stopped.wait() == [STOPPED, STOPPED], stopped.report()
+    forked_runs.start(arguments(run, resume="true")).finish()
+    assert metrics(run) == metrics(whole)
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "to_all", "code"),
+    ("name", "number", "to_all"),
     [
-        ("python -m", signal.SIGINT, True, STOPPED),  # Ctrl-C in a terminal
-        ("fabric run", signal.SIGTERM, False, 1),  # docker stop; the launcher's own code
+        ("python -m", signal.SIGINT, True),  # Ctrl-C in a terminal
+        ("fabric run", signal.SIGINT, True),
+        ("fabric run", signal.SIGTERM, False),  # docker stop
     ],
 )
 def test_a_signal_to_the_launcher_saves_a_checkpoint(
-    tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], name: str, number: int, to_all: bool, code: int
+    tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], name: str, number: int, to_all: bool
 ) -> None:
     run = tmp_path / "run"
     long = {"max_step": 5000, "number_epochs": 999, "eval_step_interval": 5000, "save_step_interval": 5000}
@@ -222,8 +268,9 @@ def test_a_signal_to_the_launcher_saves_a_checkpoint(
     with Launched(command, tmp_path) as started:
         started.wait_until(lambda: len(metrics(run)) >= 3)
         (os.killpg if to_all else os.kill)(started.process.pid, number)
-        assert started.process.wait(30) == code, started.output()
+        assert started.process.wait(30) == STOPPED, started.output()
         assert started.all_gone(10)
+    assert "Traceback" not in started.output()
     (line,) = [line for line in started.output().splitlines() if "stopped by" in line]
     assert line.endswith("continue with --resume true")
     (step,) = checkpoints(run)

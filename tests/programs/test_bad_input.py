@@ -7,9 +7,8 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
@@ -19,7 +18,6 @@ import torch
 
 from tests.support.bad_input_folder import MODULES, make_folder
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -767,15 +765,6 @@ def test_nothing_has_been_written(there: Path, before: dict[str, tuple[int, int]
 # -------------------------------------------------------------------------------------------------- real launches
 
 
-def launch(command: list[object], folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run a command line in the folder, as a user does."""
-    launchers = ("LT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [str(word) for word in command]
-    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpus_are_refused(there: Path, forked_runs: ForkedRuns) -> None:
     untouched = snapshot(there)
@@ -783,21 +772,6 @@ def test_missing_gpus_are_refused(there: Path, forked_runs: ForkedRuns) -> None:
     fault = "error: --accelerator cuda: torch finds no GPU here; use --accelerator cpu, or check the driver\n"
     assert run.wait() == [2]
     assert (run.stdout(), run.stderr()) == ("", fault)
-    assert snapshot(there) == untouched
-
-
-def test_under_fabric_run_our_line_is_first_and_printed_once(there: Path, free_port: Callable[[], int]) -> None:
-    untouched = snapshot(there)
-    program = [Path(sys.executable).with_name("fabric"), "run", ROOT / "fabric_train"]
-    options = ["--devices", 2, f"--main-port={free_port()}"]
-    line = GOOD["train"].replace("OUT", "out").replace("tokens", "nowhere").split()
-    finished = launch([*program, *options, *line], there)
-    fault = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
-    assert finished.returncode != 0
-    assert finished.stderr.splitlines()[0] == fault
-    assert finished.stderr.count("--train_data_dir nowhere: no such folder") == 1
-    assert "InputError" not in finished.stderr  # the traceback is the launcher's
-    assert finished.stdout == ""
     assert snapshot(there) == untouched
 
 

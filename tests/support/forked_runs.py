@@ -294,7 +294,6 @@ def _fork(rank: int, request: dict[str, Any], answers: int) -> int:
 
 
 def _run(rank: int, request: dict[str, Any]) -> NoReturn:
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(request["environments"][rank])
     os.chdir(request["cwd"])

@@ -1,0 +1,115 @@
+"""Output that nobody reads ends no program and changes no exit code."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked_runs import ForkedRuns
+from tests.support.programs import ROOT
+from tests.support.short_runs import argv, checkpoints
+
+PRINTS = """
+import sys
+from fabric_train.cli.errors import run_program
+from fabric_train.cli.output import keep_streams_writable
+def main():
+    for number in range(20_000):
+        print("line", number)
+        print("fault", number, file=sys.stderr)
+    print("→ done")
+    open("finished", "x").close()
+    raise SystemExit(75)
+run_program(main)
+"""
+
+
+def run_in_shell(folder: Path, redirection: str, **environment: str) -> int:
+    """Run a program that prints much, with a shell's redirection; return its own exit code."""
+    (folder / "program.py").write_text(PRINTS)
+    command = f"'{sys.executable}' program.py {redirection}; exit ${{PIPESTATUS[0]}}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=env, timeout=60, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    [
+        ">&-",
+        "2>&- >/dev/null",
+        "<&- >&- 2>&-",
+        "2>/dev/null | head -1 >/dev/null",
+        "2>&1 | true",
+        ">/dev/full 2>/dev/full",
+    ],
+)
+def test_a_program_goes_on_when_its_output_fails(tmp_path: Path, redirection: str) -> None:
+    assert run_in_shell(tmp_path, redirection) == 75
+    assert (tmp_path / "finished").exists()
+
+
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    assert run_in_shell(tmp_path, ">out 2>/dev/null", PYTHONIOENCODING="ascii", PYTHONUTF8="0") == 75
+    lines = (tmp_path / "out").read_text(encoding="ascii").splitlines()
+    assert (len(lines), lines[-1]) == (20_001, "\\u2192 done")
+
+
+def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    """Without care, the first file that a program opens is its standard output."""
+    program = (
+        "from fabric_train.cli.output import keep_streams_writable as keep\nkeep()\nprint(open('file', 'w').fileno())"
+    )
+    command = f"'{sys.executable}' -c \"{program}\" >&- 2>err"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_terminal_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    """Writing to it is an input/output error from then on, as after a lost connection under nohup."""
+    (tmp_path / "program.py").write_text("import time\ntime.sleep(1)\n" + PRINTS)
+    terminal, there = pty.openpty()
+    command = ["nohup", sys.executable, "program.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=there, stdout=there, stderr=there) as process:
+        os.close(there)
+        os.close(terminal)
+        assert process.wait(60) == 75
+    assert (tmp_path / "finished").exists()
+
+
+def test_a_failure_is_no_crash_when_nobody_can_read_it(tmp_path: Path) -> None:
+    program = "from fabric_train.cli.errors import InputError, run_program\ndef main(): raise InputError('x')\n"
+    (tmp_path / "program.py").write_text(program + "run_program(main)\n")
+    command = f"'{sys.executable}' program.py 2>&-"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, check=False).returncode == 2
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_has_no_reader_trains_to_its_end(
+    forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> None:
+    breaks = "import os\nr, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)"
+    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run"), before=breaks).finish()
+    assert checkpoints(tmp_path / "run")[-1] == 8
+
+
+def test_a_program_ends_without_a_new_thread(tmp_path: Path) -> None:
+    """Where no thread can be started any more, as under ulimit -u, ending must still work."""
+    program = """
+import threading
+from fabric_train.cli.errors import run_program, InputError
+def none(*_): raise RuntimeError("can't start new thread")
+def main():
+    threading.Thread.start = none
+    raise InputError("what is wrong; how to fix it")
+run_program(main)
+"""
+    (tmp_path / "program.py").write_text(program)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "program.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=20, text=True, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, "error: what is wrong; how to fix it\n")
