@@ -1,28 +1,36 @@
 """Every argument of every program, by group: its type, default, help text and checks.
 
-A field's docstring is its help text. ``faults`` of a group returns what the types cannot check; the programs report all
-faults of the command line and the ``--config`` file at once. Names and defaults are those of the system that this
-project continues.
+A field's docstring is its help text, and the lines below the first one of a program's docstring are examples of its
+use. ``faults`` of a group returns what the types cannot check; the programs report all faults of the command line and
+the ``--config`` file at once. Names and defaults are those of the system that this project continues.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
+from fabric_train.cli.argument_types import (
+    LayerSize,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonNegativeInt64,
+    NumLayers,
+    NumProcesses,
+    NumWorkers,
+    Overlap,
+    PositiveFloat,
+    PositiveInt,
+    PositiveInt64,
+    RowLength,
+    Seconds,
+    UnitInterval,
+)
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.fields import POSITIONAL
 from fabric_train.cli.launcher import launcher_arguments
-from fabric_train.cli.parser import POSITIONAL, parse_arguments
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.sizes import parse_size
-
-if TYPE_CHECKING:
-    PositiveInt: TypeAlias = int
-    NonNegativeInt: TypeAlias = int
-    PositiveFloat: TypeAlias = float
-    NonNegativeFloat: TypeAlias = float
-    ClosedUnitInterval: TypeAlias = float
-else:
-    from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 T = TypeVar("T")
 
@@ -35,18 +43,6 @@ _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
 _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
-
-
-_LONGEST_ROW = 2**31 - 1  # arrow counts the elements of a list in int32
-
-
-def _faults_of_max_length(max_length: int) -> list[str]:
-    """Return what is wrong with a --max_length, for every program that has one."""
-    if max_length < 2:
-        return ["--max_length 1 leaves no token to predict: give 2 or more"]
-    if max_length > _LONGEST_ROW:
-        return [f"--max_length {max_length}: a row holds {_LONGEST_ROW:,} tokens at most"]
-    return []
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -64,7 +60,7 @@ class DeviceArguments:
     """Number of machines."""
     tpu: bool = False
     """Train on TPU; not available yet."""
-    rank_timeout: NonNegativeFloat = 120.0
+    rank_timeout: Seconds = 120.0
     """Seconds after which the run ends because a rank is silent or keeps the others waiting; ten times as long while
     loading, while saving and in a process's first step. 0 waits forever, for a debugger. A rank that dies ends the run
     at once.
@@ -73,7 +69,7 @@ class DeviceArguments:
     def faults(self) -> list[str]:
         """Return invalid values of --devices and --tpu."""
         faults = []
-        if not re.fullmatch(r"auto|-1|[1-9]\d*|\d+(,\d+)+", str(self.devices)):
+        if not re.fullmatch(r"auto|-1|[1-9][0-9]{0,5}|[0-9]{1,4}(,[0-9]{1,4})+", str(self.devices)):
             faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
         if self.tpu:
             faults.append("--tpu true: training on TPU is not available; leave it out to train on GPU or CPU")
@@ -92,15 +88,15 @@ class DataArguments:
     """
     text_column: str = "text"
     """Column with the text in --streaming_dataset."""
-    max_length: PositiveInt = 2048
-    """Tokens per row of --streaming_dataset."""
+    max_length: RowLength = 2048
+    """Tokens per row of --streaming_dataset; 8k is 8192."""
     isolate_documents: bool = True
     """Keep the documents of a packed row apart: no attention between them, and each starts again at position 0; false
     joins them.
     """
-    num_workers: NonNegativeInt = 1
+    num_workers: NumWorkers = 1
     """Processes on each rank that read batches ahead of the training loop; 0 reads in the loop."""
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt64 = 0
     """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. A stream is read in
     its own order.
     """
@@ -116,7 +112,9 @@ class DataArguments:
         ]
         if not self.streaming_dataset:
             faults.append("--streaming_dataset names nothing: give files or hub names")
-        return faults + _faults_of_max_length(self.max_length)
+        if self.max_length < 2:
+            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        return faults
 
 
 @dataclass(frozen=True)
@@ -136,19 +134,19 @@ class ModelArguments:
     and the sizes below; --model_name is then only the tokenizer of --streaming_dataset. Sizes without a family make a
     Llama.
     """
-    hidden_width: PositiveInt | None = None
+    hidden_width: LayerSize | None = None
     """New model: hidden size."""
-    num_layers: PositiveInt | None = None
+    num_layers: NumLayers | None = None
     """New model: number of decoder layers."""
-    num_heads: PositiveInt | None = None
+    num_heads: LayerSize | None = None
     """New model: number of attention heads."""
-    num_key_value_heads: PositiveInt | None = None
+    num_key_value_heads: LayerSize | None = None
     """New model: number of key and value heads (grouped-query attention); default: --num_heads."""
-    intermediate_size: PositiveInt | None = None
+    intermediate_size: LayerSize | None = None
     """New model: size of the feed-forward layer."""
-    max_context_width: PositiveInt | None = None
+    max_context_width: RowLength | None = None
     """New model: number of positions, the largest length of a row."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: LayerSize | None = None
     """New model: rows of the embedding, at least as many as the tokenizer has ids."""
     architecture: dict[str, Any] | None = None
     """New model: other values of its config.json, such as {tie_word_embeddings: true}; see configs/."""
@@ -208,7 +206,7 @@ class FSDPArguments:
     """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's
     input, selective also what fits into --activation_memory_budget.
     """
-    activation_memory_budget: ClosedUnitInterval = 0.5
+    activation_memory_budget: UnitInterval = 0.5
     """With selective: the share of all activations that is stored, results of the most expensive operations first."""
     activation_offload: bool = False
     """With full: keep the stored inputs in pinned host memory until the backward pass."""
@@ -285,9 +283,9 @@ class TrainingArguments:
     """Steps over which the learning rate rises linearly to lr."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of AdamW, for matrices only, not for norms and biases."""
-    beta1: ClosedUnitInterval = 0.9
+    beta1: UnitInterval = 0.9
     """Decay of AdamW's first moment."""
-    beta2: ClosedUnitInterval = 0.95
+    beta2: UnitInterval = 0.95
     """Decay of AdamW's second moment."""
     optimizer_states: OptimizerStates | None = None
     """Type of AdamW's moments; default: the type of the weights. 8bit keeps those of norms and biases in fp32."""
@@ -341,8 +339,8 @@ class EvaluationArguments:
 class SaveArguments:
     """Save"""
 
-    output_dir: str
-    """Run folder: config.yaml, metrics.csv, run.log, checkpoints/."""
+    output_dir: str = "runs/fabric_llama"
+    """Run folder: config.yaml, metrics.csv, run.log, checkpoints/. A run in it is never overwritten."""
     save_step_interval: PositiveInt = 1000
     """Optimizer steps between checkpoints; the end of each epoch and of the run has one too."""
     keep_checkpoints: PositiveInt | None = None
@@ -364,27 +362,29 @@ class LoggingArguments:
     project: str = "fabric_llama"
     """Weights & Biases project."""
     log_model: Literal["none", "last", "all"] = "none"
-    """Checkpoints to upload to Weights & Biases."""
+    """Checkpoints to upload to Weights & Biases; last and all add wandb to the loggers."""
     profile: str | None = None
     """Steps first:last to trace into RUN/profile/, such as 10:12; on a GPU, with a memory history."""
     profile_ranks: Literal["first", "all"] = "first"
     """Ranks that --profile traces."""
 
+    def __post_init__(self) -> None:
+        """Add the logger that --log_model needs."""
+        if self.log_model != "none" and "wandb" not in self.loggers:
+            object.__setattr__(self, "loggers", [*self.loggers, "wandb"])
+
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """First and last step to trace, both included; None to trace nothing."""
-        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile or "")
+        found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", self.profile or "")
         steps = (int(found[1]), int(found[2])) if found else None
         return steps if steps and steps[0] <= steps[1] else None
 
     def faults(self) -> list[str]:
-        """Return an upload without its logger, and invalid steps."""
-        faults = []
-        if self.log_model != "none" and "wandb" not in self.loggers:
-            faults.append(f"--log_model {self.log_model} needs --loggers wandb")
+        """Return invalid steps."""
         if self.profile is not None and self.profiled_steps is None:
-            faults.append(f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}")
-        return faults
+            return [f"--profile: expected a first and a last step such as 10:12, got {self.profile!r}"]
+        return []
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,12 @@ class PlanArguments:
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train a Hugging Face causal language model on a token dataset:  fabric run fabric_train --devices N ..."""
+    """Train a Hugging Face causal language model on a token dataset
+
+    PROGRAM --devices 8 --train_data_dir data/tokens --model_name meta-llama/Meta-Llama-3-8B --output_dir runs/1
+    PROGRAM --devices 8 --config configs/recipes/llama-3-8b-pretraining.yaml --plan true --device_memory 80GB
+    PROGRAM --devices 8 --config runs/1/config.yaml --resume true
+    """
 
     device: DeviceArguments
     data: DataArguments
@@ -441,7 +446,12 @@ class TrainArguments:
 
 @dataclass(frozen=True)
 class TokenizeArguments:
-    """Tokenization"""
+    """Turn documents or chats into a token dataset
+
+    PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
+    PROGRAM --dataset chats.jsonl --tokenizer_name TOKENIZER --packing best_fit --output_dir data/chats
+    PROGRAM --dataset ca.jsonl es.jsonl --weights 0.7 0.3 --tokenizer_name TOKENIZER --output_dir data/mixed
+    """
 
     dataset: list[str]
     """Sources: files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk
@@ -451,13 +461,13 @@ class TokenizeArguments:
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
-    max_length: PositiveInt = 2048
-    """Tokens per row."""
+    max_length: RowLength = 2048
+    """Tokens per row; 8k is 8192."""
     packing: Literal["concat", "best_fit", "none"] | None = None
     """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
     document into each row and pads it. Default: best_fit if a source has chats or instructions, else concat.
     """
-    overlap: NonNegativeInt = 0
+    overlap: Overlap = 0
     """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
     data_format: DataFormat = "auto"
     """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
@@ -469,7 +479,7 @@ class TokenizeArguments:
     """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn."""
     too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
     """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped."""
-    validation_split: ClosedUnitInterval = 0.05
+    validation_split: UnitInterval = 0.05
     """Share of the documents for validation/; 0 for none."""
     validation_dataset: list[str] | None = None
     """Sources of validation/ instead of a split; read like --dataset."""
@@ -481,31 +491,40 @@ class TokenizeArguments:
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
     """Read hub datasets as a stream instead of downloading them first."""
-    num_proc: PositiveInt | None = None
+    num_proc: NumProcesses | None = None
     """Processes that encode; default: one per core."""
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""
-    max_documents: PositiveInt | None = None
+    max_documents: PositiveInt64 | None = None
     """Stop after this number of documents."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt64 | None = None
     """Stop after the document that reaches this number of tokens; with --weights, tokens of train/."""
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
-        faults = []
+        faults = [f"--{name} names nothing: give a source" for name in self._without_sources()]
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
-        faults += _faults_of_max_length(self.max_length)
+        if self.max_length < 2:
+            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
         return faults
 
+    def _without_sources(self) -> list[str]:
+        return [name for name in ("dataset", "validation_dataset") if getattr(self, name) == []]
+
 
 @dataclass(frozen=True)
 class ConvertArguments:
-    """Conversion to Hugging Face format"""
+    """Convert checkpoints to verified Hugging Face folders
+
+    PROGRAM --checkpoint runs/1 --output_dir exports/1
+    PROGRAM --checkpoint runs/1/checkpoints/step-00001000 --dtype float32 --output_dir exports/step-1000
+    PROGRAM --checkpoint runs/1 --output_dir exports/1 --push_to_hub OWNER/NAME
+    """
 
     checkpoint: list[str]
     """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders."""
@@ -528,7 +547,7 @@ class ConvertArguments:
 
     def faults(self) -> list[str]:
         """Return an invalid size or name, values that the hub refuses, and a push of several checkpoints."""
-        faults = []
+        faults = [] if self.checkpoint else ["--checkpoint names nothing: give a checkpoint or a run"]
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
             faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
         for language in self.language or ():
@@ -536,7 +555,7 @@ class ConvertArguments:
                 faults.append(f"--language: expected ISO 639 codes such as en, es or ca, got {language!r}")
         if self.base_model is not None and not re.fullmatch(_REPOSITORY, self.base_model):
             faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")
-        if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[KMGT]B", self.max_shard_size):
+        if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
         if self.push_to_hub and not re.fullmatch(_REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
@@ -547,34 +566,44 @@ class ConvertArguments:
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """Generation"""
+    """Generate text from a prompt
+
+    PROGRAM --model_name runs/1 --prompt "La llengua"
+    PROGRAM --model_name exports/1 --prompt "La llengua" --temperature 0.7 --top_p 0.9
+    PROGRAM --model_name meta-llama/Meta-Llama-3-8B --prompt "La llengua" --num_tokens 20
+    """
 
     model_name: str
     """Checkpoint (RUN, RUN/best, RUN/latest, RUN/step-500 or its folder), exported folder or hub name."""
     prompt: str
     """Text to continue."""
-    num_tokens: PositiveInt = 100
-    """Largest number of new tokens."""
+    num_tokens: RowLength = 100
+    """Largest number of new tokens; 1k is 1024."""
     temperature: NonNegativeFloat = 0.0
     """0 takes the most likely token each time; above 0 samples."""
-    top_p: ClosedUnitInterval = 1.0
+    top_p: UnitInterval = 1.0
     """Sample from the most likely tokens that together have this probability (nucleus sampling, arXiv:1904.09751)."""
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt64 = 0
     """Seed of the sampling."""
 
     def faults(self) -> list[str]:
-        """Return an empty prompt, and a --top_p that leaves no token."""
+        """Return a --top_p that leaves no token, and a --temperature at which numbers overflow."""
         faults = []
-        if not self.prompt:
-            faults.append("--prompt is empty")
         if self.top_p == 0:
             faults.append("--top_p 0 leaves no token to choose from: give a number above 0")
+        if 0 < self.temperature < 0.001:
+            faults.append(f"--temperature {self.temperature:g} is too low: give 0 for the most likely tokens")
         return faults
 
 
 @dataclass(frozen=True)
 class DownloadArguments:
-    """Download of a model or a tokenizer, for machines without internet"""
+    """Download a model or a tokenizer, for machines without internet
+
+    PROGRAM --model_name meta-llama/Meta-Llama-3-8B --output_dir models/llama-3-8b
+    PROGRAM --model_name meta-llama/Meta-Llama-3-8B --tokenizer_only true --output_dir models/llama-3-tokenizer
+    PROGRAM --model_name OWNER/NAME --revision v1.0 --output_dir models/name
+    """
 
     model_name: str
     """Hub name, OWNER/NAME."""
@@ -590,7 +619,12 @@ class DownloadArguments:
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Show what is in a token dataset; the exit code is 0, or 1 if there are problems"""
+    """Show what is in a token dataset; the exit code is 0, or 1 if there are problems
+
+    PROGRAM data/tokens
+    PROGRAM data/tokens --split validation --rows 10 --start 100
+    PROGRAM data/tokens --html tokens.html
+    """
 
     dataset_dir: str = field(metadata=POSITIONAL)
     """Token dataset: a folder written by tokenize_dataset.py."""
@@ -598,22 +632,26 @@ class InspectArguments:
     """Split whose document lengths and rows are shown; all splits are checked."""
     rows: NonNegativeInt = 3
     """Number of rows to show."""
-    start: NonNegativeInt = 0
+    start: NonNegativeInt64 = 0
     """First row to show, counted from 0."""
     html: str | None = None
     """Also write everything to this file as an HTML page."""
 
     def faults(self) -> list[str]:
         """Return an --html that cannot be a file."""
-        page = Path(self.html) if self.html is not None else None
-        if page and (page.is_dir() or not page.parent.is_dir()):
+        if self.html and (os.path.isdir(self.html) or not os.path.isdir(os.path.dirname(self.html) or ".")):
             return [f"--html {self.html}: expected a file in an existing folder, such as page.html"]
         return []
 
 
 @dataclass(frozen=True)
 class MergeArguments:
-    """Merge token datasets that were made with the same tokenizer and --max_length"""
+    """Merge token datasets that were made with the same tokenizer and --max_length
+
+    PROGRAM data/part-1 data/part-2 --output_dir data/whole
+    PROGRAM data/ca data/es data/en --output_dir data/mixed
+    PROGRAM --dataset_dirs data/part-1 data/part-2 --output_dir data/whole
+    """
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
     """Token datasets, in the order of their rows in the result."""

@@ -1,27 +1,31 @@
+# PYTHON_ARGCOMPLETE_OK
 """Convert a checkpoint to a verified Hugging Face folder:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
 
 import sys
 from pathlib import Path
-
-import torch
-from huggingface_hub import metadata_load
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from arguments import ConvertArguments, parse
-from fabric_train.checkpoint import find_whole_checkpoint, read_trainer_json
 from fabric_train.cli.errors import FAILURE, InputError, run_program
-from fabric_train.export.convert import convert
-from fabric_train.export.hub import PushError, check_push, push
-from fabric_train.export.model_card import CardFacts
-from fabric_train.export.verification import VerificationError, VerificationReport
 from fabric_train.files.atomic_folder import check_not_taken
-from fabric_train.model.hf_model import quiet_transformers
+
+if TYPE_CHECKING:
+    from fabric_train.export.verification import VerificationReport
 
 
 def main() -> None:
     """Convert and verify each checkpoint; push the export if --push_to_hub is given."""
     arguments = parse(ConvertArguments)
+
+    import torch  # slow, like those below
+
+    from fabric_train.checkpoint import read_trainer_json
+    from fabric_train.export.convert import convert
+    from fabric_train.export.hub import PushError, check_push, push
+    from fabric_train.export.model_card import CardFacts
+    from fabric_train.export.verification import VerificationError
+    from fabric_train.model.hf_model import quiet_transformers
+
     if arguments.push_to_hub:
         check_push(arguments.push_to_hub)
     targets = plan_targets([Path(path) for path in arguments.checkpoint], Path(arguments.output_dir))
@@ -52,6 +56,8 @@ def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
     Raises:
         InputError: ``output_dir`` is taken, a path has no checkpoint, or two checkpoints have the same name.
     """
+    from fabric_train.checkpoint import find_whole_checkpoint
+
     check_not_taken(output_dir)
     faults: list[str] = []
     targets: dict[Path, Path] = {}
@@ -72,14 +78,19 @@ def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
 
 def print_gaps(target: Path) -> None:
     """Print a note on standard error about what the model card does not say."""
+    from huggingface_hub import metadata_load
+
     metadata = metadata_load(target / "README.md") or {}
     missing = [f"--{name}" for name in ("license", "language") if name not in metadata]
     if missing:
         print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
 
 
-def print_report(report: VerificationReport, target: Path) -> None:
+def print_report(report: "VerificationReport", target: Path) -> None:
     """Print what was compared and the differences found."""
+    from rich.console import Console
+    from rich.table import Table
+
     tensors, logits = report.tensors, report.logits
     faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
     table = Table("compared with the checkpoint", "found", title=f"{target}: verified by a fresh process")

@@ -1,16 +1,19 @@
+# PYTHON_ARGCOMPLETE_OK
 """Download a model for machines without internet:  python download_model.py --model_name HUB_NAME --output_dir DIR"""
 
 from pathlib import Path
 
 from arguments import DownloadArguments, parse
 from fabric_train.cli.errors import run_program
-from fabric_train.export.model_download import DownloadRequest, download
-from fabric_train.model.hf_model import quiet_transformers
 
 
 def main() -> None:
     """Download, then print the files and how to use them."""
     arguments = parse(DownloadArguments)
+
+    from fabric_train.export.model_download import DownloadRequest, download  # slow
+    from fabric_train.model.hf_model import quiet_transformers
+
     quiet_transformers()
     request = DownloadRequest(arguments.model_name, arguments.revision, arguments.tokenizer_only, arguments.pickles)
     folder = Path(arguments.output_dir)

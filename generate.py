@@ -1,15 +1,18 @@
+# PYTHON_ARGCOMPLETE_OK
 """Generate text from a prompt:  python generate.py --model_name CHECKPOINT|RUN|HF_FOLDER|HUB_NAME --prompt TEXT"""
 
 import sys
 
 from arguments import GenerateArguments, parse
 from fabric_train.cli.errors import run_program
-from fabric_train.inference.generate import generate, load_for_generation
 
 
 def main() -> None:
     """Print the prompt and its continuation as it is generated, and one line about the speed on standard error."""
     arguments = parse(GenerateArguments)
+
+    from fabric_train.inference.generate import generate, load_for_generation  # slow
+
     model, tokenizer = load_for_generation(arguments.model_name)
     generated = generate(
         model,

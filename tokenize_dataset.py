@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Turn documents into a token dataset for ``fabric run fabric_train``.
 
 Modules that are slow to import are imported where they are used.

@@ -1,6 +1,8 @@
+# PYTHON_ARGCOMPLETE_OK
 """Train: token dataset and model → checkpoints. ``fabric run fabric_train …`` or ``python -m fabric_train …``.
 
-Parse, check everything that needs no process group, launch, build the run on every rank, train.
+Parse, check everything that needs no process group, launch, build the run on every rank, train. What is slow to import
+is imported after parsing: help and wrong arguments are shown at once.
 """
 
 import logging
@@ -8,36 +10,27 @@ import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
 from fabric_train.cli.output import keep_streams_writable  # noqa: E402
 from fabric_train.distributed.signals import stop_signals  # noqa: E402
-from fabric_train.training.run_log import log, note, progress, show, start_log, write_log  # noqa: E402
 
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":
     keep_streams_writable()
-    stop_signals.listen()
-    start_log()
-    progress.info("importing torch and transformers")
+    stop_signals.listen()  # before the other imports
 
 from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train.cli.errors import run_program  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
-from fabric_train.distributed.devices import note_on_unused_gpus  # noqa: E402
-from fabric_train.distributed.heartbeat import Heartbeat, StepPhase  # noqa: E402
-from fabric_train.distributed.rendezvous import destroy_process_group  # noqa: E402
-from fabric_train.distributed.strategy import build_fabric  # noqa: E402
-from fabric_train.distributed.watchdog import watch_ranks  # noqa: E402
 from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
-from fabric_train.preflight.memory.plan import check_memory, print_plan  # noqa: E402
-from fabric_train.preflight.prepare import check_content, prepare  # noqa: E402
-from fabric_train.training import summary  # noqa: E402
-from fabric_train.training.loggers import complete_wandb  # noqa: E402
-from fabric_train.training.prepared_run import PreparedRun  # noqa: E402
-from fabric_train.training.run import execute  # noqa: E402
+from fabric_train.training.run_log import log, note, progress, show, start_log, write_log  # noqa: E402
+
+if TYPE_CHECKING:
+    from fabric_train.training.prepared_run import PreparedRun
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,10 +41,22 @@ def main(argv: list[str] | None = None) -> None:
         SystemExit: with the exit code, if it is not 0.
     """
     stop_signals.listen()
-    _quiet_libraries()
     console = start_log()
-    progress.info("checking arguments, data and model")
     arguments = parse(TrainArguments, argv)
+    progress.info("importing torch and transformers")
+
+    from fabric_train.distributed.devices import note_on_unused_gpus
+    from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
+    from fabric_train.distributed.rendezvous import destroy_process_group
+    from fabric_train.distributed.strategy import build_fabric
+    from fabric_train.distributed.watchdog import watch_ranks
+    from fabric_train.preflight.memory.plan import check_memory, print_plan
+    from fabric_train.preflight.prepare import check_content, prepare
+    from fabric_train.training import summary
+    from fabric_train.training.run import execute
+
+    _quiet_libraries()
+    progress.info("checking data and model")
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     lock = _lock(Path(arguments.save.output_dir))
     if writes:
@@ -92,7 +97,9 @@ def _lock(folder: Path) -> tuple[Path, str, str]:
     return folder / ".lock", taken, "wait for it, stop it, or give another --output_dir"
 
 
-def _report_nothing_left(run: PreparedRun) -> None:
+def _report_nothing_left(run: "PreparedRun") -> None:
+    from fabric_train.training.loggers import complete_wandb
+
     log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
     given = run.arguments.logging
     if "wandb" in given.loggers and global_rank() == 0:

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import fabric_train.__main__ as program
+from fabric_train.__main__ import main as train
 from fabric_train.checkpoint import CheckpointManager
 from fabric_train.cli.errors import run_program
+from fabric_train.preflight.memory import plan
 
 MEMORY_CHECK = "check_memory"
 
 
 def main() -> None:
     """Train with the arguments on the command line."""
-    with patch.object(program, MEMORY_CHECK, lambda _: None), patch.object(CheckpointManager, "save", _save_nothing):
-        program.main()
+    with patch.object(plan, MEMORY_CHECK, lambda _: None), patch.object(CheckpointManager, "save", _save_nothing):
+        train()
 
 
 def _save_nothing(checkpoints: CheckpointManager, state: Any, *_: Any, **__: Any) -> Path:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command ``fabric``: Lightning's own, except when ``fabric run`` starts this project.
 
 Lightning's ``fabric run`` is torchrun with other options. After a signal, torchrun kills the ranks within 30 s, whether
@@ -28,6 +29,10 @@ def main() -> None:
     Raises:
         SystemExit: with the exit code of the rank that has failed first, or of Lightning's command.
     """
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
+        from arguments import TrainArguments, parse
+
+        parse(TrainArguments)
     words = sys.argv[1:]
     places = [place for place, word in enumerate(words) if place and Path(word).resolve() == _PROGRAM]
     if words[:1] == ["run"] and places:

@@ -1,33 +1,25 @@
 """Build a typed dataclass of arguments from argv, a YAML file and the launcher's variables, or report every fault.
 
-jsonargparse checks the types, prints the help and supplies the defaults. This module adds what users expect of a
-command line together with a YAML file: hyphens or underscores, lists without brackets, the nearest name for a misspelt
-one, and all faults at once.
+It does what users expect of a command line together with a YAML file: hyphens or underscores, lists without brackets,
+the nearest name for a misspelt one, the last value of an argument that is given twice, and all faults at once.
 """
 
 import dataclasses
 import difflib
-import functools
-import math
 import re
 import sys
 from collections.abc import Collection
-from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
-
-from fabric_train.cli.errors import InputError
-from fabric_train.cli.launcher import GivenValue
-
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
+from fabric_train.cli import yaml_core
+from fabric_train.cli.argument_types import WrongValueError, convert, describe, takes_list
+from fabric_train.cli.errors import InputError, print_errors
+from fabric_train.cli.fields import groups_of, is_required, positional_of, title_of, types_of
+from fabric_train.cli.help import complete_words, print_help
+from fabric_train.cli.launcher import GivenValue, global_rank
 
 _COMMAND_LINE_ONLY = ("config", "debug")  # arguments of every program that a file cannot set
-
-POSITIONAL = {"positional": True}
-"""Metadata of the one field of a dataclass that may be given on the command line without its name."""
+_LONGEST_VALUE, _LONGEST_FAULT = 100, 2000  # characters of what a user gave in an error message, and of the message
 
 T = TypeVar("T")
 
@@ -48,43 +40,23 @@ def parse_arguments(
         InputError: one line for every unknown name, wrong value, missing value and invalid combination.
         SystemExit: after ``--help``.
     """
+    complete_words(arguments)
     argv = sys.argv[1:] if argv is None else argv
-    groups = _groups(arguments)
-    types = {name: kind for group in groups.values() for name, kind in get_type_hints(group).items()}
-    if "-h" in argv or "--help" in argv:
-        _print_help(groups, arguments.__doc__ or "")
+    if (words := _words_of_help(argv)) is not None:
+        print_help(arguments, words)
         raise SystemExit(0)
+    types = types_of(arguments)
     faults: list[str] = []
-    on_line = _from_command_line(argv, types, _positional(groups), faults)
-    _check_debug(on_line.pop("debug", None), faults)
-    given = _from_file(on_line.pop("config").value, faults) if "config" in on_line else {}
-    given = _merge(given, on_line, launcher or {}, faults)
-
-    values: dict[str, Any] = {}
-    for name, item in given.items():
-        if name not in types:
-            known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
-            faults.append(f"{item.where}: no such argument{_nearest(name, known)}")
-            continue
-        try:
-            values[name] = _convert(types[name], item.value)
-        except (ArgumentError, ValueError):
-            faults.append(f"{item.where}: expected {describe(types[name])}, got {_shown(item, types[name])}")
-
-    built: dict[str, Any] = {}
-    for field_name, group in groups.items():
-        fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
-        missing = [field.name for field in fields if _is_required(field) and field.name not in values]
-        shown = {name: name.upper() if name == _positional(groups) else f"--{name}" for name in missing}
-        faults += [f"{shown[name]} is required" for name in missing if name not in given]
-        if not missing:
-            built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
-            group_faults = built[field_name].faults() if hasattr(group, "faults") else []
-            # a wrong value is replaced by its default here: a fault that names it is not the user's
-            wrong = "|".join(re.escape(name) for name in given if name not in values)
-            faults += [fault for fault in group_faults if not (wrong and re.search(rf"--({wrong})\b", fault))]
+    on_line = _from_command_line(argv, types, positional_of(arguments), faults)
+    debug, config = on_line.pop("debug", None), on_line.pop("config", None)
+    if debug is not None:  # errors.is_debug reads it from argv
+        _convert_given({"debug": debug}, {"debug": bool}, faults)
+    in_file = _from_file(config, faults) if config is not None else {}
+    given = _merge(in_file, on_line, launcher or {}, faults)
+    values = _convert_given(given, types, faults)
+    built = _build_groups(arguments, given, values, faults)
     if faults:
-        raise InputError(*faults)
+        raise InputError(*map(_in_one_line, faults))
     return built[""] if "" in built else arguments(**built)
 
 
@@ -98,48 +70,19 @@ def to_yaml(arguments: Any) -> str:
     parts = []
     for group in dataclasses.fields(arguments):
         values = dataclasses.asdict(getattr(arguments, group.name))
-        title = _title(type(getattr(arguments, group.name)))
-        parts.append(f"# {title}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}")
+        parts.append(f"# {title_of(type(getattr(arguments, group.name)))}\n{yaml_core.dump(values)}")
     return "\n".join(parts)
 
 
-def describe(kind: Any) -> str:
-    """Return in words what a value of this type looks like."""
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(kind))
-    if get_origin(kind) in (Union, UnionType):
-        words = [describe(part) for part in get_args(kind) if part is not type(None)]
-        return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")
-    if get_origin(kind) is list:
-        return f"a list, each {describe(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
-        return "names with values, such as {name: 1}"
-    return _WORDS[kind.__name__]
-
-
-_WORDS = {
-    "str": "text",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "PositiveInt": "a whole number above 0",
-    "NonNegativeInt": "a whole number, 0 or more",
-    "PositiveFloat": "a number above 0",
-    "NonNegativeFloat": "a number, 0 or more",
-    "ClosedUnitInterval": "a number from 0 to 1",
-}
-
-
-def _groups(arguments: type) -> dict[str, type]:
-    """Return the groups of a dataclass of groups by field name; a single group has an empty name."""
-    hints = get_type_hints(arguments)
-    return hints if all(dataclasses.is_dataclass(kind) for kind in hints.values()) else {"": arguments}
-
-
-def _positional(groups: dict[str, type]) -> str | None:
-    """Return the argument that may be given without its name."""
-    fields = [field for group in groups.values() for field in dataclasses.fields(group)]
-    return next((field.name for field in fields if field.metadata.get("positional")), None)
+def _words_of_help(argv: list[str]) -> list[str] | None:
+    """Return the words after ``--help``, which choose arguments; None if no help is asked for."""
+    for number, token in enumerate(argv):
+        flag, _, word = token.partition("=")
+        if flag in ("-h", "--help"):
+            following = [word] if word else argv[number + 1 :]
+            end = next((place for place, next_ in enumerate(following) if next_.startswith("-")), len(following))
+            return following[:end]
+    return None
 
 
 def _merge(
@@ -159,50 +102,38 @@ def _merge(
     return given
 
 
-def _print_help(groups: dict[str, type], description: str) -> None:
-    positional = _positional(groups)
-    usage = f"%(prog)s {f'{positional.upper()} ' if positional else ''}[--config FILE.yaml] [--argument value ...]"
-    parser = ArgumentParser(description=description.strip().splitlines()[0], usage=usage)
-    parser.add_argument("--config", help="A YAML file of arguments; the command line overrides it.")
-    parser.add_argument(
-        "--debug", type=bool, default=False, help="Show the traceback of an error that ends the program."
-    )
-    for group in groups.values():
-        parser.add_class_arguments(group, nested_key=None)
-    parser.print_help()
+def _convert_given(given: dict[str, GivenValue], types: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+    """Return the values that have their argument's type; report the others, and names that no argument has."""
+    values = {}
+    for name, item in given.items():
+        if name not in types:
+            known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
+            faults.append(f"{item.where}: no such argument{_nearest(name, known)}")
+            continue
+        try:
+            values[name] = convert(types[name], item.value)
+        except WrongValueError as error:
+            faults.append(f"{item.where}: expected {error}, got {_shown(item, types[name])}")
+    return values
 
 
-def _convert(kind: Any, value: Any) -> Any:
-    """Convert one value to its type; values are parsed one at a time, because a parser stops at its first fault.
-
-    Raises:
-        ArgumentError, ValueError: the value is not of that type.
-    """
-    if value is None and type(None) not in get_args(kind):  # jsonargparse would take it for "not given"
-        raise ValueError("null")
-    if _takes_list(kind) and isinstance(value, str) and not value.startswith("[") and value != "null":
-        value = [value]  # a list may be given without brackets, also when it has one element
-    if isinstance(value, str) and set(get_args(kind)) == {str, type(None)}:
-        return None if value == "null" else value  # jsonargparse reads it as YAML, where "#1" is a comment
-    value = _parser(kind).parse_object({"value": value})["value"]
-    if "\0" in str(value):
-        raise ValueError("a zero byte, which no name or text may contain")
-    if isinstance(value, float) and math.isinf(value):
-        raise ValueError("infinite")
-    plain = next((base for base in (bool, int, float) if isinstance(value, base)), None)
-    return plain(value) if plain else value  # jsonargparse's restricted numbers are subclasses that YAML cannot write
-
-
-@functools.cache
-def _parser(kind: Any) -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=kind)
-    return parser
-
-
-def _takes_list(kind: Any) -> bool:
-    """Whether values of this type are lists, or lists or None."""
-    return get_origin(kind) is list or any(get_origin(choice) is list for choice in get_args(kind))
+def _build_groups(
+    arguments: type, given: dict[str, GivenValue], values: dict[str, Any], faults: list[str]
+) -> dict[str, Any]:
+    """Return the groups that have all required values; report values that are missing or that contradict each other."""
+    built: dict[str, Any] = {}
+    for field_name, group in groups_of(arguments).items():
+        fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
+        missing = [field.name for field in fields if is_required(field) and field.name not in values]
+        shown = {name: name.upper() if name == positional_of(arguments) else f"--{name}" for name in missing}
+        faults += [f"{shown[name]} is required" for name in missing if name not in given]
+        if not missing:
+            built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
+            group_faults = built[field_name].faults() if hasattr(group, "faults") else []
+            # a wrong value is replaced by its default here: a fault that names it is not the user's
+            wrong = "|".join(re.escape(name) for name in given if name not in values)
+            faults += [fault for fault in group_faults if not (wrong and re.search(rf"--({wrong})\b", fault))]
+    return built
 
 
 def _from_command_line(
@@ -211,87 +142,87 @@ def _from_command_line(
     """Parse ``--a-b 1 --c x y --d`` into a_b "1", c ["x", "y"], d True; a flag without a value is true.
 
     If there is a ``positional`` argument, it takes the values before any flag, and those that follow the value of a
-    flag that takes only one.
+    flag that takes only one. Of an argument that is given twice the last value counts, with a note: scripts that wrap
+    a program append what they change.
     """
-    given: dict[str, GivenValue] = {}
-    name, values = "", list[str]()
+    items: list[tuple[str, list[str]]] = []  # in the order of the line
+    flag: tuple[str, list[str]] | None = None
     unnamed = list[str]()
-
-    def finish() -> None:
-        if name:
-            given[name] = GivenValue(values[0] if len(values) == 1 else (values or True), f"--{name}")
-
     for token in argv:
         if re.match("--[^=]", token):
-            finish()
-            flag, equals, value = token[2:].partition("=")
-            name, values = flag.replace("-", "_"), [value] if equals else []
-            if name in given:
-                faults.append(f"--{name} is given twice")
-        elif positional and (not name or (values and not _takes_list(types.get(name)))):
+            name, equals, text = token[2:].partition("=")
+            flag = (name.replace("-", "_"), [text] if equals else [])
+            items.append(flag)
+        elif positional and (flag is None or (flag[1] and not takes_list(types.get(flag[0])))):
+            if not unnamed:
+                items.append((positional, unnamed))
             unnamed.append(token)
-        elif name:
-            values.append(token)
+        elif flag:
+            flag[1].append(token)
         else:
-            faults.append(f"{token!r} belongs to no argument: write --argument value")
-    finish()
-    if positional and unnamed:
-        if positional in given:
-            faults.append(f"--{positional} is given twice")
-        given[positional] = GivenValue(unnamed[0] if len(unnamed) == 1 else unnamed, f"--{positional}")
+            faults.append(f"{_shortened(repr(token))} belongs to no argument: write --argument value")
+    given: dict[str, GivenValue] = {}
+    for name, values in items:
+        value = values[0] if len(values) == 1 else (values or True)
+        if name in given:
+            _note(f"--{name} is given twice: {_in_words(given[name].value)}, then {_in_words(value)}, which is used")
+        given[name] = GivenValue(value, f"--{name}")
     return given
 
 
-def _check_debug(given: GivenValue | None, faults: list[str]) -> None:
-    """Check that the value of ``--debug`` is true or false; ``errors.is_debug`` reads it from argv."""
+def _note(line: str) -> None:
+    if not global_rank():
+        print_errors(_in_one_line(f"note: {line}"))
+
+
+def _in_words(value: Any) -> str:
+    return "true" if value is True else _shortened(" ".join(value) if isinstance(value, list) else value)
+
+
+def _from_file(config: GivenValue, faults: list[str]) -> dict[str, GivenValue]:
     try:
-        _convert(bool, given.value if given else False)
-    except (ArgumentError, ValueError):
-        assert given is not None
-        faults.append(f"{given.where}: expected {describe(bool)}, got {_shown(given, bool)}")
-
-
-def _from_file(path: Any, faults: list[str]) -> dict[str, GivenValue]:
-    if not isinstance(path, str):
+        path = convert(str, config.value)
+    except WrongValueError:
         faults.append("--config: expected one YAML file")
         return {}
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        document: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
-        faults.append(f"--config {path}: {error.strerror}")
-        return {}
-    except UnicodeDecodeError as error:
-        faults.append(
-            f"--config {path}: byte {error.start} is not UTF-8 (0x{error.object[error.start]:02x}); "
-            "save the file as UTF-8"
-        )
-        return {}
-    except yaml.YAMLError as error:
-        faults.append(f"--config {path}: not a YAML file: {' '.join(str(error).split())}")
+        content = yaml_core.load(yaml_core.read_text(path))
+    except yaml_core.YamlFault as fault:
+        faults.append(f"--config {path}: {fault}")
         return {}
     if content is None:
         return {}
     if not isinstance(content, dict):
         faults.append(f"--config {path}: expected lines of the form 'argument: value'")
         return {}
-    names = [key.value.replace("-", "_") for key, _ in document.value]  # YAML keeps only the last of equal keys
-    faults += [f"{path}: {name} is given twice" for name in sorted(set(names)) if names.count(name) > 1]
-    named = {str(name).replace("-", "_"): value for name, value in content.items()}
-    return {name: GivenValue(value, f"{path}: {name}") for name, value in named.items()}
+    given: dict[str, GivenValue] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in given:
+            faults.append(f"{path}: {name} is given twice")
+        given[name] = GivenValue(value, f"{path}: {name}")
+    return given
 
 
 def _shown(item: GivenValue, kind: Any) -> str:
     """Return a wrong value as the user wrote it, with a hint if its cause is known."""
     if item.where.startswith("--"):
-        if item.value is True:
+        if item.value is True or item.value == "":
             return "nothing"
-        if isinstance(item.value, list) and not _takes_list(kind):
-            return f"{' '.join(item.value)!r}; put a value with spaces in quotes"
+        if isinstance(item.value, list) and not takes_list(kind):
+            return f"{_shortened(repr(' '.join(item.value)))}; put a value with spaces in quotes"
     if describe(kind).startswith("text") and not isinstance(item.value, str | list | dict | None):
         return f"{item.value}; put it in quotes"
-    return repr(item.value)
+    return _shortened(repr(item.value))
+
+
+def _in_one_line(text: str) -> str:
+    """Escape line ends and other characters that a name in it may have and that cannot be printed."""
+    return _shortened("".join(one if one.isprintable() else repr(one)[1:-1] for one in text), _LONGEST_FAULT)
+
+
+def _shortened(text: str, length: int = _LONGEST_VALUE) -> str:
+    return text if len(text) <= length else f"{text[:length]}…"
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
@@ -300,11 +231,3 @@ def _nearest(name: str, known: Collection[str]) -> str:
     if len(initials) > 1 and initials in known:  # learning_rate → lr
         nearest = [initials]
     return f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _title(group: type) -> str:
-    return (group.__doc__ or group.__name__).strip().splitlines()[0]

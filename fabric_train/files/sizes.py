@@ -7,10 +7,9 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**
 
 def parse_size(text: str) -> int | None:
     """Return the number of bytes of 80GB (1e9 each), 80GiB (2**30 each) or 25GB/s; None if ``text`` is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
-    if not found or float(found[1]) == 0:
-        return None
-    return round(float(found[1]) * _UNITS[found[2] or ""])
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
+    num_bytes = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    return round(num_bytes) if 1 <= num_bytes < 2**63 else None
 
 
 def show_size(num_bytes: float) -> str:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Merge token datasets into one:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
 
 import hashlib

@@ -146,4 +146,4 @@ def test_functions_that_benchmarks_replace_exist() -> None:
     (module,) = re.findall(r"(\S+) as program", plan.RETURN_FREED)
     (name,) = re.findall(r"^program\.(\w+) =", plan.RETURN_FREED, re.MULTILINE)
     assert callable(getattr(importlib.import_module(module), name))
-    assert callable(getattr(train_without_saving.program, train_without_saving.MEMORY_CHECK))
+    assert callable(getattr(train_without_saving.plan, train_without_saving.MEMORY_CHECK))

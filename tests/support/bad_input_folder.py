@@ -101,8 +101,12 @@ def _break_arguments(folder: Path) -> None:
         "nested": "training:\n  lr: 1e-4\n",
         "null-byte": 'model_name: "a\\0b"\n',
         "bomb": "a: &a [x, x]\nb: &b [*a, *a]\nlr: *b\n",
+        "deep": f"architecture: {'[' * 3000}{']' * 3000}\n",
+        "digits": f"lr: 1\nseed: {'9' * 5000}\n",
+        "huge": "# nothing\n" * 100_000,
     }.items():
         (configs / f"{name}.yaml").write_text(content)
+    os.mkfifo(configs / "pipe")
     (configs / "latin-1.yaml").write_bytes("project: Müller\n".encode("latin-1"))
 
 

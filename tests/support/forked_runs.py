@@ -36,6 +36,10 @@ _OF_LAUNCHERS = ("LT_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "MASTER_")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # imported by the program when it needs them: each rank would import them in each run
 _IMPORTED_LATER = (
+    "fabric_train.distributed.watchdog",
+    "fabric_train.preflight.memory.plan",
+    "fabric_train.preflight.prepare",
+    "fabric_train.training.run",
     "torch._dynamo",
     "torch.distributed._shard.checkpoint",
     "torch.utils.tensorboard",

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Show what is in a token dataset and what is wrong with it: ``python -m fabric_train.tokenization.inspect DIR``."""
 
 import sys

@@ -1,0 +1,188 @@
+"""Types of arguments: numbers with limits, and the conversion of a value of the command line or of YAML to its type."""
+
+import math
+import re
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from fabric_train.cli import yaml_core
+
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_NULL = (None, "null", "None")
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    """The range of a number argument.
+
+    ``words`` say what a number in it looks like; a number above ``highest`` has a message of its own. ``has_units``
+    allows a unit after the number: 8k is 8 × 1024.
+    """
+
+    words: str
+    lowest: float
+    highest: float
+    excludes_lowest: bool = False
+    has_units: bool = False
+
+    def check(self, number: float) -> None:
+        """Check that a number is in the range.
+
+        Raises:
+            WrongValueError: it is not.
+        """
+        is_too_low = number <= self.lowest if self.excludes_lowest else number < self.lowest
+        if is_too_low or not math.isfinite(number) or number > self.highest == 1:  # a limit of 1 is in the words
+            raise WrongValueError(self.words)
+        if number > self.highest:
+            raise WrongValueError(f"at most {int(self.highest):,}")
+
+
+PositiveInt = Annotated[int, NumberRange("a whole number above 0", 1, _INT32)]
+NonNegativeInt = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT32)]
+PositiveInt64 = Annotated[int, NumberRange("a whole number above 0", 1, _INT64)]
+NonNegativeInt64 = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT64)]
+NumProcesses = Annotated[int, NumberRange("a whole number above 0", 1, 1024)]
+NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
+LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
+"""Width, heads or vocabulary of a model; a matrix of two of them has a number of bytes that fits into int64."""
+NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
+RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, has_units=True)]
+"""Tokens of a row or a text; 2**24 is ten times the longest context of any model."""
+Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, has_units=True)]
+PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
+NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
+UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
+Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
+"""A timeout of at most three years, of which torch and the system can count ten times as many nanoseconds."""
+
+
+class WrongValueError(ValueError):
+    """A value that is not of an argument's type; the message says what is expected."""
+
+
+def convert(kind: Any, value: Any) -> Any:
+    """Convert a value to the type of its argument.
+
+    Args:
+        kind: str, bool, int, a type of this module, a Literal of texts, a list or dict of these, or a union with None.
+        value: what YAML gave; or text of the command line, which is read like a plain scalar of YAML.
+
+    Raises:
+        WrongValueError: the value is not of that type, or beyond its limits.
+    """
+    if get_origin(kind) in (Union, UnionType):
+        return _convert_to_union(get_args(kind), value)
+    if get_origin(kind) is Annotated:
+        base, range_ = get_args(kind)
+        return _convert_to_number(base, range_, value)
+    if get_origin(kind) is list:
+        return _convert_to_list(kind, value)
+    if get_origin(kind) is dict:
+        return _convert_to_dict(kind, value)
+    if get_origin(kind) is Literal:
+        is_right = isinstance(value, str) and value in get_args(kind)
+    elif kind is str:
+        is_right = isinstance(value, str) and _is_text(value)
+    else:
+        value = _read_scalar(value, describe(kind)) if isinstance(value, str) else value
+        is_right = type(value) is kind  # True is an int, but not a number that somebody wrote
+    if not is_right:
+        raise WrongValueError(describe(kind))
+    return value
+
+
+def describe(kind: Any) -> str:
+    """Return in words what a value of this type looks like."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        words = [describe(part) for part in get_args(kind) if part is not type(None)]
+        return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")
+    if get_origin(kind) is Annotated:
+        range_: NumberRange = get_args(kind)[1]
+        return range_.words
+    if get_origin(kind) is list:
+        return f"a list, each {describe(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "names with values, such as {name: 1}"
+    return {str: "text", bool: "true or false", int: "a whole number"}[kind]
+
+
+def takes_list(kind: Any) -> bool:
+    """Whether values of this type are lists, or lists or None."""
+    return get_origin(kind) is list or any(get_origin(choice) is list for choice in get_args(kind))
+
+
+def _convert_to_union(kinds: tuple[Any, ...], value: Any) -> Any:
+    if type(None) in kinds and value in _NULL:
+        return None
+    faults = []
+    for kind in kinds:
+        if kind is not type(None):
+            try:
+                return convert(kind, value)
+            except WrongValueError as error:
+                faults.append(str(error))
+    raise WrongValueError(" or ".join(faults) + (" or null" if type(None) in kinds else ""))
+
+
+def _convert_to_number(base: Any, range_: NumberRange, value: Any) -> Any:
+    if isinstance(value, str):
+        with_unit = re.fullmatch(r"([0-9]{1,9})[kK]", value) if range_.has_units else None
+        value = int(with_unit[1]) * 1024 if with_unit else _read_scalar(value, range_.words)
+    if type(value) is not base and not (base is float and type(value) is int):
+        raise WrongValueError(range_.words)
+    range_.check(value)
+    return base(value)
+
+
+def _convert_to_list(kind: Any, value: Any) -> list[Any]:
+    """Convert a list; it may be given without brackets, also when it has one element."""
+    if isinstance(value, str):
+        is_bracketed = value.startswith("[") and value.endswith("]")
+        value = _read_yaml(value, describe(kind)) if is_bracketed else [value]
+    if not isinstance(value, list):
+        raise WrongValueError(describe(kind))
+    try:
+        return [convert(get_args(kind)[0], item) for item in value]
+    except WrongValueError as error:
+        raise WrongValueError(f"a list, each {error}") from None
+
+
+def _convert_to_dict(kind: Any, value: Any) -> dict[str, Any]:
+    value = _read_yaml(value, describe(kind)) if isinstance(value, str) else value
+    if not isinstance(value, dict) or not _is_plain(value):
+        raise WrongValueError(describe(kind))
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value that YAML gave."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_text(key) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, str):
+        return not value or _is_text(value)
+    return value is None or (math.isfinite(value) and abs(value) <= (_INT64 if type(value) is int else math.inf))
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be printed, written to a file and used as a name: not empty, UTF-8 and without zero bytes."""
+    return bool(value) and "\0" not in value and not re.search("[\ud800-\udfff]", value)
+
+
+def _read_scalar(text: str, expected: str) -> Any:
+    try:
+        return yaml_core.plain_scalar(text)
+    except ValueError as error:
+        raise WrongValueError(expected) from error
+
+
+def _read_yaml(text: str, expected: str) -> Any:
+    try:
+        return yaml_core.load(text)
+    except yaml_core.YamlFault as error:
+        raise WrongValueError(expected) from error

@@ -1,0 +1,164 @@
+"""The help of a program, and the completion of its arguments by the shell, from the docstrings of its dataclass."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from fabric_train.cli.argument_types import takes_list
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.fields import groups_of, is_required, positional_of, title_of, types_of
+from fabric_train.cli.launcher import global_rank
+
+PROGRAM = "PROGRAM"
+"""Stands for the program's name in the examples of a dataclass."""
+
+_SWITCH = {"choices": ("true", "false"), "metavar": "true|false", "nargs": "?"}
+_EVERY_PROGRAM: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "FILE.yaml", "help": "A YAML file of arguments; the command line overrides it."},
+    "debug": {**_SWITCH, "help": "Show the traceback of an error that ends the program."},
+    "help": {"metavar": "WORD", "nargs": "?", "help": "Show only the arguments that have WORD in their name or text."},
+}
+
+
+def print_help(arguments: type, words: Sequence[str] = ()) -> None:
+    """Print, on one rank, how to use a program, or only those of its arguments that have ``words``.
+
+    Raises:
+        InputError: no argument has them.
+    """
+    sections = _sections(arguments, " ".join(words))
+    if not any(sections.values()):
+        raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
+    if not global_rank():
+        _parser(arguments, sections, "" if words else _introduction(arguments)).print_help()
+
+
+def complete_words(arguments: type) -> None:
+    """If the shell asks for it (``activate-global-python-argcomplete``), print what may follow and exit."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argcomplete
+
+    line = os.environ["COMP_LINE"].split()
+    if line[1:2] == ["run"]:  # fabric run ... fabric_train: the arguments of the script begin after its name
+        place = next((place for place, word in enumerate(line) if Path(word).name == "fabric_train"), 0)
+        os.environ["_ARGCOMPLETE"] = str(place + 1)
+    argcomplete.autocomplete(_parser(arguments, _sections(arguments)))
+
+
+def program_name() -> str:
+    """Return how this program was started, without its arguments."""
+    module = sys.modules["__main__"].__spec__
+    if Path(sys.argv[0]).resolve() == Path(__file__).resolve().parents[1]:  # a folder: only fabric run starts that
+        return "fabric run fabric_train"
+    if module is None:
+        return f"python {Path(sys.argv[0]).name}"
+    return f"python -m {module.name.removesuffix('.__main__')}"
+
+
+def examples_of(arguments: type) -> list[str]:
+    """Return the example lines in a program's docstring, which has them after its first line."""
+    lines = inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:]
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _parser(
+    arguments: type, sections: dict[str, dict[str, dict[str, Any]]], introduction: str = ""
+) -> argparse.ArgumentParser:
+    """Return an argparse parser, which formats the help and knows what may follow a word; ``parser.py`` parses."""
+    positional = positional_of(arguments)
+    place = f"{positional.upper()} " if positional else ""
+    parser = argparse.ArgumentParser(
+        usage=f"{program_name()} {place}[--argument value ...] [--config FILE.yaml]",
+        description=introduction,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    for title, options in sections.items():
+        section = parser.add_argument_group(title)
+        for name, settings in options.items():
+            section.add_argument(f"--{name}", **settings)
+    return parser
+
+
+def _introduction(arguments: type) -> str:
+    lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
+    return "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
+
+
+def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what argparse is told about each argument that has ``words``, by name and by the title of its group."""
+    types, sections = types_of(arguments), {}
+    for group in groups_of(arguments).values():
+        texts = _texts_of(group)
+        sections["Arguments" if group is arguments else title_of(group)] = {
+            field.name: {"help": f"{texts[field.name]}{_default(field)}", **_form(types[field.name])}
+            for field in dataclasses.fields(group)
+        }
+    sections["Every program"] = _EVERY_PROGRAM
+    return {
+        title: {
+            name: settings | {"help": settings["help"].replace("%", "%%")}
+            for name, settings in options.items()
+            if _has(words, name, settings["help"])
+        }
+        for title, options in sections.items()
+    }
+
+
+def _texts_of(group: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, which Python does not keep."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in itertools.pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
+
+def _has(words: str, name: str, text: str) -> bool:
+    return words.lower().replace("-", "_").strip("_") in name or words.lower() in text.lower()
+
+
+def _default(field: dataclasses.Field) -> str:
+    """Return a default as the command line takes it; one that is null is in the text."""
+    if is_required(field):
+        return " (required)"
+    factory = field.default_factory
+    value = field.default if factory is dataclasses.MISSING else factory()
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        shown = " ".join(value)
+    elif isinstance(value, float):
+        shown = f"{value:g}"
+    else:
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+    return f" (default: {shown})"
+
+
+def _form(kind: Any) -> dict[str, Any]:
+    """Return what argparse is told about the values of a type: their name, number and choices."""
+    if takes_list(kind):
+        elements = next(part for part in (kind, *get_args(kind)) if get_origin(part) is list)
+        return {**_form(get_args(elements)[0]), "nargs": "+"}
+    if get_origin(kind) in (Union, UnionType):
+        return _form(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind), "metavar": "|".join(get_args(kind))}
+    if kind is bool:
+        return _SWITCH
+    if get_origin(kind) is Annotated:
+        return {"metavar": "N" if get_args(kind)[0] is int else "NUMBER"}
+    return {"metavar": {int: "N", dict: "{NAME: VALUE}"}.get(get_origin(kind) or kind, "TEXT")}

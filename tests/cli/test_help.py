@@ -1,0 +1,192 @@
+"""Help, and completion by the shell: the program's own name, examples first, and no slow import."""
+
+import dataclasses
+import inspect
+import os
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from arguments import (
+    ConvertArguments,
+    DownloadArguments,
+    GenerateArguments,
+    InspectArguments,
+    MergeArguments,
+    TokenizeArguments,
+    TrainArguments,
+    parse,
+)
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.fields import groups_of, title_of
+from fabric_train.cli.help import PROGRAM, examples_of
+from tests.support.programs import ROOT
+
+PROGRAMS: dict[str, Any] = {
+    "-m fabric_train": TrainArguments,
+    "tokenize_dataset.py": TokenizeArguments,
+    "convert_to_hf.py": ConvertArguments,
+    "generate.py": GenerateArguments,
+    "download_model.py": DownloadArguments,
+    "-m fabric_train.tokenization.inspect": InspectArguments,
+    "-m fabric_train.tokenization.merge": MergeArguments,
+}
+SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb")
+SECONDS = 2.0
+
+
+def run(*words: str) -> tuple["subprocess.CompletedProcess[str]", float]:
+    """Run Python on words; return the finished process and the seconds of computing time that it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LT_")} | {"COLUMNS": "100"}
+    command = [sys.executable, *words]
+    finished = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return finished, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def help_of(program: Any, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse(program, ["--lr", "nonsense", "--help", *words])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- whole processes
+
+
+@pytest.mark.parametrize("words", [*PROGRAMS, "fabric_train"])
+def test_help_names_the_program_and_takes_under_two_seconds(words: str) -> None:
+    finished, seconds = run("-X", "importtime", *words.split(), "--help")
+    assert finished.returncode == 0
+    name = "fabric run fabric_train" if words == "fabric_train" else f"python {words}"
+    assert finished.stdout.startswith(f"usage: {name} ")
+    assert f"\n  {name} " in finished.stdout  # an example
+    imported = set(re.findall(r"\| +(\w+)$", finished.stderr, re.MULTILINE))
+    assert "arguments" in imported
+    assert imported.isdisjoint(SLOW)
+    assert seconds < SECONDS
+
+
+@pytest.mark.parametrize("words", PROGRAMS)
+def test_a_wrong_argument_is_reported_before_slow_imports(words: str) -> None:
+    finished, seconds = run("-X", "importtime", *words.split(), "--no_such_argument", "1")
+    assert finished.returncode == 2
+    assert "error: --no_such_argument: no such argument; --help lists them\n" in finished.stderr
+    assert set(re.findall(r"\| +(\w+)$", finished.stderr, re.MULTILINE)).isdisjoint(SLOW)
+    assert seconds < SECONDS
+
+
+# ----------------------------------------------------------------------------------------------------------- content
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values())
+def test_help_describes_every_argument_in_its_group(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_of(program, capsys).split())
+    source = (ROOT / "arguments.py").read_text()
+    position = 0
+    for group in groups_of(program).values():
+        position = text.index("Arguments: --" if group is program else f"{title_of(group)}: --", position)
+        for field in dataclasses.fields(group):
+            position = text.index(f"--{field.name} ", position)
+            described = source.split(f"class {group.__name__}:")[1].split(f"    {field.name}: ")[1]
+            wanted = " ".join(described.split('"""')[1].split()).replace("- ", "-")  # a line may end at a hyphen
+            assert 0 < text[position:].replace("- ", "-").find(wanted) < 150, field.name
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values())
+def test_help_begins_with_three_examples_that_parse(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = examples_of(program)
+    assert len(examples) == 3
+    for example in examples:
+        name, *words = shlex.split(example)
+        assert name == PROGRAM
+        config = ["--train_data_dir", "tokens"] if "--config" in words else []
+        existing = [word for word in words if not word.endswith("/config.yaml") and word != "--config"]
+        parse(program, [*(existing if any(word.endswith("/config.yaml") for word in words) else words), *config])
+    text = help_of(program, capsys)
+    assert text.index("usage: ") < text.index("examples:") < text.index("--config FILE.yaml", text.index("\n"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values())
+def test_help_says_types_and_defaults_once(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(program, capsys)
+    assert "(type:" not in text
+    assert "PositiveInt" not in text
+    assert "None" not in text
+
+
+def test_help_shows_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_of(TrainArguments, capsys).split())
+    assert "--precision bf16-true|bf16-mixed|32-true|16-mixed bf16-true keeps" in text
+    assert "Passes over the rows; a stream is read until --max_step. (default: 2)" in text
+    assert "csv adds nothing. (default: csv tensorboard)" in text
+    assert "(default: false)" in text
+
+
+def test_help_with_a_word_shows_only_the_arguments_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(TrainArguments, capsys, "shard")
+    named = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    assert {"sharding_strategy", "state_dict_type", "auto_wrap_policy"} <= set(named)
+    assert len(named) < 10
+    assert "examples:" not in text
+    assert "--warmup_steps" in help_of(TrainArguments, capsys, "warmup-steps")
+    assert "--warmup_steps" in help_of(TrainArguments, capsys, "learning", "RATE")
+
+
+def test_help_without_a_match_says_so() -> None:
+    with pytest.raises(InputError) as refusal:
+        parse(TrainArguments, ["--help", "xyzzy"])
+    assert refusal.value.faults == ("--help xyzzy: no argument has it in its name or text; --help lists them all",)
+
+
+# -------------------------------------------------------------------------------------------------------- completion
+
+
+BASH = """
+eval "$(activate-global-python-argcomplete --dest=-)"
+COMP_LINE="$1" COMP_POINT=${#1} COMP_WORDS=($1) && [[ "$1" == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_python_argcomplete_global "${COMP_WORDS[0]}" "${COMP_WORDS[COMP_CWORD]}"
+printf "%s\n" "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("python tokenize_dataset.py --max_", {"--max_length", "--max_documents", "--max_tokens"}),
+        ("python tokenize_dataset.py --dataset a b --packing ", {"concat", "best_fit", "none"}),
+        ("python -m fabric_train --sharding_strategy H", {"HYBRID_SHARD"}),
+        ("python -m fabric_train --resume ", {"true", "false"}),
+        ("python -m fabric_train.tokenization.merge --dataset", {"--dataset_dirs"}),
+        ("fabric run --devices 2 fabric_train --log_", {"--log_step_interval", "--log_model"}),
+    ],
+)
+def test_bash_completes_names_and_values(line: str, expected: set[str]) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-c", BASH, "bash", line]
+    finished = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=True)
+    assert expected <= {word.strip() for word in finished.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("words", PROGRAMS)
+def test_every_program_has_the_mark_that_the_shell_looks_for(words: str) -> None:
+    name = words.removeprefix("-m ").replace(".", "/") if words.startswith("-m") else words
+    file = next(path for path in (ROOT / name, ROOT / name / "__main__.py", ROOT / f"{name}.py") if path.is_file())
+    assert "PYTHON_ARGCOMPLETE_OK" in file.read_text()[:1024]
+
+
+def test_every_program_is_tested() -> None:
+    import arguments
+
+    kinds = [kind for kind in vars(arguments).values() if inspect.isclass(kind) and "PROGRAM" in (kind.__doc__ or "")]
+    assert set(kinds) == set(PROGRAMS.values())
+    assert all(get_type_hints(kind) for kind in kinds)

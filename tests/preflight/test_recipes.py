@@ -1,0 +1,101 @@
+"""The recipes in configs/recipes/ fit on the GPUs that they are for, as their comments say."""
+
+import json
+import re
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from fabric_train.__main__ import main
+from tests.support.programs import ROOT
+
+RECIPES = ROOT / "configs" / "recipes"
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+}
+PUBLISHED = {  # sizes in the config.json files of the models on the hub
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "max_position_embeddings": 8192,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    },
+}
+TASKS = ("pretraining", "chat")
+
+
+def devices_of(recipe: Path) -> list[int]:
+    """Return the numbers of GPUs that a recipe's first line says it is for."""
+    first = recipe.read_text(encoding="utf-8").splitlines()[0].replace("one GPU", "1 GPU")
+    return [int(number) for number in re.findall(r"\b[148]\b", first.split(" on ")[1].split(" GPU")[0])]
+
+
+CASES = [(path.stem, number) for path in sorted(RECIPES.glob("*.yaml")) for number in devices_of(path)]
+
+
+def write_model(folder: Path, recipe: str) -> Path:
+    (sizes,) = (sizes for name, sizes in PUBLISHED.items() if recipe.startswith(f"{name}-"))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_LLAMA | sizes))
+    save_file({"a tensor": np.zeros(1)}, folder / "model.safetensors")  # a plan reads no weights
+    return folder
+
+
+def write_rows(folder: Path, recipe: str) -> Path:
+    """Write a token dataset of a few rows of the length that the recipe's comments tokenize to; chats have labels."""
+    length = int(re.search(r"--max_length (\d+)k", (RECIPES / f"{recipe}.yaml").read_text())[1]) * 1024  # type: ignore[index]
+    ids = np.random.default_rng(0).integers(0, 128_000, (256, length), dtype=np.int32)
+    columns = {"input_ids": ids, "document_starts": [[0, length // 2]] * len(ids)}
+    if "chat" in recipe:
+        columns["labels"] = np.where(np.arange(length) % 3, ids, -100)
+    rows = datasets.Dataset.from_dict(columns)
+    datasets.DatasetDict({"train": rows, "validation": rows.select(range(8))}).save_to_disk(folder)
+    return folder
+
+
+def test_each_model_task_and_number_of_gpus_has_one_recipe() -> None:
+    served = [
+        (model, task, number)
+        for recipe, number in CASES
+        for model in PUBLISHED
+        for task in TASKS
+        if recipe.startswith(f"{model}-{task}")
+    ]
+    assert sorted(served) == sorted(
+        (model, task, number) for model in PUBLISHED for task in TASKS for number in (1, 4, 8)
+    )
+
+
+@pytest.mark.parametrize("recipe, num_devices", CASES)
+def test_a_recipe_fits_on_its_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, num_devices: int
+) -> None:
+    model, rows = write_model(tmp_path / "model", recipe), write_rows(tmp_path / "tokens", recipe)
+    given = f"--model_name {model} --train_data_dir {rows} --output_dir {tmp_path / 'run'} --devices {num_devices}"
+    plan = "--accelerator cuda --plan true --device_memory 80GB --interconnect 450GB/s"
+    main(["--config", str(RECIPES / f"{recipe}.yaml"), *given.split(), *plan.split()])
+    printed = capsys.readouterr().out
+    assert "it fits" in printed
+    planned = re.search(r"at most +([\d.]+) GB", printed)
+    told = re.search(rf"\b{num_devices} GPUs? ([\d.]+) GB", (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    assert planned is not None
+    assert told is not None
+    assert float(told[1]) == pytest.approx(float(planned[1]), rel=0.02)
