@@ -5,6 +5,7 @@ faults of the command line and the ``--config`` file at once. Names and defaults
 project continues.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ class DataArguments:
     """Token dataset from tokenize_dataset.py: a folder with train/ and validation/."""
     streaming_dataset: list[str] | None = None
     """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
-    names. With --train_data_dir as well, only its validation/ is used.
+    names, also as NAME:SUBSET:SPLIT@REVISION. With --train_data_dir as well, only its validation/ is used.
     """
     text_column: str = "text"
     """Column with the text in --streaming_dataset."""
@@ -430,7 +431,8 @@ class TokenizeArguments:
 
     dataset: list[str]
     """Sources: files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk
-    folders or hub names.
+    folders or hub names; of a dataset on the hub or a copy of it, a part as NAME:SUBSET:SPLIT@REVISION (each may be
+    left out, as in NAME:SUBSET, NAME::SPLIT or NAME@REVISION).
     """
     tokenizer_name: str
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
@@ -484,6 +486,8 @@ class TokenizeArguments:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
+        if self.weights and math.isinf(sum(self.weights)):
+            faults.append("--weights: their sum is too large; give smaller numbers of the same ratio")
         return faults
 
 

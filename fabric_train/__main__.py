@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from rich.console import Console  # noqa: E402
 
 from arguments import TrainArguments, parse  # noqa: E402
-from fabric_train.cli.errors import run_program  # noqa: E402
+from fabric_train.cli.errors import run_program, set_memory_advice  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
 from fabric_train.distributed.devices import note_on_unused_gpus  # noqa: E402
@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> None:
         SystemExit: with the exit code, if it is not 0.
     """
     stop_signals.listen()
+    set_memory_advice(
+        "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
+    )
     _quiet_libraries()
     console = Console(quiet=global_rank() != 0)
     note = partial(_print_note, console)
