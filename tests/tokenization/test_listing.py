@@ -76,7 +76,7 @@ def test_a_folder_is_in_the_order_of_its_paths(tmp_path: Path) -> None:
 def test_names_that_are_not_utf_8_are_read_and_recorded(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl")
-    shutil.copy(tmp_path / "data" / "a.jsonl", os.fsencode(tmp_path) + b"/data/caf\xe9.jsonl")
+    shutil.copy(tmp_path / "data" / "a.jsonl", tmp_path / "data" / os.fsdecode(b"caf\xe9.jsonl"))
     tokenize(tmp_path / "out", tiny_model_dir, tmp_path / "data")
     assert [file.path for file in manifest_of(tmp_path / "out").sources[0].files] == ["a.jsonl", "caf\\xe9.jsonl"]
 
