@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
-from fabric_train.data.step_sampler import Window, positions
+from fabric_train.data.step_sampler import Window, WorkerLoader, positions
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.tokenization.chats.chat_format import detect_format
@@ -265,7 +265,7 @@ class StreamBatches:
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
         num_workers = max(dividing, default=0)
-        return DataLoader(
+        return WorkerLoader(
             _LaneDataset(self, num_windows),
             batch_size=None,
             num_workers=num_workers,
