@@ -84,7 +84,7 @@ class DataArguments:
     """Token dataset from tokenize_dataset.py: a folder with train/ and validation/."""
     streaming_dataset: list[str] | None = None
     """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
-    names. With --train_data_dir as well, only its validation/ is used.
+    names, also as NAME:SUBSET:SPLIT@REVISION. With --train_data_dir as well, only its validation/ is used.
     """
     text_column: str = "text"
     """Column with the text in --streaming_dataset."""
@@ -455,7 +455,8 @@ class TokenizeArguments:
 
     dataset: list[str]
     """Sources: files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk
-    folders or hub names.
+    folders or hub names; of a dataset on the hub or a copy of it, a part as NAME:SUBSET:SPLIT@REVISION (each may be
+    left out, as in NAME:SUBSET, NAME::SPLIT or NAME@REVISION).
     """
     tokenizer_name: str
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fabric_train.cli.errors import run_program
+from fabric_train.cli.errors import run_program, set_memory_advice
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from arguments import TokenizeArguments, parse
 
+    set_memory_advice("use a smaller --num_proc, or tokenize some sources at a time and merge the results")
     arguments = parse(TokenizeArguments, argv)
 
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
@@ -107,8 +108,13 @@ def _parts(counts: dict[str, int], what: str) -> str:
 
 
 def _describe(source: "SourceRecord") -> str:
-    epochs = "" if source.weight is None else f", weight {source.weight:g}: {source.epochs:.2f} epochs in train"
-    return f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens{epochs}"
+    line = f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens"
+    if source.share_asked is None:
+        return line
+    return (
+        f"{line}, weight {source.weight:g}: {source.train_tokens:,} tokens in train, {source.share_reached:.2%} of all "
+        f"({source.share_asked:.2%} asked), {source.epochs:.2f} epochs"
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     stop_signals.listen()  # before the other imports
 
 from arguments import TrainArguments, parse  # noqa: E402
-from fabric_train.cli.errors import run_program  # noqa: E402
+from fabric_train.cli.errors import run_program, set_memory_advice  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
 from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
@@ -41,6 +41,9 @@ def main(argv: list[str] | None = None) -> None:
         SystemExit: with the exit code, if it is not 0.
     """
     stop_signals.listen()
+    set_memory_advice(
+        "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
+    )
     console = start_log()
     arguments = parse(TrainArguments, argv)
     progress.info("importing torch and transformers")

@@ -167,14 +167,22 @@ _FIXES = {
 }
 
 
+_memory_advice = "use a machine with more memory, or end other programs on this one"
+
+
+def set_memory_advice(advice: str) -> None:
+    """From now on, give this advice when memory runs out: what helps depends on the program."""
+    global _memory_advice
+    _memory_advice = advice
+
+
 def describe_failure(error: Exception) -> str:
     """Return one line for a failure that no check foresees: memory that ran out, or a bug and its place."""
     message = first_line(error)
     if "can't start new thread" in message:
         return f"{message}: the limit of processes and threads is reached; raise it (ulimit -u, or the container's)"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in message:
-        fix = "use a smaller --micro_batch_size or --max_length, --activation_checkpointing full, or more devices"
-        return f"memory ran out: {message}; {fix}"
+        return f"memory ran out: {message}; {_memory_advice}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/lib/python" not in frame.filename] or frames  # not a library's
     place = f" in {own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})"

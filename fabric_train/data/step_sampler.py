@@ -14,6 +14,7 @@ number of ranks. Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
     rank 1          [4]  [8]  []      an empty micro-batch: the rank takes part without supervised tokens
 """
 
+import errno
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import DataLoader
 
+from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import Batch
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.token_dataset import Rows
@@ -128,6 +130,23 @@ class WindowOrder:
                 yield rows[indices.start : indices.stop].tolist()
 
 
+class WorkerLoader(DataLoader):
+    """A DataLoader that names the place if there is no room for the semaphores of its processes.
+
+    Raises:
+        RunError: from ``iter``.
+    """
+
+    def __iter__(self) -> Any:
+        try:
+            return super().__iter__()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            fix = "make it larger (docker run --shm-size 1g), or give --num_workers 0"
+            raise RunError(f"/dev/shm is full, where data workers have their semaphores; {fix}") from None
+
+
 @dataclass(frozen=True)
 class TrainBatches:
     """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes."""
@@ -197,7 +216,7 @@ class _Epoch:
 
 
 def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
-    return DataLoader(
+    return WorkerLoader(
         rows,
         batch_sampler=indices,
         num_workers=num_workers,

@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
-from fabric_train.data.step_sampler import Window, positions
+from fabric_train.data.step_sampler import Window, WorkerLoader, positions
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import detect_format
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.files import missing_column, text_of
-from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, open_sources
+from fabric_train.tokenization.reading.columns import missing_column, text_of
+from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos, open_encoder
@@ -70,7 +71,7 @@ class Texts:
         """Return one line per file or split that identifies its content.
 
         The line of a file has its path, its size and a hash of its first and last MiB. The line of a split has the
-        dataset's fingerprint or, if it is streamed, its version.
+        dataset's fingerprint or, if it is streamed, its commit on the hub.
         """
         return [identity for source in self.sources for identity in _identities(source)]
 
@@ -270,7 +271,7 @@ class StreamBatches:
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
         num_workers = max(dividing, default=0)
-        return DataLoader(
+        return WorkerLoader(
             _LaneDataset(self, num_windows),
             batch_size=None,
             num_workers=num_workers,
@@ -312,7 +313,7 @@ class _LaneDataset(IterableDataset):
     def __init__(self, batches: StreamBatches, num_windows: int) -> None:
         self._batches, self._num_windows = batches, num_windows
 
-    def __iter__(self) -> Iterator[StreamBatch | InputError | OSError]:
+    def __iter__(self) -> Iterator[StreamBatch | InputError | RunError | OSError]:
         """Yield this worker's micro-batches, or an error as the last item.
 
         The error is not raised here, because the DataLoader would add a traceback to its message.
@@ -323,11 +324,11 @@ class _LaneDataset(IterableDataset):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --num_workers decides how many cores are used
         try:
             yield from self._batches.batches(first, stride, self._num_windows)
-        except (InputError, OSError) as error:
+        except (InputError, RunError, OSError) as error:
             yield error
 
 
-def _raised(item: StreamBatch | InputError | OSError) -> StreamBatch:
+def _raised(item: StreamBatch | InputError | RunError | OSError) -> StreamBatch:
     if isinstance(item, StreamBatch):
         return item
     raise item
@@ -372,14 +373,14 @@ def _check_first_row(source: Source, column: str) -> None:
 
 def _identities(source: Source) -> Iterator[str]:
     if isinstance(source, FileSource):
-        for path in source.files:
-            yield f"{path.relative_to(source.root).as_posix()}, {path.stat().st_size} bytes, {_hash_ends(path)}"
+        for file in source.files:
+            yield f"{file.path.relative_to(source.root).as_posix()}, {file.size} bytes, {_hash_ends(file.path)}"
     elif isinstance(source, DatasetSource):
         for split, dataset in source.splits.items():
             yield f"{source.name}, {split}, {dataset._fingerprint}"
     else:
-        for split, streamed in source.splits.items():
-            yield f"{source.name}, {split}, version {streamed.info.version}"
+        for split in source.splits:
+            yield f"{source.hub.name}, subset {source.hub.subset}, {split}, commit {source.hub.revision}"
 
 
 def _hash_ends(path: Path) -> str:

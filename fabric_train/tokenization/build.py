@@ -36,7 +36,9 @@ from fabric_train.tokenization.manifest import (
 from fabric_train.tokenization.packing.arrow_folder import check_disk_space, write_dataset_dict, write_split
 from fabric_train.tokenization.packing.rows import Packing, RowPlan, plan_rows
 from fabric_train.tokenization.packing.severed_chats import count_severed_chats
-from fabric_train.tokenization.reading.sources import Source, open_sources, sha256
+from fabric_train.tokenization.reading.listing import sha256
+from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
@@ -110,7 +112,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
             versions={name: version(name) for name in _VERSIONS_OF},
         )
         write_manifest(folder, manifest)
-    return Outcome(manifest, tuple(_notes(encoded, formats)), seconds, num_proc)
+    return Outcome(manifest, tuple(_notes(encoded, formats)), seconds, encoded.num_proc)
 
 
 def _open(arguments: "TokenizeArguments", downloads: Path) -> tuple[list[Source], list[Source]]:
@@ -288,29 +290,35 @@ def _source_records(
     splits: dict[str, _Split],
     arguments: "TokenizeArguments",
 ) -> list[SourceRecord]:
-    """Return each source's record with the documents kept and how often they are in the train split."""
+    """Return each source's record with its documents and tokens, and with its share of the train split."""
+    train = splits["train"]
+    tokens_in_train = _tokens_by_source(train.collection, train.order, len(arguments.dataset))
+    left_for_train = _tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
+    for name, split in splits.items():
+        if name != "train" and split.collection is collections[0]:
+            left_for_train -= _tokens_by_source(split.collection, split.order, len(arguments.dataset))
     records = []
     for number, record in enumerate(encoded.sources):
-        collection = collections[0] if number < len(arguments.dataset) else collections[-1]
+        is_train = number < len(arguments.dataset)
+        collection = collections[0] if is_train else collections[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
-        train = splits["train"].order
-        sampled = int((splits["train"].collection.sources[train] == number).sum())
-        available = len(own) - sum(
-            int((split.collection.sources[split.order] == number).sum())
-            for name, split in splits.items()
-            if name != "train" and split.collection is collections[0]
-        )
-        weight = arguments.weights[number] if arguments.weights and number < len(arguments.dataset) else None
-        records.append(
-            replace(
-                record,
-                documents=len(own),
-                tokens=int(collection.documents.lengths[own].sum()),
-                weight=weight,
-                epochs=round(sampled / available, 4) if weight is not None else 1.0,
-            )
-        )
+        record = replace(record, documents=len(own), tokens=int(collection.documents.lengths[own].sum()))
+        sampled = int(tokens_in_train[number]) if is_train else 0
+        record = replace(record, train_tokens=sampled, share_reached=round(sampled / int(tokens_in_train.sum()), 6))
+        if is_train and arguments.weights:
+            weight = arguments.weights[number]
+            share = round(weight / sum(arguments.weights), 6)
+            epochs = round(sampled / int(left_for_train[number]), 4)
+            record = replace(record, weight=weight, share_asked=share, epochs=epochs)
+        records.append(record)
     return records
+
+
+def _tokens_by_source(collection: Collection, documents: np.ndarray, num_sources: int) -> np.ndarray:
+    """Return the tokens that each of the first sources has in ``documents``, int64 [num_sources]."""
+    lengths = collection.documents.lengths[documents]
+    tokens = np.bincount(collection.sources[documents], weights=lengths, minlength=num_sources)
+    return tokens.astype(np.int64)[:num_sources]
 
 
 def _settings(arguments: "TokenizeArguments") -> Settings:

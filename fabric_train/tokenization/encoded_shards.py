@@ -20,7 +20,9 @@ import numpy as np
 
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
-from fabric_train.tokenization.reading.files import text_of
+from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
+from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import PartReader, Source
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos
 
@@ -117,11 +119,13 @@ def split_into_shards(sources: list[Source], settings: str) -> list[Shard]:
     shards: list[Shard] = []
     for number, source in enumerate(sources):
         parts: list[Any] = []
+        num_bytes = 0
         for part in source.parts(shard_bytes):
-            if parts and sum(part.num_bytes for part in parts) + part.num_bytes > shard_bytes:
+            if parts and num_bytes + part.num_bytes > shard_bytes:
                 shards.append(_shard(len(shards), number, source, parts, settings))
-                parts = []
+                parts, num_bytes = [], 0
             parts.append(part)
+            num_bytes += part.num_bytes
         if parts:
             shards.append(_shard(len(shards), number, source, parts, settings))
     return shards
@@ -156,7 +160,9 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
     """Read, encode and write one shard.
 
     Raises:
-        InputError: a file is not of the kind that its name says, or a row is bad and bad rows are not skipped.
+        InputError: a file is not of the kind that its name says, or has changed since it was listed; or a row is bad,
+            and bad rows are not skipped.
+        RunError: memory ran out.
     """
     tokens = job.folder / f"{shard.key}.tokens"
     masks = job.folder / f"{shard.key}.masks"
@@ -182,15 +188,25 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
 
 
 def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: "_Writer") -> None:
-    format_ = job.formats[shard.source]
-    reader = job.sources[shard.source].reader(part, format_.columns)
+    format_, source = job.formats[shard.source], job.sources[shard.source]
+    reader = source.reader(part, format_.columns)
     if format_.chat is None:
         documents = _encode_texts(job, reader, format_.columns[0], writer)
     else:
         documents = _encode_chats(format_.chat, reader, writer)
-    for ordinal, document in documents:
-        writer.write(ordinal, document, reader.position)
+    try:
+        with memory_errors_name(part_name(source, part)):
+            for ordinal, document in documents:
+                writer.write(ordinal, document, reader.position)
+    finally:  # what is written to while it is read may look damaged: then that is the error to report
+        if isinstance(part, FilePart):
+            check_unchanged(part.file)
     writer.end_part(part.num_bytes)
+
+
+def part_name(source: Source, part: Any) -> str:
+    """Return the file of a part, or the name of a dataset that does not consist of files."""
+    return str(part.path) if isinstance(part, FilePart) else source.name
 
 
 def _encode_texts(

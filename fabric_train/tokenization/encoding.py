@@ -20,12 +20,14 @@ from fabric_train.tokenization.encoded_shards import (
     ShardRecord,
     SourceFormat,
     encode_shard,
+    part_name,
     read_record,
     split_into_shards,
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceRecord
 from fabric_train.tokenization.progress import ShowProgress, progress
-from fabric_train.tokenization.reading.files import missing_column, text_of
+from fabric_train.tokenization.reading.columns import missing_column, text_of
+from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
@@ -47,13 +49,14 @@ _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 16
 class EncodedSources:
     """The finished shards in the order of the sources, with one record each, and the sources' records for the manifest.
 
-    ``encoder`` is ``tiktoken``, or ``encode_batch_fast: WHY``.
+    ``encoder`` is ``tiktoken``, or ``encode_batch_fast: WHY``. ``num_proc`` processes have encoded.
     """
 
     shards: list[Shard]
     records: list[ShardRecord]
     sources: list[SourceRecord]
     encoder: str
+    num_proc: int
 
 
 @dataclass(frozen=True)
@@ -179,13 +182,14 @@ def encode_sources(
         tokenizer_hashes: SHA-256 of each file in ``tokenizer_folder``; shards of another tokenizer are not reused.
         folder: where the shards are written.
         arguments: the command line of ``tokenize_dataset.py``.
-        num_proc: processes that encode.
+        num_proc: the most processes that encode.
         caps: where reading may stop.
         check: compares the encoder's ids with the tokenizer's.
 
     Raises:
-        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
+        InputError: a source cannot be read, has a bad row and bad rows are not skipped, or has changed meanwhile.
         ChildProcessError: a process was killed.
+        RunError: memory ran out.
     """
     file = tokenizer_folder / "tokenizer.json"
     check.start(file, tokenizer.special_text_is_plain)
@@ -233,7 +237,8 @@ def _encode_all(
     source_records: dict[int, SourceRecord] = {}
     total = sum(shard.num_bytes for shard in shards)
     tasks = chain(range(len(job.sources)), _unfinished_shards(shards, records, caps))
-    with WorkerPool(partial(_run_task, job), num_proc) as workers, progress(total) as show:
+    num_proc = min(num_proc, len(job.sources) + len(shards) - len(records))
+    with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
         if isinstance(job.encoder, ByteBPE):
@@ -253,9 +258,12 @@ def _encode_all(
         difference = check.result() if isinstance(job.encoder, ByteBPE) else None
     if difference:
         raise _DifferentIdsError(difference)
+    in_order = [source_records[number] for number in range(len(job.sources))]
+    for source, source_record in zip(job.sources, in_order, strict=True):
+        for file, recorded in zip(source.files, source_record.files, strict=True):
+            check_unchanged(file, recorded.sha256)
     used = [shard for shard in shards if shard.index in records]
-    in_order = [source_records[number] for number in sorted(source_records)]
-    return EncodedSources(used, [records[shard.index] for shard in used], in_order, name)
+    return EncodedSources(used, [records[shard.index] for shard in used], in_order, name, num_proc)
 
 
 def _run_task(job: EncodingJob, task: _Task) -> SourceRecord | None:
@@ -264,6 +272,18 @@ def _run_task(job: EncodingJob, task: _Task) -> SourceRecord | None:
         encode_shard(job, task)
         return None
     return job.sources[task].record()
+
+
+def _what_is_read(job: EncodingJob, task: _Task) -> str:
+    """Return the file or dataset that a task has come to."""
+    if not isinstance(task, Shard):
+        return job.sources[task].name
+    done = job.progress[3 * task.index]
+    for part in task.parts:
+        if done < part.num_bytes:
+            break
+        done -= part.num_bytes
+    return part_name(job.sources[task.source], part)
 
 
 def _sample(sources: Sequence[Source], formats: Sequence[SourceFormat]) -> Iterator[str]:

@@ -37,15 +37,19 @@ class SourceRecord:
     """A source of --dataset or --validation_dataset.
 
     Args:
-        name: as given, without passwords.
+        name: as given, without passwords; of a hub dataset only its name on the hub.
         kind: ``files``, ``saved_dataset`` or ``hub``.
         files: the files read; empty for a hub dataset.
         splits: the splits read; empty for files.
-        revision: a hub dataset's fingerprint, or its version if it was streamed.
+        revision: a hub dataset's commit; None for others.
+        subset: a hub dataset's subset (configuration); None for others.
         documents: documents kept.
         tokens: tokens of the documents kept.
         weight: its value in --weights, None without --weights.
-        epochs: how often each of its training documents is in the train split on average.
+        epochs: how often its training documents are in the train split: their tokens there / their tokens.
+        train_tokens: its tokens in the train split, repeats included; None if an older version has not counted them.
+        share_asked: the share of the train split's tokens that --weights asks for; None without --weights.
+        share_reached: the share of the train split's tokens that it has; None after a merge.
     """
 
     name: str
@@ -53,10 +57,14 @@ class SourceRecord:
     files: tuple[SourceFile, ...]
     splits: tuple[str, ...]
     revision: str | None
+    subset: str | None = None
     documents: int = 0
     tokens: int = 0
     weight: float | None = None
     epochs: float = 1.0
+    train_tokens: int | None = None
+    share_asked: float | None = None
+    share_reached: float | None = None
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,12 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     parts = tuple(part for dataset in merged for part in dataset.parts())
     manifest = Manifest(
         ledger=_sum([dataset.manifest.ledger for dataset in merged]),
-        # weights are relative to the other sources of one part; the part's settings keep them
-        sources=tuple(replace(source, weight=None) for dataset in merged for source in dataset.manifest.sources),
+        # weights and shares are relative to the other sources of one part; the part's settings keep the weights
+        sources=tuple(
+            replace(source, weight=None, share_asked=None, share_reached=None)
+            for dataset in merged
+            for source in dataset.manifest.sources
+        ),
         tokenizer=_tokenizer(merged),
         settings=first.manifest.settings,
         versions={name: version(name) for name in _VERSIONS_OF},

@@ -147,7 +147,7 @@ def mix(
     chosen = []
     for source, weight in enumerate(weights):
         own = np.flatnonzero(sources == source)
-        wanted = total * weight / sum(weights)
+        wanted = total * (weight / sum(weights))  # total * weight may be infinite
         epoch = 0
         while wanted > 0:
             shuffled = np.random.default_rng([seed, source, epoch]).permutation(own)

@@ -7,15 +7,18 @@ thread starts gives every process the loaded tokenizer and the imported modules 
 import gc
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
 _ITEMS_AHEAD = 2  # per process: the one it works on and the next one
+_NO_MORE = object()
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,13 +39,15 @@ class Worker(Generic[Item, Result]):
     def send(self, item: Item) -> None:
         """Send an item; items are computed in the order in which they are sent.
 
+        It returns soon, however large the item is: the process receives items also while it sends a result.
+
         Raises:
             ChildProcessError: the process was killed.
         """
         try:
             self.connection.send(item)
-        except BrokenPipeError:
-            raise _killed() from None
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._killed() from None
 
     def receive(self) -> Result:
         """Wait for the next result.
@@ -54,10 +59,16 @@ class Worker(Generic[Item, Result]):
         try:
             result, error = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            raise _killed() from None
+            raise self._killed() from None
         if error is not None:
             raise error
         return result
+
+    def _killed(self) -> ChildProcessError:
+        self.process.join(timeout=5)
+        code = self.process.exitcode or 0
+        by = f" by {signal.Signals(-code).name}" if code < 0 else ""
+        return ChildProcessError(f"a tokenizing process was killed{by}; if memory ran out, use a smaller --num_proc")
 
     def kill(self) -> None:
         """Kill the process without waiting for its end."""
@@ -66,9 +77,13 @@ class Worker(Generic[Item, Result]):
 
 
 class WorkerPool(Generic[Item, Result]):
-    """A context manager of ``num_proc`` processes, which it kills when the block ends."""
+    """A context manager of ``num_proc`` processes, which it kills when the block ends.
 
-    def __init__(self, function: Callable[[Item], Result], num_proc: int) -> None:
+    ``describe`` names what a process reads for an item, for the error if it is killed meanwhile.
+    """
+
+    def __init__(self, function: Callable[[Item], Result], num_proc: int, describe: Callable[[Item], str]) -> None:
+        self._describe = describe
         gc.freeze()  # a collection would visit all loaded objects, and so copy their memory pages in every process
         gc.enable()
         self._workers: list[Worker[Item, Result]] = [Worker(function) for _ in range(num_proc)]
@@ -102,43 +117,60 @@ class WorkerPool(Generic[Item, Result]):
         has_started = False
         while True:
             for _ in range(_ITEMS_AHEAD):
-                for worker, queue in queues.values():
-                    if len(queue) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
-                        worker.send(item)
-                        queue.append(item)
+                for worker, sent in queues.values():
+                    if len(sent) < _ITEMS_AHEAD and (item := next(items, None)) is not None:
+                        sent.append(item)
+                        with self._naming(sent[0]):
+                            worker.send(item)
             if not has_started:
                 has_started = True
                 yield None
-            busy = [one for one, (_, queue) in queues.items() if queue]
+            busy = [one for one, (_, sent) in queues.items() if sent]
             if not busy:
                 return
             ready = connection.wait(busy, timeout=tick_seconds)
             for one in ready:
-                worker, queue = queues[one]
-                yield queue.popleft(), worker.receive()
+                worker, sent = queues[one]
+                with self._naming(sent[0]):
+                    result = worker.receive()
+                yield sent.popleft(), result
             if not ready:
                 yield None
 
-
-def _killed() -> ChildProcessError:
-    return ChildProcessError("a tokenizing process was killed; if memory ran out, use a smaller --num_proc")
+    @contextmanager
+    def _naming(self, item: Item) -> Iterator[None]:
+        try:
+            yield
+        except ChildProcessError as error:
+            raise ChildProcessError(f"while reading {self._describe(item)}, {error}") from None
 
 
 def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent kills this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            item = pipe.recv()
-        except EOFError:
-            return
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, items), daemon=True).start()
+    while (item := items.get()) is not _NO_MORE:
         answer: tuple[Any, Exception | None]
         try:
             answer = (function(item), None)
         except Exception as error:  # noqa: BLE001 - the parent raises it again
             answer = (None, error)
         pipe.send(answer)
+
+
+def _receive(pipe: Any, items: "queue.SimpleQueue[Any]") -> None:
+    """Put what comes through the pipe into ``items``.
+
+    It is a thread of its own, because parent and process would wait for each other for ever if both were sending.
+    """
+    while True:
+        try:
+            items.put(pipe.recv())
+        except (EOFError, OSError):
+            items.put(_NO_MORE)
+            return
 
 
 def _end_with_parent() -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches, validation_rows
 from fabric_train.data.token_dataset import Rows, open_dataset
+from tests.support.programs import ROOT
 
 Labels = list[list[int]] | None
 
@@ -388,3 +391,18 @@ def test_a_damaged_dataset_is_refused(tmp_path: Path) -> None:
     assert refusal(folder).startswith("damaged, ")
     arrow.unlink()
     assert refusal(folder).startswith("damaged, ")
+
+
+def test_a_full_dev_shm_is_named() -> None:
+    program = (
+        "from fabric_train.cli.errors import run_program\n"
+        "from fabric_train.data.step_sampler import WorkerLoader\n"
+        "run_program(lambda: iter(WorkerLoader(range(4), num_workers=1)))"
+    )
+    mount = 'mount -t tmpfs -o size=4k,nr_inodes=1 tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", mount, sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.stderr.startswith(("mount", "unshare")):
+        pytest.skip("mounting is not permitted here")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: /dev/shm is full, where data workers have their semaphores; make it larger")

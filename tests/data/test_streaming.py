@@ -23,6 +23,7 @@ from fabric_train.data.step_sampler import Window
 from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
 from fabric_train.data.token_dataset import Rows
 from fabric_train.preflight.prepare import prepare
+from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.sources import StreamSource
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
@@ -298,8 +299,9 @@ def test_every_kind_of_source_gives_the_same_rows_also_in_workers(
         assert rows(tmp_path / name, num_workers=2) == expected, name
     hub = stream_of([plain], tiny_model_dir, tmp_path)
     loaded = datasets.load_dataset("json", data_files=str(plain), streaming=True, cache_dir=str(tmp_path / "cache"))
-    streamed = replace(hub, texts=Texts([StreamSource("hub", {"train": loaded["train"]})], "text"))
-    assert streamed.texts.identities()[0].startswith("hub, train, version ")
+    source = StreamSource("hub:en", {"train": loaded["train"]}, DatasetName("hub", "en", None, "c0ffee"))
+    streamed = replace(hub, texts=Texts([source], "text"))
+    assert streamed.texts.identities() == ["hub, subset en, train, commit c0ffee"]
     windows = windows_of(streamed, 40, order, num_workers=2)
     assert [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()] == expected
     first, rest = write_jsonl(tmp_path / "first.jsonl", slices[:3]), write_jsonl(tmp_path / "rest.jsonl", slices[3:])

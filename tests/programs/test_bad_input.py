@@ -248,6 +248,11 @@ CASES: dict[str, Case] = {
     "weights for other sources": Case(
         "tokenize", "--weights 1 2", "--weights has 2 numbers for 1 sources of --dataset"
     ),
+    "weights without a finite sum": Case(
+        "tokenize",
+        "--dataset texts.jsonl plain.txt --weights 1.7e308 1.7e308",
+        "--weights: their sum is too large; give smaller numbers of the same ratio",
+    ),
     "not a size": Case(
         "convert", "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"
     ),
@@ -491,7 +496,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--dataset no.jsonl", "--dataset no.jsonl: no such file or folder; give a path that …"
     ),
     "a link to no texts": Case(
-        "tokenize", "--dataset ./broken-link", "--dataset ./broken-link: no such file or folder; …"
+        "tokenize", "--dataset ./broken-link", "broken-link: a link to nowhere, which does not exist; …"
     ),
     "two sources that do not exist": Case(
         "tokenize",
@@ -525,6 +530,18 @@ CASES: dict[str, Case] = {
         "tokenize",
         "--dataset texts/latin-1.jsonl",
         "texts/latin-1.jsonl: byte 11 is not UTF-8 (0xfc); convert the file …",
+    ),
+    "a column that comes twice": Case(
+        "tokenize", "--dataset texts/twice.csv", "texts/twice.csv: 2 columns are called 'text'; rename …"
+    ),
+    "a pipe among the texts": Case(
+        "tokenize", "--dataset piped", "piped/a.jsonl: a pipe, not a file; write its content to a file first, …"
+    ),
+    "a part of a folder that is not there": Case(
+        "tokenize", "--dataset saved::dev", "--dataset saved::dev: no split 'dev'; there are: train"
+    ),
+    "a revision of a folder": Case(
+        "tokenize", "--dataset saved@main", "--dataset saved@main: a folder has no revisions; leave out @main"
     ),
     "an archive named as text": Case(
         "tokenize",
@@ -811,7 +828,7 @@ def test_an_unexpected_failure_is_one_line_that_names_its_place(there: Path, for
 def test_memory_that_ran_out_is_reported_with_a_fix(there: Path, forked_runs: ForkedRuns) -> None:
     code, printed = failing(forked_runs, there, "MemoryError('9 GB wanted')")
     assert code == 1
-    assert matches("error: memory ran out: 9 GB wanted; use a smaller --micro_batch_size …\n", printed)
+    assert matches("error: memory ran out: 9 GB wanted; use a machine with more memory, …\n", printed)
 
 
 @pytest.mark.parametrize("switch", [["--debug"], ["--debug", "true"], ["--debug=true"]])

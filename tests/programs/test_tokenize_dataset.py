@@ -21,12 +21,12 @@ import pytest
 from pyarrow import parquet
 from transformers import AutoTokenizer
 
-import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import read_manifest
 from fabric_train.tokenization.tokenizers.piece_encoder import PieceEncoder
 from tests.support.programs import ROOT
 from tests.support.token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jsonl
+from tests.support.tokenizing import start, wait_for_shards
 
 Write = Callable[[Path], object]
 
@@ -227,6 +227,10 @@ def bytes_of(content: bytes) -> Write:
     return lambda path: path.write_bytes(content)
 
 
+def two_columns(path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]), path)
+
+
 def damaged_saved_dataset(path: Path) -> None:
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
     next(path.glob("*.arrow")).unlink()
@@ -240,7 +244,7 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     "Latin-1 txt": ("a.txt", bytes_of(b"caf\xe9"), r"byte 3 is not UTF-8 \(0xe9\)"),
     "Latin-1 with BOM": ("a.txt", bytes_of(b"\xef\xbb\xbfcaf\xe9"), "byte 6 is not UTF-8"),
     "Latin-1 jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "\xe9"}\n'), "byte 24 is not UTF-8"),
-    "Latin-1 csv": ("a.csv", bytes_of(b"text\n" + b"a\n" * 9000 + b"\xe9\n"), "byte 18005 is not UTF-8"),
+    "Latin-1 csv": ("a.csv", bytes_of(b"text\n" + b"a\n" * 9000 + b"\xe9\n"), "line 9002: byte 0xe9 is not UTF-8"),
     "jsonl that is not JSON": ("a.jsonl", bytes_of(b'{"text": "a"}\n\nnot\n'), "a.jsonl, line 3: not JSON"),
     "cut jsonl": ("a.jsonl", bytes_of(b'{"text": "a"}\n{"text": "a'), "line 2: not JSON"),
     "jsonl of strings": ("a.jsonl", bytes_of(b'"a"\n'), "line 1: a JSON str, not an object"),
@@ -254,6 +258,9 @@ BAD_SOURCES: dict[str, tuple[str, Write, str]] = {
     ),
     "csv with an open quote": ("a.csv", bytes_of(b'text,n\n"a,1\n'), "line 2: not csv"),
     "ragged csv": ("a.csv", bytes_of(b"text,n\na,1\nb,1,2\n"), "line 3: 3 fields, but the header has 2"),
+    "Latin-1 header of a csv": ("a.csv", bytes_of(b"text,a\xe9\na,b\n"), "line 1: byte 0xe9 is not UTF-8"),
+    "csv with two columns of a name": ("a.csv", bytes_of(b"text,n,text\na,1,b\n"), "2 columns are called 'text';"),
+    "parquet with two columns of a name": ("a.parquet", two_columns, "2 columns are called 'text'; rename all but"),
     "text called parquet": ("a.parquet", bytes_of(b"just some text"), "not a whole parquet file"),
     "missing column, jsonl": (
         "a.jsonl",
@@ -331,24 +338,12 @@ def test_a_nonempty_output_folder_is_an_error_before_any_work(tmp_path: Path, ti
     assert os.listdir(tmp_path / "out") == ["precious"]
 
 
-def start(tmp_path: Path, tokenizer: Path, source: Path, *options: object) -> "subprocess.Popen[str]":
-    """Start the program in a process group of its own."""
-    argv = ["--dataset", source, "--tokenizer_name", tokenizer, "--output_dir", tmp_path / "new" / "out", *options]
-    command = [sys.executable, tokenize_dataset.__file__, *map(str, argv)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def wait_for_shards(process: "subprocess.Popen[str]", folder: Path, count: int) -> None:
-    while len(list(folder.glob(".out.unfinished/*.npz"))) < count and process.poll() is None:
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_output_and_a_restart_continues(
     tmp_path: Path, tiny_model_dir: Path, number: signal.Signals
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_000)
-    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 1)
+    process = start(tmp_path, tiny_model_dir, [source], "--num_proc", 1)
     wait_for_shards(process, tmp_path / "new", 2)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
@@ -361,7 +356,7 @@ def test_an_interrupted_run_leaves_no_output_and_a_restart_continues(
     finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("new/.out.unfinished/*.npz")}
     assert len(finished) >= 2
 
-    process = start(tmp_path, tiny_model_dir, source, "--num_proc", 2)
+    process = start(tmp_path, tiny_model_dir, [source], "--num_proc", 2)
     while not list(tmp_path.glob("new/.out.incomplete-*/train")) and process.poll() is None:
         for file, written in finished.items():
             with suppress(FileNotFoundError):  # the run may just have ended
@@ -374,7 +369,7 @@ def test_an_interrupted_run_leaves_no_output_and_a_restart_continues(
 
 
 def test_a_second_run_into_the_same_folder_is_an_error(tmp_path: Path, tiny_model_dir: Path) -> None:
-    process = start(tmp_path, tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500))
+    process = start(tmp_path, tiny_model_dir, [write_jsonl(tmp_path / "a.jsonl", TEXTS * 2_500)])
     wait_for_shards(process, tmp_path / "new", 1)
     with pytest.raises(InputError, match="another process is tokenizing into it"):
         tokenize(tmp_path / "new" / "out", tiny_model_dir, write_jsonl(tmp_path / "b.jsonl"))

@@ -131,6 +131,7 @@ def _break_documents(folder: Path) -> None:
         "garbage.parquet": b"PAR1" + bytes(100),
         "no-parquet.parquet": lines,
         "ragged.csv": b"text,title\na,b\nc\n",
+        "twice.csv": b"text,text\na,b\n",
         "quotes.csv": b'text\n"no end\n',
         "bad.json": b'{"text": ',
         "short.txt": b"one",
@@ -142,6 +143,8 @@ def _break_documents(folder: Path) -> None:
     cut(texts / "cut.parquet")
     datasets.Dataset.from_dict({"text": [1.5]}).to_parquet(str(texts / "numbers.parquet"))
     (folder / "no-texts").mkdir()
+    (folder / "piped").mkdir()
+    os.mkfifo(folder / "piped" / "a.jsonl")
     (folder / "script").mkdir()
     (folder / "script" / "script.py").write_text(f"import os\nos.system('touch {folder}/ran-script')\n")
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "saved"))

@@ -25,15 +25,36 @@ def test_weights_sample_whole_epochs_first_and_print_them(
     rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *argv, validation_split=0)
     found = Counter(text[0] for text in documents_in(rows["train"], tmp_path / "out"))
     ledger, records = manifest_of(tmp_path / "out").ledger, manifest_of(tmp_path / "out").sources
+    printed = " ".join(capsys.readouterr().out.split())
     total = sum(record.tokens for record in records)
-    for record, weight in zip(records, (1, 3), strict=True):
-        assert record.weight == weight
-        assert record.epochs * record.tokens == pytest.approx(total * weight / 4, rel=0.1)
-        assert f"weight {weight}: {record.epochs:.2f} epochs in train" in capsys.readouterr().out or weight == 3
-    assert ledger.documents_unsampled == round(30 * (1 - records[0].epochs))
-    assert ledger.documents_repeated == round(10 * (records[1].epochs - 1))
+    for record, weight, share in zip(records, (1, 3), (0.25, 0.75), strict=True):
+        assert (record.weight, record.share_asked) == (weight, share)
+        assert record.train_tokens is not None
+        assert record.train_tokens == pytest.approx(total * share, rel=0.1)
+        assert record.share_reached == pytest.approx(record.train_tokens / ledger.splits["train"].tokens_in, abs=1e-6)
+        assert record.epochs == pytest.approx(record.train_tokens / record.tokens, abs=1e-4)
+        assert (
+            f"weight {weight}: {record.train_tokens:,} tokens in train, {record.share_reached:.2%} of all "
+            f"({share:.2%} asked), {record.epochs:.2f} epochs"
+        ) in printed
+    assert ledger.splits["train"].tokens_in == sum(record.train_tokens or 0 for record in records)
     assert abs(sum(found.values()) - ledger.splits["train"].documents) <= 1
     assert tokenize(tmp_path / "again", tiny_model_dir, *sources, *argv, validation_split=0, num_proc=2) == rows
+
+
+def test_epochs_count_tokens_and_not_documents(tmp_path: Path, tiny_model_dir: Path) -> None:
+    long = write_jsonl(tmp_path / "long.jsonl", ["word " * 200, *["a"] * 99])
+    other = write_jsonl(tmp_path / "other.jsonl", B)
+    tokenize(tmp_path / "out", tiny_model_dir, long, other, "--weights", 1, 1, max_tokens=200, validation_split=0)
+    record = manifest_of(tmp_path / "out").sources[0]
+    assert record.train_tokens is not None
+    assert record.epochs == round(record.train_tokens / record.tokens, 4)
+
+
+@pytest.mark.parametrize("weights", [(1e-320, 3e-320), (5e-324, 1e308), (8e307, 8e307)])
+def test_weights_of_any_size_end(weights: tuple[float, float]) -> None:
+    order = mix(np.full(20, 10), np.repeat([0, 1], 10), weights, 10**4, 0)
+    assert np.bincount(np.repeat([0, 1], 10)[order])[1] == round(1000 * (weights[1] / sum(weights)))
 
 
 def test_a_mixture_has_the_requested_number_of_tokens(tmp_path: Path, tiny_model_dir: Path) -> None:

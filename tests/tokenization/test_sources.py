@@ -17,7 +17,10 @@ from pyarrow import parquet
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.files import FileReader, split_file
-from fabric_train.tokenization.reading.sources import StreamSource, open_sources
+from fabric_train.tokenization.reading.hub_names import DatasetName
+from fabric_train.tokenization.reading.listing import list_file
+from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.sources import StreamSource
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
@@ -53,7 +56,7 @@ def test_parts_of_a_file_have_every_line_once_and_in_order(tmp_path: Path, part_
 def test_row_groups_of_parquet_are_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"id": range(50), "text": TEXTS}), file, row_group_size=3)
-    assert len(split_file(file, 1)) == 17
+    assert len(split_file(list_file(file), 1)) == 17
     assert texts_of([file], tmp_path, 1) == texts_of([file], tmp_path) == TEXTS
 
 
@@ -159,7 +162,7 @@ def test_bad_rows_keep_their_place_and_name_file_and_line(tmp_path: Path) -> Non
     file.write_bytes(b'{"text": "a"}\nnot\n\n{"text": "\xe9"}\n[1]\n{"text": NaN}\n{"text": "b"}\n')
     for part_bytes in (1 << 20, 1):
         found = {}
-        for part in split_file(file, part_bytes):
+        for part in split_file(list_file(file), part_bytes):
             reader = FileReader(part, ("text",))
             for number, row in reader:
                 found[reader.place(number)] = row
@@ -190,7 +193,7 @@ def test_a_streamed_dataset_gives_its_rows_file_by_file(tmp_path: Path) -> None:
         streaming=True,
         cache_dir=str(tmp_path / "c"),
     )
-    source = StreamSource("owner/name", dict(loaded))
+    source = StreamSource("owner/name", dict(loaded), DatasetName("owner/name", None, None, None))
     parts = list(source.parts(1))
     assert len(parts) == 3
     assert [row["text"] for part in parts for _, row in source.reader(part, ("text",))] == TEXTS[:30]

@@ -1,4 +1,5 @@
 """Sources of documents (files, folders, URLs, datasets) and the rows in them.
 
-Read ``sources.py`` first: it opens what ``--dataset`` names. ``files.py`` then reads the rows of one file.
+Read ``opening.py`` first: it opens what ``--dataset`` names. ``sources.py`` has what it returns, and ``files.py`` reads
+the rows of one file.
 """

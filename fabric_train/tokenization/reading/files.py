@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.tokenization.documents import BadRowError
-
-Row = Mapping[str, Any]
+from fabric_train.tokenization.reading.columns import Row, check_not_repeated, check_text_columns, missing_column
+from fabric_train.tokenization.reading.listing import ListedFile
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _NOT_TEXT_SIGNATURES = {
@@ -36,17 +36,22 @@ _NOT_TEXT_SIGNATURES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FilePart:
     """A file, or a part of it: bytes ``start`` to ``stop`` of JSON lines, or those row groups of parquet.
 
     ``num_bytes`` is its size, of row groups uncompressed. A line belongs to the part in which it begins.
     """
 
-    path: Path
+    file: ListedFile
     num_bytes: int
     start: int = 0
     stop: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+        return self.file.path
 
     @property
     def suffix(self) -> str:
@@ -66,13 +71,20 @@ class FileReader:
 
     Raises:
         InputError: the file is not of the kind that its name says, or a damaged one.
+        RunError: memory ran out.
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
         self.part, self.columns, self.position = part, columns, 0
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]:
-        yield from _READERS[self.part.suffix](self)
+        try:
+            with memory_errors_name(str(self.part.path)):
+                yield from _READERS[self.part.suffix](self)
+        except OSError as error:
+            if error.errno and error.filename is None:  # of a read that failed
+                error.filename = str(self.part.path)
+            raise
         self.position = self.part.num_bytes
 
     def place(self, number: int) -> str:
@@ -97,6 +109,20 @@ class FileReader:
             return lines + (file.read(1) != b"\n")  # a line that began earlier belongs to an earlier part
 
 
+@contextmanager
+def memory_errors_name(place: str) -> Iterator[None]:
+    """Turn a lack of memory into an error that names what is read.
+
+    Raises:
+        RunError: memory ran out.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        fix = "let fewer processes read at a time, or split it into smaller files"
+        raise RunError(f"{place}: memory ran out while it was read ({first_line(error)}); {fix}") from None
+
+
 def file_suffix(path: Path) -> str:
     """Return the lower-case suffix that names the kind of file, without that of a compression."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in _COMPRESSIONS else path.suffix.lower()
@@ -117,42 +143,42 @@ def readable_suffixes() -> str:
     return f"{', '.join(_READERS)} (all except parquet also with {' or '.join(_COMPRESSIONS)})"
 
 
-def split_file(path: Path, part_bytes: int) -> list[FilePart]:
+def split_file(file: ListedFile, part_bytes: int) -> list[FilePart]:
     """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part.
 
     Raises:
         InputError: the file has the suffix of parquet and is something else, or damaged.
     """
-    size = path.stat().st_size
+    path, size = file.path, file.size
     suffix = file_suffix(path)
     if suffix == ".parquet":
-        return _split_parquet(path, part_bytes)
-    is_lines = suffix == ".jsonl" or (suffix == ".json" and not is_compressed(path) and is_json_lines(path))
-    if not is_lines or is_compressed(path) or size <= part_bytes:
-        return [FilePart(path, size)]
+        return _split_parquet(file, part_bytes)
+    can_be_split = suffix in (".jsonl", ".json") and not is_compressed(path) and size > part_bytes
+    if not can_be_split or (suffix == ".json" and not is_json_lines(path)):
+        return [FilePart(file, size)]
     starts = range(0, size, part_bytes)
-    return [FilePart(path, min(part_bytes, size - start), start, min(start + part_bytes, size)) for start in starts]
+    return [FilePart(file, min(part_bytes, size - start), start, min(start + part_bytes, size)) for start in starts]
 
 
-def _split_parquet(path: Path, part_bytes: int) -> list[FilePart]:
+def _split_parquet(file: ListedFile, part_bytes: int) -> list[FilePart]:
     from pyarrow import parquet
 
-    with _whole_parquet(path), parquet.ParquetFile(path) as file:
-        sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+    with _whole_parquet(file.path), parquet.ParquetFile(file.path) as opened:
+        metadata = opened.metadata
+        sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
     parts: list[FilePart] = []
     first = total = 0
     for group, size in enumerate(sizes, 1):
         total += size
         if total >= part_bytes or group == len(sizes):
-            parts.append(FilePart(path, total, first, group))
+            parts.append(FilePart(file, total, first, group))
             first, total = group, 0
-    return parts or [FilePart(path, path.stat().st_size, 0, 0)]
+    return parts or [FilePart(file, file.size, 0, 0)]
 
 
 @contextmanager
-def _opened(reader: FileReader) -> Iterator[BinaryIO]:
-    """Open the reader's file at its beginning, decompressed; of a compressed file, update ``reader.position``."""
-    path = reader.part.path
+def _opened(path: Path, reader: FileReader | None = None) -> Iterator[BinaryIO]:
+    """Open a file at its beginning, decompressed; of a compressed file, update ``reader.position``."""
     with path.open("rb") as raw:
         if not is_compressed(path):
             _check_is_text(path, raw.read(8))
@@ -177,7 +203,7 @@ def _opened(reader: FileReader) -> Iterator[BinaryIO]:
 class _Counted(io.RawIOBase):
     """A file whose reads advance the position of ``reader``."""
 
-    def __init__(self, file: BinaryIO, reader: FileReader) -> None:
+    def __init__(self, file: BinaryIO, reader: FileReader | None) -> None:
         self._file, self._reader = file, reader
 
     def readable(self) -> bool:
@@ -185,13 +211,14 @@ class _Counted(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         piece = self._file.read(size)
-        self._reader.position += len(piece)
+        if self._reader is not None:
+            self._reader.position += len(piece)
         return piece
 
 
 def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.path
-    with _opened(reader) as file:
+    with _opened(path, reader) as file:
         data = file.read()
     zero = data.find(b"\0")
     if zero >= 0:
@@ -206,7 +233,7 @@ def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
-    with _opened(reader) as file:
+    with _opened(part.path, reader) as file:
         position = 0
         if part.start:
             position = file.seek(part.start - 1)
@@ -257,7 +284,7 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     if is_json_lines(path):
         yield from _read_json_lines(reader)
         return
-    with _opened(reader) as file:
+    with _opened(path, reader) as file:
         data = file.read()
     try:
         text = _decode(data, path, 0)
@@ -271,7 +298,7 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 def is_json_lines(path: Path) -> bool:
     """Return whether the first line that is not blank is a complete JSON object."""
-    with _opened(FileReader(FilePart(path, 0), ())) as file:
+    with _opened(path) as file:
         first = next((line for line in file if line.strip()), b"")
     try:
         return first.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
@@ -282,22 +309,39 @@ def is_json_lines(path: Path) -> bool:
 def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.path
     csv.field_size_limit(sys.maxsize)
-    with _opened(reader) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+    with (
+        _opened(path, reader) as binary,
+        # bytes that are not UTF-8 are kept as surrogates, so that they are a fault of their own row only
+        io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
         rows = csv.reader(file, strict=True)
         try:
             header = next(rows, None)
             if header is None:
                 return
+            if fault := _undecodable(header):
+                raise InputError(f"{path}, line {rows.line_num}: {fault}")
+            check_not_repeated(str(path), reader.columns, header)
             for number, row in enumerate((row for row in rows if row), 1):
+                fault = _undecodable(row)
                 if len(row) != len(header):
                     fault = f"{len(row)} fields, but the header has {len(header)}"
+                if fault:
                     yield number, BadRowError(f"{path}, line {rows.line_num}: {fault}")
                 else:
                     yield number, dict(zip(header, row, strict=True))
         except csv.Error as error:
             raise InputError(f"{path}, line {rows.line_num}: not csv: {error}; fix the quotes") from None
-        except UnicodeDecodeError:
-            raise _undecodable(path) from None
+
+
+def _undecodable(fields: list[str]) -> str | None:
+    """Return what is wrong with fields that hold bytes as surrogates, None if they hold none."""
+    try:
+        "".join(fields).encode()
+    except UnicodeEncodeError as error:
+        byte = ord(error.object[error.start]) - 0xDC00
+        return f"byte 0x{byte:02x} is not UTF-8; convert the file to UTF-8"
+    return None
 
 
 def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
@@ -310,6 +354,7 @@ def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
         columns = [name for name in reader.columns if name in schema.names]
         if not columns:
             raise missing_column(str(part.path), reader.columns[0], schema.names)
+        check_not_repeated(str(part.path), columns, schema.names)
         check_text_columns(str(part.path), schema, columns)
         groups = list(range(part.start, file.metadata.num_row_groups if part.stop is None else part.stop))
         num_rows = max(1, sum(file.metadata.row_group(group).num_rows for group in groups))
@@ -327,60 +372,15 @@ def _whole_parquet(path: Path) -> Iterator[None]:
 
     try:
         yield
+    except MemoryError:  # pyarrow's is an ArrowException too
+        raise
     except UnicodeDecodeError:
         raise InputError(f"{path}: a column of text holds bytes that are not UTF-8; write it as UTF-8") from None
     except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # the system's, and no fault of the file
+            raise
         reason = first_line(error).rstrip(".")
         raise InputError(f"{path}: not a whole parquet file: {reason}; fetch it again") from None
-
-
-def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
-    """Check that ``columns`` of a pyarrow schema hold text or nested values.
-
-    Raises:
-        InputError: a column holds something else, such as numbers.
-    """
-    from pyarrow import types
-
-    for name in columns:
-        kind = schema.field(name).type
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        if not (is_text or types.is_nested(kind) or types.is_null(kind)):
-            raise InputError(f"{place}: {_not_text(name, kind)}")
-
-
-def text_of(row: Row, column: str, place: Callable[[], str]) -> str | None:
-    """Return the text in ``column``; it is None or blank if the document is empty.
-
-    Raises:
-        BadRowError: the column is missing, or holds something that is not text; ``place`` names the row.
-    """
-    value = row.get(column)
-    if value is None:
-        if column in row:
-            return None
-        raise BadRowError(str(missing_column(place(), column, row)))
-    if not isinstance(value, str):
-        raise BadRowError(f"{place()}: {_not_text(column, type(value).__name__)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadRowError(
-            f"{place()}: column {column!r} holds half a surrogate pair at character {error.start}, which is not text"
-        ) from None
-    return value
-
-
-def _not_text(column: str, kind: object) -> str:
-    return f"column {column!r} holds {kind}, not text; choose another with --text_column"
-
-
-def missing_column(place: str, column: str, columns: Any) -> InputError:
-    """Return the error for a missing column, which lists the columns there are."""
-    names = ", ".join(map(str, columns)) or "none"
-    return InputError(f"{place}: no column {column!r}; there are: {names}; choose one with --text_column")
 
 
 def _parse_json(text: str) -> Any:
@@ -408,19 +408,6 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         raise BadRowError(
             f"{path}: byte {offset + error.start} is not UTF-8 (0x{data[error.start]:02x}); convert the file to UTF-8"
         ) from None
-
-
-def _undecodable(path: Path) -> InputError:
-    """Return the error that names the first byte of ``path`` that is not UTF-8."""
-    offset = 0
-    with _opened(FileReader(FilePart(path, 0), ())) as file:
-        for line in file:
-            try:
-                _decode(line, path, offset)
-            except BadRowError as fault:
-                return InputError(str(fault))
-            offset += len(line)
-    raise AssertionError(f"{path} is UTF-8 after all")
 
 
 def _check_is_text(path: Path, start: bytes) -> None:

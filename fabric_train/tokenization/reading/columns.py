@@ -1,0 +1,69 @@
+"""Check the columns of a table, and take a document's text from a row."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.documents import BadRowError
+
+Row = Mapping[str, Any]
+
+
+def check_not_repeated(place: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Check that none of ``columns`` comes twice among the ``names`` of a table.
+
+    Raises:
+        InputError: one does, so that it is not known which one is meant.
+    """
+    for name in columns:
+        if (count := names.count(name)) > 1:
+            raise InputError(f"{place}: {count} columns are called {name!r}; rename all but one of them")
+
+
+def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
+    """Check that ``columns`` of a pyarrow schema hold text or nested values.
+
+    Raises:
+        InputError: a column holds something else, such as numbers.
+    """
+    from pyarrow import types
+
+    for name in columns:
+        kind = schema.field(name).type
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+        if not (is_text or types.is_nested(kind) or types.is_null(kind)):
+            raise InputError(f"{place}: {_not_text(name, kind)}")
+
+
+def text_of(row: Row, column: str, place: Callable[[], str]) -> str | None:
+    """Return the text in ``column``; it is None or blank if the document is empty.
+
+    Raises:
+        BadRowError: the column is missing, or holds something that is not text; ``place`` names the row.
+    """
+    value = row.get(column)
+    if value is None:
+        if column in row:
+            return None
+        raise BadRowError(str(missing_column(place(), column, row)))
+    if not isinstance(value, str):
+        raise BadRowError(f"{place()}: {_not_text(column, type(value).__name__)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(
+            f"{place()}: column {column!r} holds half a surrogate pair at character {error.start}, which is not text"
+        ) from None
+    return value
+
+
+def _not_text(column: str, kind: object) -> str:
+    return f"column {column!r} holds {kind}, not text; choose another with --text_column"
+
+
+def missing_column(place: str, column: str, columns: Any) -> InputError:
+    """Return the error for a missing column, which lists the columns there are."""
+    names = ", ".join(map(str, columns)) or "none"
+    return InputError(f"{place}: no column {column!r}; there are: {names}; choose one with --text_column")

@@ -1,0 +1,205 @@
+"""Subsets, splits and revisions of hub datasets, here from a server with the hub's interface, and of local copies."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import datasets
+import pytest
+
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.reading.hub_names import DatasetName, parse_dataset_name
+from fabric_train.tokenization.reading.opening import open_sources
+from tests.support.dataset_hub import DatasetHub
+from tests.support.programs import RunProgram
+from tests.support.token_datasets import documents_in, manifest_of, tokenize
+
+OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
+README = """---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train-*.jsonl}
+  - {split: test, path: en/test.jsonl}
+- config_name: es
+  data_files: es/*.jsonl
+---
+# Texts
+"""
+
+
+def texts(what: str) -> list[str]:
+    return [f"{what}: text number {number}" for number in range(30)]
+
+
+def lines(what: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts(what)).encode()
+
+
+def content(version: str) -> dict[str, bytes]:
+    """Return the files of a dataset with two subsets."""
+    names = {"en/train-0.jsonl": "en 0", "en/train-1.jsonl": "en 1", "en/test.jsonl": "en test", "es/all.jsonl": "es"}
+    return {"README.md": README.encode(), **{name: lines(f"{version} {what}") for name, what in names.items()}}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    """The address of a hub with one dataset, whose tag v1 is an older commit than its branch main."""
+    DatasetHub.repositories = {"owner/texts": {OLD: content("old"), NEW: content("new")}}
+    DatasetHub.branches = {"owner/texts": {"v1": OLD, "main": NEW}}
+    with ThreadingHTTPServer(("127.0.0.1", 0), DatasetHub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def online(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the programs use the hub."""
+    for name, value in {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the dataset on this machine."""
+    for name, data in content("new").items():
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(data)
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ("owner/name", ("owner/name", None, None, None)),
+        ("owner/name:en", ("owner/name", "en", None, None)),
+        ("owner/name:20231101.es:train", ("owner/name", "20231101.es", "train", None)),
+        ("name::test+train", ("name", None, "test+train", None)),
+        ("owner/name@refs/convert/parquet", ("owner/name", None, None, "refs/convert/parquet")),
+        ("owner/name:en@v1.0", ("owner/name", "en", None, "v1.0")),
+        ("a:b:c@d", ("a", "b", "c", "d")),
+        ("a:b:c:d", None),
+        ("a:b:train[:10%]", None),
+        ("@main", None),
+    ],
+)
+def test_names_of_datasets_have_four_parts(value: str, parts: tuple[str | None, ...] | None) -> None:
+    assert parse_dataset_name(value) == (DatasetName(*parts) if parts else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_part_of_a_hub_dataset_is_read_at_its_commit(
+    run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path, stream: str
+) -> None:
+    options = ["--tokenizer_name", tiny_model_dir, "--max_length", 16, "--num_proc", 1, "--validation_split", 0]
+    names = ["owner/texts:en", "owner/texts:en:test@v1", "owner/texts:es"]
+    out = tmp_path / "out"
+    done = run_program("tokenize_dataset.py", "--dataset", *names, *options, "--stream", stream, "--output_dir", out)
+    assert done.returncode == 0, done.stderr
+    found = documents_in(datasets.load_from_disk(out)["train"]["input_ids"][:], out)
+    expected = [text for what in ("new en 0", "new en 1", "old en test", "new es") for text in texts(what)]
+    assert found == expected[: len(found)]
+    assert len(found) >= len(expected) - 1
+    records = [(one.name, one.kind, one.subset, one.splits, one.revision) for one in manifest_of(out).sources]
+    assert records == [
+        ("owner/texts", "hub", "en", ("train",), NEW),
+        ("owner/texts", "hub", "en", ("test",), OLD),
+        ("owner/texts", "hub", "es", ("train",), NEW),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("online")
+def test_parts_that_the_hub_does_not_have_are_refused_with_those_there_are(
+    run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    nothing = "no such file or folder here, and the hub"
+    faults = {
+        "owner/texts": "it has several subsets; give one of them as NAME:SUBSET: en, es",
+        "owner/texts:de": f"{nothing} answers: BuilderConfig 'de' not found. Available: ['en', 'es']",
+        "owner/texts:en:dev": "no split 'dev'; there are: train, test",
+        "owner/texts:en@v9": f"{nothing} answers: Revision 'v9' doesn't exist for dataset 'owner/texts' on the Hub.",
+        "owner/nothing:en": f"{nothing} has nothing of this name that this login may read",
+    }
+    argv = ["--tokenizer_name", tiny_model_dir, "--output_dir", tmp_path / "out", "--dataset", *faults]
+    done = run_program("tokenize_dataset.py", *argv)
+    assert done.returncode == 2
+    printed = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert printed == [f"error: --dataset {name}: {fault}" for name, fault in faults.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("online")
+def test_a_part_of_a_hub_dataset_is_streamed_into_training(
+    run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    options = ["--model_name", tiny_model_dir, "--max_length", 16, "--total_batch_size", 1, "--accelerator", "cpu"]
+    run = tmp_path / "run"
+    argv = ["--streaming_dataset", "owner/texts:en@v1", *options, "--max_step", 2, "--output_dir", run]
+    done = run_program("-m", "fabric_train", *argv)
+    assert done.returncode == 0, done.stderr
+    (state,) = run.glob("checkpoints/step-00000002/trainer.json")
+    assert f"owner/texts, subset en, train, commit {OLD}" in state.read_text()
+
+
+def texts_of(name: str, tmp_path: Path) -> list[str]:
+    (source,) = open_sources([name], "--dataset", False, tmp_path / "downloads")
+    rows = [row for part in source.parts(1 << 20) for _, row in source.reader(part, ("text",))]
+    return [row["text"] for row in rows if not isinstance(row, BadRowError)]
+
+
+def test_a_part_of_a_copy_is_read_as_files(copy: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    assert texts_of(f"{copy}:en", tmp_path) == [*texts("new en 0"), *texts("new en 1")]
+    assert texts_of(f"{copy}:en:test", tmp_path) == texts("new en test")
+    assert texts_of(f"{copy}:en:test+train", tmp_path)[:31] == [*texts("new en test"), "new en 0: text number 0"]
+    assert texts_of(f"{copy}:es", tmp_path) == texts("new es")
+    tokenize(tmp_path / "out", tiny_model_dir, f"{copy}:en:test")
+    (record,) = manifest_of(tmp_path / "out").sources
+    assert (record.kind, [file.path for file in record.files]) == ("files", ["en/test.jsonl"])
+
+
+def test_a_split_of_a_saved_dataset_can_be_chosen(tmp_path: Path) -> None:
+    splits = {name: datasets.Dataset.from_dict({"text": texts(name)}) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert texts_of(f"{tmp_path}/saved", tmp_path) == texts("train")
+    assert texts_of(f"{tmp_path}/saved::test", tmp_path) == texts("test")
+    with pytest.raises(InputError, match="no subsets"):
+        texts_of(f"{tmp_path}/saved:en", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (":de", r"copy:de: BuilderConfig 'de' not found. Available: \['en', 'es'\]"),
+        ("::test", "it has several subsets; give one of them as NAME:SUBSET: en, es"),
+        (":en:dev", "no split 'dev'; there are: train, test"),
+        (":en@main", "a folder has no revisions; leave out @main"),
+    ],
+)
+def test_parts_that_a_copy_does_not_have_are_refused(copy: Path, tmp_path: Path, given: str, fault: str) -> None:
+    with pytest.raises(InputError, match=fault) as caught:
+        texts_of(f"{copy}{given}", tmp_path)
+    assert len(caught.value.faults) == 1
+
+
+@pytest.mark.parametrize("path", ["../secret.jsonl", "/etc/hostname", "nothing.jsonl", "["])
+def test_a_readme_that_names_other_files_is_refused(copy: Path, tmp_path: Path, path: str) -> None:
+    shutil.copy(copy / "es" / "all.jsonl", tmp_path / "secret.jsonl")
+    (copy / "README.md").write_text(README.replace("path: en/test.jsonl", f"path: {path}"))
+    with pytest.raises(InputError) as caught:
+        texts_of(f"{copy}:en:test", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_script_is_refused_in_one_line(copy: Path, tmp_path: Path) -> None:
+    (copy / "copy.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(InputError, match="Dataset scripts are no longer supported"):
+        texts_of(f"{copy}:en", tmp_path)
+    assert not (tmp_path / "ran").exists()
