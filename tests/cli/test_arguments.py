@@ -514,6 +514,7 @@ def test_variables_of_fabric_run_without_fabric_run_are_refused(monkeypatch: pyt
 
 
 def test_processes_that_torchrun_started_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert (train()["devices"], train()["num_nodes"]) == (2, 3)
