@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from fabric_train.cli.launcher import end_children, end_mpi, global_rank, report_to_torchrun
-from fabric_train.cli.output import keep_streams_writable, show_cursor
+from fabric_train.cli.output import keep_streams_writable
 from fabric_train.cli.redaction import redact
 
 INPUT_ERROR = 2
@@ -132,7 +132,6 @@ def exit_process(code: int) -> NoReturn:
     finalization aborts the process, and unloading all imports takes up to seconds. There is nothing to flush, see
     ``keep_streams_writable``.
     """
-    show_cursor()
     end_children()
     end_mpi(code, all_end=code in (0, STOPPED))
     os._exit(code)

@@ -52,18 +52,6 @@ def keep_streams_writable() -> None:
         setattr(sys, name, stream)
 
 
-def show_cursor() -> None:
-    """Show a terminal's cursor, which a progress bar may have hidden. It waits for nothing."""
-    if not os.isatty(1):
-        return
-    try:  # opened anew, because the stream itself would wait while its terminal is stopped
-        terminal = os.open(os.ttyname(1), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        os.write(terminal, b"\x1b[?25h")
-        os.close(terminal)
-    except OSError:  # the terminal has gone
-        return
-
-
 def _is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)
