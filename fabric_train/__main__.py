@@ -27,7 +27,7 @@ from fabric_train.cli.errors import run_program, set_memory_advice  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
 from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
-from fabric_train.training.run_log import log, note, progress, show, start_log, write_log  # noqa: E402
+from fabric_train.training.run_log import log, note, progress, show, start_log  # noqa: E402
 
 if TYPE_CHECKING:
     from fabric_train.training.prepared_run import PreparedRun
@@ -84,8 +84,6 @@ def main(argv: list[str] | None = None) -> None:
         with watch_ranks(fabric, heartbeat, arguments.device.rank_timeout, arguments.device.num_nodes):
             progress.info("checking the checkpoint")
             run = check_content(fabric, run, note)
-            if not arguments.evaluation.only_reads:
-                write_log(run.folder / "run.log")
             code = execute(fabric, run, heartbeat, console)
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()

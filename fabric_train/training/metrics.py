@@ -133,8 +133,9 @@ def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> s
     A step that is saved is logged before, unless its evaluation was interrupted, or a fault ended the run after it.
 
     Raises:
-        InputError: see :func:`read_metrics`.
+        InputError: the file is a link; or see :func:`read_metrics`.
     """
+    check_no_link(path)
     rows = read_metrics(path, state.step)
     if not rows or state.unlogged or state.step - rows[-1].step < log_step_interval:
         return None

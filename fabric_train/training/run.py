@@ -32,7 +32,7 @@ from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import manual_collection
 from fabric_train.training.loop import train
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.run_log import log, progress, show, warn
+from fabric_train.training.run_log import log, progress, show, warn, write_log
 from fabric_train.training.self_check import check_cuts
 
 
@@ -56,6 +56,8 @@ def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Con
         check_isolation(fabric, model, run.model.source)
     if fabric.is_global_zero:
         _write_run_folder(run)
+    if not evaluation.only_reads:
+        write_log(run.folder / "run.log")  # with the lines so far; input that cannot be used has left no folder
     validate = build_validation(fabric, model, run, heartbeat)
     if evaluation.eval_only:
         assert validate is not None  # the step plan refuses a dataset without validation rows

@@ -212,7 +212,7 @@ def test_a_long_window_is_left_at_the_next_micro_batch(
 ) -> None:
     """The signal comes in the fourth of 16 micro-batches, to one rank; the step before is saved."""
     long = {"total_batch_size": 64, "max_step": 3, "number_epochs": 99, "parallelism": parallelism}
-    stops = at_point(f"os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 3, (1,))
+    stops = at_point(f"rank and os.kill(os.getpid(), signal.SIGINT); {HEARD}", 2, "COMPUTING", 3)
     late = at_point("print('LATE', flush=True)", 2, "COMPUTING", 6)
     run = tmp_path / "run"
     stopped = forked_runs.start(arguments(run, **long), before=stops + late)
