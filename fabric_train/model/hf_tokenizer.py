@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.files.rust_panic import panics_as_errors
 from fabric_train.files.typed_json import read_json
 
 _ADVICE = "fetch it again, or use another"
@@ -25,7 +26,8 @@ def load_hf_tokenizer(source: Path | str) -> Any:
             if file.name in _FILES:
                 read_json(file, dict, _ADVICE)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         reason = first_line(error).rstrip(".")
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_ADVICE}") from error

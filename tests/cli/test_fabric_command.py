@@ -26,7 +26,8 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path, free_port: Callable[[], int]) -> None:
     ended = run(tmp_path, *launcher("fabric run", free_port()), *ARGUMENTS)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", FAULT + "\n")
+    assert (ended.returncode, ended.stderr) == (2, FAULT + "\n")
+    assert all(" importing torch" in line for line in ended.stdout.splitlines())  # where that takes long
     assert not list(tmp_path.iterdir())
 
 

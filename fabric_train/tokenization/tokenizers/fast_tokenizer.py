@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
+from fabric_train.files.rust_panic import panics_as_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +23,8 @@ def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        with panics_as_errors():
+            tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # noqa: BLE001 - tokenizers raises no narrower type
         reason = str(error).splitlines()[0]
         raise InputError(f"{tokenizer_file} is not a tokenizer: {reason}; fetch the file again") from None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.git_lfs import check_not_pointer
+from fabric_train.files.rust_panic import panics_as_errors
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
 from fabric_train.tokenization.tokenizers import chat_template_file
@@ -178,7 +179,8 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
     try:
         if file.is_file():
             check_not_pointer(file)
-            fast = PreTrainedTokenizerFast.from_pretrained(folder)
+            with panics_as_errors():
+                fast = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             fast = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except InputError:
