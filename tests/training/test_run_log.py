@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,14 @@ def printed_by(console: Console) -> list[str]:
 
 
 @pytest.fixture
-def console() -> Console:
-    """A console that is no terminal and narrow, to which the log prints."""
-    return start_log(Console(file=io.StringIO(), force_terminal=False, width=40, markup=False))
+def console() -> Iterator[Console]:
+    """A console that is no terminal and narrow, to which the log prints. Later tests find the loggers as new."""
+    yield start_log(Console(file=io.StringIO(), force_terminal=False, width=40, markup=False))
+    for logger in (log, progress):
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.addHandler(logging.NullHandler())
 
 
 def metrics(step: int, **more: Any) -> Metrics:
@@ -155,12 +161,14 @@ def test_run_log_reports_a_full_disk_once_and_the_run_goes_on(
 ) -> None:
     write_log(tmp_path / "run.log")
     (handler,) = [handler for handler in log.handlers if isinstance(handler, logging.FileHandler)]
+    opened = handler.stream
     with open("/dev/full", "w") as full:  # a disk that is full from now on
         handler.stream = full
         note("first")
         note("second")
         with contextlib.suppress(OSError):
             full.close()
+    handler.stream = opened
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {tmp_path / 'run.log'}: No space left on device; ")
     assert printed_by(console) == ["note: first", "note: second"]
