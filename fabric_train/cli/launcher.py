@@ -57,7 +57,7 @@ _RANK_BELOW_SIZE = (
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 _PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
-_LAUNCHER = "FABRIC_TRAIN_LAUNCHER"  # the process id of the rank that has started the others
+_LAUNCHER = "FABRIC_TRAIN_LAUNCHER"  # the process id of ``fabric run``, or of the rank that has started the others
 _GRACE_SECONDS = 3.0  # for the watchdog to report a rank that has failed, and for ranks to end
 _children: list["subprocess.Popen[Any]"] = []
 

@@ -238,6 +238,19 @@ def test_a_signal_before_the_first_step_leaves_nothing_to_save(
     assert checkpoints(tmp_path / "run") == []
 
 
+def test_a_rank_killed_while_the_run_stops_is_not_out_of_memory(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    """As by a launcher whose grace period is over before the save is."""
+    stops = at_point(f"os.kill(os.getpid(), signal.SIGTERM); {HEARD}", 5, "COMPUTING")
+    kills = at_point("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", 5, "SAVING", 0, (1,))
+    stopped = forked_runs.start(arguments(tmp_path / "run"), before=stops + kills)
+    assert stopped.wait() == [1, -signal.SIGKILL], stopped.report()
+    (line,) = [line for line in said(stopped) if line.startswith("error: ")]
+    assert ", stopping for SIGTERM (a launcher kills ranks that save for longer than its grace period)" in line
+    assert "out of memory" not in line
+
+
 def test_a_reader_that_ends_with_the_signal_loses_nothing(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, whole: Path
 ) -> None:
