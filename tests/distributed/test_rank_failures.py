@@ -110,7 +110,7 @@ def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path:
     assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
 
 
-@pytest.mark.parametrize("seconds", [0.5, 4.0])
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(4.0, marks=pytest.mark.launchers)])
 def test_no_rank_outlives_a_launcher_killed_at_the_start(
     tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], seconds: float
 ) -> None:
@@ -123,6 +123,7 @@ def test_no_rank_outlives_a_launcher_killed_at_the_start(
         assert started.all_gone(5), started.output()
 
 
+@pytest.mark.launchers
 def test_torchrun_restarts_from_the_newest_checkpoint(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, free_port: Callable[[], int]
 ) -> None:

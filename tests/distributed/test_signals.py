@@ -267,9 +267,9 @@ def test_a_reader_that_ends_with_the_signal_loses_nothing(
 @pytest.mark.parametrize(
     ("name", "number", "to_all"),
     [
-        ("python -m", signal.SIGINT, True),  # Ctrl-C in a terminal
-        ("fabric run", signal.SIGINT, True),
-        ("fabric run", signal.SIGTERM, False),  # docker stop
+        ("fabric run", signal.SIGINT, True),  # Ctrl-C in a terminal
+        pytest.param("fabric run", signal.SIGTERM, False, marks=pytest.mark.launchers),  # docker stop
+        pytest.param("python -m", signal.SIGINT, True, marks=pytest.mark.launchers),
     ],
 )
 def test_a_signal_to_the_launcher_saves_a_checkpoint(
