@@ -242,7 +242,7 @@ class CheckpointManager:
 
     def _writes(self, part: str, tensors: list[LocalTensor]) -> list[Write]:
         if self._description.state_dict_type == "sharded":
-            return sharded_writes(part, align_to_rows(tensors), self._fabric.global_rank)
+            return sharded_writes(part, align_to_rows(tensors, self._fabric.device), self._fabric.global_rank)
         return full_writes(part, tensors, self._fabric.global_rank)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | None) -> dict[str, str]:
