@@ -1,4 +1,4 @@
-"""What the devices cannot do is refused before a process group exists."""
+"""What the devices cannot do is refused before a process group exists; every group has the run's timeout."""
 
 from pathlib import Path
 
@@ -7,9 +7,16 @@ import pytest
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.strategy import resolve_parallelism
+from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from tests.support.forked_runs import ForkedRuns
-from tests.support.short_runs import argv
+from tests.support.short_runs import argv, at_point
+from tests.support.two_nodes import on_nodes
 
+PRINT_TIMEOUTS = (
+    "from torch.distributed import distributed_c10d as c10d; import torch; groups = c10d._world.pg_map; "
+    "print('timeouts', len(groups), "
+    "{group._get_backend(torch.device('cpu')).options._timeout.total_seconds() for group in groups})"
+)
 OLD_GPU = """
 import torch
 from lightning.fabric.accelerators import CUDAAccelerator
@@ -43,3 +50,27 @@ def test_bf16_is_refused_on_gpus_without_it(
     assert run.wait() == [2]
     assert run.stderr() == f"error: --precision bf16-true: {reason}; use {others}\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "num_groups"),
+    [
+        ({"parallelism": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_nodes": 2}, 3),
+        ({"parallelism": "fsdp2", "tensor_parallel_size": 2}, 5),
+    ],
+    ids=["hybrid", "tensor parallel"],
+)
+def test_every_group_has_the_timeout_of_the_run(
+    tmp_path: Path,
+    forked_runs: ForkedRuns,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    options: dict[str, object],
+    num_groups: int,
+) -> None:
+    before = at_point(PRINT_TIMEOUTS, 1, "OPTIMIZER", ranks=(0,)) + (on_nodes(2) if "num_nodes" in options else "")
+    given = {"devices": 4 // int(str(options.get("num_nodes", 1))), "max_step": 1, "rank_timeout": 77, **options}
+    run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **given), 4, before=before)
+    run.finish()
+    assert f"timeouts {num_groups} {{{77.0 * SLOW_PHASE_FACTOR}}}" in run.stdout()
