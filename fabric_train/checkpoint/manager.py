@@ -131,7 +131,7 @@ class CheckpointManager:
         )
         pending = _PendingSave(target, temporary, num_bytes, writer)
         self._make_folder(pending)
-        self._pending, self._task = pending, BackgroundTask(writer.run)
+        self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
         if staging is None:
             self.finish()
         return target
@@ -224,7 +224,7 @@ class CheckpointManager:
         if not pending.is_written:
             self._pending = replace(pending, is_written=True)
             if self._fabric.is_global_zero:
-                self._task = BackgroundTask(lambda: self._complete(pending))
+                self._task = BackgroundTask(lambda: self._complete(pending), self._fabric.device)
             return
         self._pending = None
         self._saved(pending.target)
