@@ -9,10 +9,22 @@ def add_nccl(c: Any) -> None:
 
     def init_with_nccl() -> Any:
         result = init()
-        c._distributed_c10d.ProcessGroupNCCL = _nccl_class(c._distributed_c10d)
+        c10d = c._distributed_c10d
+        c10d.ProcessGroupNCCL = _nccl_class(c10d)
+        gloo = c10d.ProcessGroupGloo
+        # torch copies the options of a group that it splits: NCCL's have both, gloo's neither
+        c10d.Backend.options = property(lambda backend: _new_options(gloo))
+        gloo._Options.__deepcopy__ = lambda options, memo: _new_options(gloo)
         return result
 
     c._c10d_init = init_with_nccl
+
+
+def _new_options(gloo: Any) -> Any:
+    """Return gloo's options for the groups that a group is split into; torch then sets their timeout."""
+    options = gloo._Options()
+    options._devices = [gloo.create_default_device()]
+    return options
 
 
 def _nccl_class(c10d: Any) -> type:
