@@ -31,16 +31,16 @@ INTRODUCTION = """\
 # Rehearsal on pretended CUDA devices
 
 `make test-cuda-rehearsal` runs the program on CUDA devices whose memory is the host's and whose kernels are the CPU's
-(`tests/support/pretended_cuda/`), and writes this page. Each pair of two factors that the program takes together is in one of
-the cases at least; values that a case does not name are the first ones: {defaults}.
+(`tests/support/pretended_cuda/`), and writes this page. Each pair of values of two factors that the program takes
+together is in at least one case. Values that a case does not name are the first ones: {defaults}.
 
 A case trains four steps with background saves whose copies arrive as late as CUDA's streams allow, trains again with
-synchronous saves, trains on CPU ranks, and resumes from step 2. *Loss* is the last training loss, *CPU* that of the CPU ranks
-(16-mixed: in fp32), *largest difference* is over losses and gradient norms of all steps. *Saves* compares the files
-with weights and optimizer states of both kinds of saves byte for byte. *Resumed* is the largest difference of its losses
-from those of the first run. A case also fails if a rank makes a context on the device of another, or if the host waits
-for the device in a step at a line that is not named in `tests/support/pretended_cuda/rehearsal.py`. Each kind of check is
-seen to fail on a deliberate defect in `tests/cuda_rehearsal/test_training_on_cuda.py` and `test_devices.py`.
+synchronous saves, trains on CPU ranks, and resumes from step 2. *Loss* is the last training loss, *CPU* that of the CPU
+ranks (16-mixed: in fp32), *largest difference* is over losses and gradient norms of all steps. *Saves* compares the
+files with weights and optimizer states of both kinds of saves byte for byte. *Resumed* is the largest difference of
+the resumed run's losses from the first run's. A case also fails if a rank makes a context on the device of another, or
+if the host waits for the device in a step at a line that `tests/support/pretended_cuda/rehearsal.py` does not name.
+Each kind of check is seen to fail on a deliberate defect: `tests/cuda_rehearsal/test_training_on_cuda.py`.
 
 The devices say nothing about CUDA's own kernels, NCCL, Inductor's code for CUDA, or time.
 
@@ -125,11 +125,9 @@ def test_evaluation_and_self_check(rehearsal: Rehearsal, strategy: str, precisio
         json.loads((rehearsal.folder / f"{name}, evaluated{where}" / "evaluation.json").read_text())["loss"]
         for where in ("", " on CPU")
     )
-    ROWS.append(
-        (f"{devices} x {strategy}, {precision}: --eval_only and --self_check", f"{loss:.5f}", f"{expected:.5f}")
-        + (f"{abs(loss - expected):.0e}", "", "", "passed")
-    )
     assert loss == pytest.approx(expected, abs=TOLERANCE[precision])
+    case, difference = f"{devices} x {strategy}, {precision}: --eval_only and --self_check", abs(loss - expected)
+    ROWS.append((case, f"{loss:.5f}", f"{expected:.5f}", f"{difference:.0e}", "", "", "passed"))
 
 
 def largest_difference(one: list[float], other: list[float]) -> str:

@@ -124,7 +124,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def _pairs(values: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
-    return {pair for pair in combinations(((factor, values[factor]) for factor in FACTORS), 2)}
+    return set(combinations(((factor, values[factor]) for factor in FACTORS), 2))
 
 
 def _completions(given: Mapping[str, str], draw: random.Random) -> Iterator[dict[str, str]]:
