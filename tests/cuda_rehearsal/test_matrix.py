@@ -25,8 +25,18 @@ from tests.support.pretended_cuda.rehearsal import (
 pytestmark = pytest.mark.cuda_rehearsal
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 4e-3, "bf16-true": 4e-3, "16-mixed": 4e-3}
 SECONDS = 600
-# waits of torch itself: FSDP1's limit of gathered layers, DDP's first forward pass, GradScaler's look at the gradients
-TORCH_WAITS = {"event.synchronize", "copy from pageable memory in forward", "copy to host in forward", "item in step"}
+# where the host may wait in some modes only
+FURTHER_WAITS = (
+    "event.synchronize in forward",  # FSDP1's limit of gathered layers
+    "copy from pageable memory in forward",  # DDP's first forward pass
+    "copy to host in forward",
+    "item in _take_step",  # the GradScaler of 16-mixed
+    "item in __init__",  # 8-bit states are made in the first step
+    "nonzero in __init__",
+    "copy from pageable memory in __init__",
+    "copy from pageable memory in <genexpr>",  # norms of offloaded gradients
+    "copy to host in clip_grad_norm",
+)
 INTRODUCTION = """\
 # Rehearsal on pretended CUDA devices
 
@@ -108,8 +118,7 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
     assert resumed == pytest.approx(on_devices[-len(resumed) :], abs=0 if exact else TOLERANCE[case["precision"]])
 
     assert not foreign_contexts(late)
-    unnamed = waits_in_steps(late) - STEP_WAITS
-    assert not {wait for wait in unnamed if not any(wait.startswith(known) for known in TORCH_WAITS)}
+    assert waits_in_steps(late) <= STEP_WAITS.union(FURTHER_WAITS)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp", "single"])
