@@ -6,19 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from arguments import TrainingArguments
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
@@ -28,7 +24,7 @@ from fabric_train.optim.triton_trial import use_triton
 from tests.support import launch_on_cpu
 from tests.support.device_operations import DeviceOperations
 from tests.support.forked_runs import ForkedRuns
-from tests.support.llama_8b import SHAPES
+from tests.support.sharded_8b import NUM_ELEMENTS, SHAPES, eight_ranks, sharded_parameters
 from tests.support.unequal_rows import argv, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,30 +36,11 @@ needs_triton = pytest.mark.skipif(
 # ------------------------------------------------------------------------------------------------ launches and bytes
 
 
-@pytest.fixture
-def eight_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
-
-
-def shards_of_8b(fsdp2: bool) -> dict[str, nn.Parameter]:
-    """The parameters and gradients of Llama-3-8B as rank 0 of 8 has them, without memory."""
-    mesh = init_device_mesh("cpu", (8,))
-    parameters = {}
-    for name, shape in SHAPES.items():
-        local = torch.empty(shape[0] // 8, *shape[1:], dtype=BF16, device="meta")
-        shard = DTensor.from_local(local, mesh, [Shard(0)], run_check=False) if fsdp2 else local.flatten()
-        parameters[name] = nn.Parameter(shard)
-        parameters[name].grad = torch.empty_like(shard)
-    return parameters
-
-
-@pytest.mark.usefixtures("eight_ranks")
 @pytest.mark.parametrize("fsdp2", [False, True])
 def test_step_of_an_8b_moves_only_what_it_must_in_few_launches(fsdp2: bool) -> None:
-    parameters, decayed = shards_of_8b(fsdp2), {name for name, shape in SHAPES.items() if len(shape) == 2}
-    optimizer = build_optimizer(parameters.items(), decayed, TrainingArguments())
+    with eight_ranks():
+        parameters, decayed = sharded_parameters(fsdp2), {name for name, shape in SHAPES.items() if len(shape) == 2}
+        optimizer = build_optimizer(parameters.items(), decayed, TrainingArguments())
     assert isinstance(optimizer, LowPrecisionAdamW)
     counted = DeviceOperations()
 
@@ -77,7 +54,7 @@ def test_step_of_an_8b_moves_only_what_it_must_in_few_launches(fsdp2: bool) -> N
     counted = DeviceOperations()
     with counted:
         optimizer.step()
-    needed = 7 * sum(BF16.itemsize * parameter.numel() for parameter in parameters.values()) // (8 if fsdp2 else 1)
+    needed = 7 * BF16.itemsize * NUM_ELEMENTS
     assert counted.launches.total() <= 40, counted.launches
     assert counted.launches["kernel"] == 1
     assert needed <= counted.bytes <= 1.1 * needed
