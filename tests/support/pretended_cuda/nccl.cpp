@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/library.h>
 
 namespace pretended {
@@ -44,6 +45,12 @@ class PretendedNccl final : public c10d::Backend {
       : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
   const std::string getBackendName() const override { return "nccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& options) override {
+    auto child = gloo_->split(store, ranks, options);
+    return child ? c10::make_intrusive<PretendedNccl>(std::move(child)) : nullptr;
+  }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
@@ -174,9 +181,14 @@ void add_nccl(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
       c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, c10::make_intrusive<PretendedNccl>(gloo));
 }
 
+void set_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t milliseconds) {
+  group->getBackend(c10::DeviceType::CUDA)->setTimeout(std::chrono::milliseconds(milliseconds));
+}
+
 }  // namespace
 }  // namespace pretended
 
 TORCH_LIBRARY_FRAGMENT(pretended_cuda, m) {
   m.def("add_nccl(__torch__.torch.classes.c10d.ProcessGroup group) -> ()", &pretended::add_nccl);
+  m.def("set_timeout(__torch__.torch.classes.c10d.ProcessGroup group, int milliseconds) -> ()", &pretended::set_timeout);
 }
