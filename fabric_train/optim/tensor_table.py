@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fabric_train.distributed.host_memory import to_device_async
@@ -79,14 +80,14 @@ def tensor_table(
             ``compiled_adamw.step_factors``.
         device: That the kernel runs on.
     """
-    rows = torch.tensor([row for row, _ in parameters], dtype=torch.int64)
-    factors = torch.tensor([factors for _, factors in parameters], dtype=torch.float32)
-    numel = rows[:, Row._fields.index("numel")]
-    programs = (numel + CHUNK - 1) // CHUNK
-    rows[:, Row._fields.index("first_program")] = programs.cumsum(0) - programs
-    owners = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(programs)
-    rows, factors, owners = (to_device_async(each, device) for each in (rows, factors, owners))
-    return TensorTable(storage, rows, factors, owners, int(numel.sum()))
+    rows = np.array([row for row, _ in parameters], dtype=np.int64)
+    factors = np.array([factors for _, factors in parameters], dtype=np.float32)
+    numels = rows[:, Row._fields.index("numel")]
+    programs = (numels + CHUNK - 1) // CHUNK
+    rows[:, Row._fields.index("first_program")] = programs.cumsum() - programs
+    owners = np.arange(len(rows), dtype=np.int32).repeat(programs)
+    first, second, third = (to_device_async(torch.from_numpy(each), device) for each in (rows, factors, owners))
+    return TensorTable(storage, first, second, third, int(numels.sum()))
 
 
 def is_aligned(addresses: Sequence[int]) -> bool:
