@@ -31,7 +31,7 @@ test: $(STAMP) ## run all tests
 test-cuda: $(STAMP) ## run the tests that need a GPU
 	@$(BIN)/python -m pytest -n 0 -m cuda
 
-test-launchers: $(STAMP) ## run a launcher of each kind that can be installed here, such as mpiexec
+test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec
 	@$(BIN)/python -m pytest -n 0 -m launchers
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
