@@ -55,6 +55,7 @@ class Step:
     """The second of two forward and backward passes of a model; the first may plan."""
 
     def __init__(self, budget: float | None, dropout: float = 0.0, device: str = "cpu", **options: Any) -> None:
+        torch.zeros(0, device=device)  # CUDA seeds its generator when it begins
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=64, num_hidden_layers=LAYERS, **SIZES)
         config.attention_dropout = dropout
@@ -64,9 +65,9 @@ class Step:
         if budget is not None:
             checkpoint_layers(model.model.layers, budget, **options)
         ids = torch.randint(64, (2, LENGTH)).to(device)
+        hidden = torch.randn(2, LENGTH, SIZES["hidden_size"]).to(device).requires_grad_()
         model(ids).logits.sum().backward()
         model.zero_grad()
-        hidden = torch.randn(2, LENGTH, SIZES["hidden_size"]).to(device).requires_grad_()
         with Watched(device) as watched:
             output = model.model(inputs_embeds=hidden).last_hidden_state
             self.kept_bytes = watched.living_bytes()
