@@ -124,7 +124,9 @@ class ModelArguments:
     model_name: str = "meta-llama/Meta-Llama-3-8B"
     """Causal language model of Hugging Face: a hub name or a folder."""
     attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
-    """Attention implementation; flash_attention_2 needs a GPU and the package flash-attn."""
+    """Attention implementation: sdpa is torch's own, on a GPU its kernel for documents; flash_attention_2 needs a GPU
+    and the package flash-attn.
+    """
     precision: Precision = "bf16-true"
     """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits."""
     float8: bool = False

@@ -23,7 +23,8 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
-from fabric_train.preflight.resume_check import OWN_VERSIONS, check_resume
+from fabric_train.model.varlen_attention import choose_attention
+from fabric_train.preflight.resume_check import check_resume, own_versions
 from fabric_train.preflight.step_plan import plan_steps
 from fabric_train.training.metrics import Metrics, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
@@ -60,6 +61,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     )
     data = _open_data(arguments, folder, checkpoint)
     model = _read_model(arguments, checkpoint, data)
+    masks_because = choose_attention(model, arguments, device_plan.accelerator)
     plan = plan_steps(arguments, model, data, device_plan.world_size)
     order = _data_order(data, plan, arguments.data.seed)
     state = _read_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
@@ -72,9 +74,13 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         model=model,
         plan=plan,
         order=order,
-        versions={name: version(name) for name in _PACKAGES} | OWN_VERSIONS,
+        versions={name: version(name) for name in _PACKAGES} | own_versions(model),
         notes=plan.notes,
     )
+    if masks_because and data.isolates:
+        mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
+        slow = f"attention is slow: it keeps documents apart by {mask}, because {masks_because}"
+        run = replace(run, notes=(*run.notes, slow))
     if not arguments.evaluation.only_reads:
         lost = find_lost_rows(folder / "metrics.csv", state, arguments.logging.log_step_interval)
         run = replace(run, notes=(*run.notes, *([lost] if lost else [])))
