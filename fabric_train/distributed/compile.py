@@ -35,10 +35,15 @@ def check_compiler(argument: str, alternative: str) -> None:
     Raises:
         InputError: there is no compiler.
     """
+    missing = missing_compiler()
+    if missing:
+        raise InputError(f"{argument} is compiled at run time and finds no {missing}; install g++, or {alternative}")
+
+
+def missing_compiler() -> str | None:
+    """Return the C++ compiler that torch would use, if it is not there, as "compiler NAME"; else None."""
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        fault = f"{argument} is compiled at run time and finds no compiler {compiler}"
-        raise InputError(f"{fault}; install g++, or {alternative}")
+    return None if shutil.which(compiler) else f"compiler {compiler}"
 
 
 def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float = 1.0) -> None:

@@ -70,9 +70,7 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
             trace_activations(shape, replace(arguments, fsdp=replace(fsdp, activation_checkpointing=kind)), batch)
             for kind in ("full", "none")
         )
-        share = fsdp.activation_memory_budget
-        pairs = zip(astuple(full), astuple(none), strict=True)
-        return Activations(*(round(less + share * (more - less)) for less, more in pairs))
+        return between(full, none, fsdp.activation_memory_budget)
     if fsdp.activation_offload:
         stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
         full = trace_activations(shape, stays, batch)
@@ -86,6 +84,12 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
     # with few layers the peak may be in the backward pass, with many it is at the loss
     most = max(more.most + left * (more.most - fewer.most), kept)
     return Activations(kept, most, more.at_end)
+
+
+def between(full: Activations, none: Activations, budget: float) -> Activations:
+    """Return the activations with selective checkpointing, from those with full checkpointing and without."""
+    pairs = zip(astuple(full), astuple(none), strict=True)
+    return Activations(*(round(less + budget * (more - less)) for less, more in pairs))
 
 
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
