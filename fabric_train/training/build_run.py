@@ -70,7 +70,13 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     cuts = flat_shards(model)
     optimizer: Any = fabric.setup_optimizers(
         build_optimizer(
-            named, decayed, arguments.training, fused, arguments.data.seed, cuts, compiles=arguments.fsdp.compile
+            named,
+            decayed,
+            arguments.training,
+            fused,
+            arguments.data.seed,
+            cuts,
+            compiles=arguments.fsdp.compile is True,
         )
     )
     if isinstance(optimizer.optimizer, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
