@@ -14,7 +14,7 @@ PIP_INSTALL := $(PIP) install -qq
 # the stamp exists only if everything in requirements.txt is installed
 STAMP := $(VENV)/installed
 
-.PHONY: help install demo test test-launchers test-cuda-rehearsal check lint benchmark clean
+.PHONY: help install demo test test-cuda test-cuda-rehearsal test-launchers check lint benchmark clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -27,6 +27,9 @@ demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes o
 
 test: $(STAMP) ## run all tests
 	@$(BIN)/python -m pytest
+
+test-cuda: $(STAMP) ## run the tests that need a GPU
+	@$(BIN)/python -m pytest -n 0 -m cuda
 
 test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec
 	@$(BIN)/python -m pytest -n 0 -m launchers
