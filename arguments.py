@@ -202,7 +202,8 @@ class FSDPArguments:
     """Keep parameters, gradients and optimizer states in host memory between uses (slow)."""
     gradient_reduction: Literal["step", "micro_batch"] = "step"
     """With fsdp and fsdp2: step reduces gradients once per step and keeps them unsharded on each device until then;
-    micro_batch reduces them after each micro-batch, with less memory and more communication.
+    micro_batch reduces them after each micro-batch, with less memory and more communication (with --cpu_offload, in
+    fsdp2 only).
     """
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's

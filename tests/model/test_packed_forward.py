@@ -52,7 +52,6 @@ BEGINS_WITHIN = 1
 pytestmark = pytest.mark.filterwarnings(
     "ignore:_compile flag on create_block_mask:DeprecationWarning", "ignore:flex_attention called without torch.compile"
 )
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 no_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
 
 
@@ -201,7 +200,7 @@ def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
     torch.testing.assert_close(loss / count_supervised(batch.labels), expected / count_supervised(batch.labels))
 
 
-@no_gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("attention", "dtype", "tolerance"),
     [
