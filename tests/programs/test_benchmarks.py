@@ -129,7 +129,7 @@ def test_commands_of_precisions_differ_only_in_the_precision() -> None:
 def test_every_gpu_training_command_is_valid(name: str) -> None:
     preset, options = gpu.WAYS[name]
     given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
-    assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile else ''}"
+    assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile is True else ''}"
     assert given.model.family == "llama"
 
 

@@ -70,9 +70,7 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
             trace_activations(shape, replace(arguments, fsdp=replace(fsdp, activation_checkpointing=kind)), batch)
             for kind in ("full", "none")
         )
-        share = fsdp.activation_memory_budget
-        pairs = zip(astuple(full), astuple(none), strict=True)
-        return Activations(*(round(less + share * (more - less)) for less, more in pairs))
+        return between(full, none, fsdp.activation_memory_budget)
     if fsdp.activation_offload:
         stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
         full = trace_activations(shape, stays, batch)
@@ -88,9 +86,15 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
     return Activations(kept, most, more.at_end)
 
 
+def between(full: Activations, none: Activations, budget: float) -> Activations:
+    """Return the activations with selective checkpointing, from those with full checkpointing and without."""
+    pairs = zip(astuple(full), astuple(none), strict=True)
+    return Activations(*(round(less + budget * (more - less)) for less, more in pairs))
+
+
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     with FakeTensorMode():
-        # flash and flex attention keep the same tensors as sdpa's fused kernel, without its mask
+        # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
         attention = "eager" if arguments.model.attention == "eager" else "sdpa"
         config = _cut(shape.config, num_layers)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
@@ -106,7 +110,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
-        _give_mask(model, layers, batch, batch.has_borders and arguments.model.attention == attention)
+        _give_mask(model, layers, batch, batch.has_borders and shape.config._attn_implementation == attention)
         with live:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
                 loss = summed_loss(model, ids, ids, targets=targets)

@@ -181,14 +181,9 @@ void add_nccl(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
       c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, c10::make_intrusive<PretendedNccl>(gloo));
 }
 
-void set_timeout(const c10::intrusive_ptr<c10d::ProcessGroup>& group, int64_t milliseconds) {
-  group->getBackend(c10::DeviceType::CUDA)->setTimeout(std::chrono::milliseconds(milliseconds));
-}
-
 }  // namespace
 }  // namespace pretended
 
 TORCH_LIBRARY_FRAGMENT(pretended_cuda, m) {
   m.def("add_nccl(__torch__.torch.classes.c10d.ProcessGroup group) -> ()", &pretended::add_nccl);
-  m.def("set_timeout(__torch__.torch.classes.c10d.ProcessGroup group, int milliseconds) -> ()", &pretended::set_timeout);
 }

@@ -1,6 +1,5 @@
 """``ProcessGroupNCCL`` for the pretended devices, which a torch without CUDA does not have."""
 
-from datetime import timedelta
 from typing import Any
 
 
@@ -13,26 +12,13 @@ def add_nccl(c: Any) -> None:
         c10d = c._distributed_c10d
         c10d.ProcessGroupNCCL = _nccl_class(c10d)
         gloo = c10d.ProcessGroupGloo
-        # torch copies the options of a group that it splits: NCCL's have both, gloo's neither
+        # what NCCL's backends have, and torch uses: it copies the options of a group that it splits
+        c10d.Backend._set_default_timeout = lambda backend, timeout: backend.set_timeout(timeout)
         c10d.Backend.options = property(lambda backend: _new_options(gloo))
-        c10d.Backend._set_default_timeout = _timeout_setter(c10d)
         gloo._Options.__deepcopy__ = lambda options, memo: _new_options(gloo)
         return result
 
     c._c10d_init = init_with_nccl
-
-
-def _timeout_setter(c10d: Any) -> Any:
-    """Return the method of ``ProcessGroupNCCL`` that torch's class of other backends does not have."""
-
-    def set_default_timeout(backend: Any, timeout: timedelta) -> None:
-        import torch
-
-        group = c10d.ProcessGroup(backend.rank(), backend.size())
-        group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.CUSTOM, backend)
-        torch.ops.pretended_cuda.set_timeout(group.boxed(), int(1000 * timeout.total_seconds()))
-
-    return set_default_timeout
 
 
 def _new_options(gloo: Any) -> Any:
