@@ -18,7 +18,6 @@ from benchmarks.gpu import (
     LENGTH,
     MIDDLE,
     ROWS,
-    SMALL,
     STEPS,
     WARM_UP_STEPS,
     GpuRun,
@@ -55,7 +54,7 @@ RESUMED = ("single", "ddp", "fsdp", "fsdp --state_dict_type sharded", "fsdp2 --s
 SAVED_STEP, LAST_STEP = 3, 6
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
 
-CHECKPOINTING = {SMALL: "none", MIDDLE: "full"}  # of activations
+CHECKPOINTED_BY_PEERS = (MIDDLE,)  # fabric_train decides by itself
 SHARES_OF_LAYERS = (1, 7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4)  # the first one that fits into memory is trained
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 
@@ -284,7 +283,7 @@ def train_peer(preset: str, trainer: str) -> Measure:
             except ChildProcessError as error:
                 raise MissingPeerError(str(error)) from error
             environment["PYTHONPATH"] = str(packages.relative_to(ROOT))
-        options = "--trl " * (trainer == "trl") + "--gradient_checkpointing" * (CHECKPOINTING[preset] != "none")
+        options = "--trl " * (trainer == "trl") + "--gradient_checkpointing" * (preset in CHECKPOINTED_BY_PEERS)
         rows = _rows(attempt)
         _train_as_many_layers_as_fit(attempt, preset, train)
 
@@ -371,7 +370,7 @@ def _rows(attempt: Attempt) -> Path:
 
 def training_command(sizes: Sizes, preset: str, layers: int | None, rows: Path, target: Path) -> Command:
     """Return the command that trains a preset with recommended settings, without saves; ``layers``: None for all."""
-    options = f"--parallelism single --activation_checkpointing {CHECKPOINTING[preset]} {sizes.options}"
+    options = f"--parallelism single {sizes.options}"
     if layers:
         options = f"{re.sub('--num_layers [0-9]+', '', options)} --num_layers {layers}"
     return our_command(preset, options, rows, target)

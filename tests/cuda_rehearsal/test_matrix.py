@@ -107,7 +107,8 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
     rehearsal.run(f"{name}, resumed", after, case.num_devices_after, timeout=SECONDS)
     resumed = losses(rehearsal.folder / f"{name}, resumed")
     row[5] = largest_difference(resumed, on_devices[-len(resumed) :])
-    exact = case.num_devices_after == devices
+    # DDP adds in another order in the first step of a process
+    exact = case.num_devices_after == devices and case["strategy"] != "ddp"
     assert resumed == pytest.approx(on_devices[-len(resumed) :], abs=0 if exact else TOLERANCE[case["precision"]])
 
     assert not foreign_contexts(late)

@@ -8,11 +8,11 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.pretended_cuda.run import PretendedRun, run_pretended
 from tests.support.short_runs import argv, metrics
 
-LATE = 2.0
+LATE = 5.0
 """Seconds that a copy is late if nothing else waits for it: the optimizer would change what is not copied yet."""
 SETTINGS = {"max_step": 4, "total_batch_size": 12, "eval_step_interval": 4, "save_step_interval": 2}
 STEP_WAITS = {"copy to host in exchange_step"}
-"""Where the host waits for the device in a step: these and no others."""
+"""Where the host waits for the device in a step: there and nowhere else."""
 _CUDA_ONLY = ("cpu_offload", "activation_offload", "compile", "limit_all_gathers")
 # without Inductor, which would write kernels for CUDA
 _EAGER_COMPILER = """
@@ -95,7 +95,7 @@ def waits_in_steps(run: PretendedRun) -> set[str]:
         for what, functions in (
             re.sub(r" at \S+ ", "\n", place, count=1).split("\n")[:2] for place in notes.waits if " < " in place
         )
-        if "_take_step" in functions.split(" < ") or functions.startswith("result < train")
+        if "_take_step" in functions.split(" < ")
     }
 
 
