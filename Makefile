@@ -35,7 +35,7 @@ test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, to
 	@$(BIN)/python -m pytest -n 0 -m launchers
 
 test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices; writes docs/cuda_rehearsal.md
-	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal
+	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal/test_matrix.py
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
 	@$(BIN)/python -m pytest -n 0 -q $(or $(FILE),$(error no test file; name one: make check FILE=tests/data/test_batch.py))

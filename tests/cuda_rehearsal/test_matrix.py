@@ -25,8 +25,12 @@ from tests.support.pretended_cuda.rehearsal import (
 pytestmark = pytest.mark.cuda_rehearsal
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 4e-3, "bf16-true": 4e-3, "16-mixed": 4e-3}
 SECONDS = 600
-# waits of torch itself: FSDP1's limit of gathered layers, DDP's first forward pass, GradScaler's look at the gradients
-TORCH_WAITS = {"event.synchronize", "copy from pageable memory in forward", "copy to host in forward", "item in step"}
+# where the host may read from the device in some modes only
+FURTHER_READS = {
+    "copy to host in forward",  # DDP's first forward pass
+    "item in _take_step",  # the GradScaler of 16-mixed
+    "copy to host in _scale",  # of the clip, for offloaded gradients
+}
 INTRODUCTION = """\
 # Rehearsal on pretended CUDA devices
 
@@ -39,7 +43,7 @@ synchronous saves, trains on CPU ranks, and resumes from step 2. *Loss* is the l
 ranks (16-mixed: in fp32), *largest difference* is over losses and gradient norms of all steps. *Saves* compares the
 files with weights and optimizer states of both kinds of saves byte for byte. *Resumed* is the largest difference of
 the resumed run's losses from the first run's. A case also fails if a rank makes a context on the device of another, or
-if the host waits for the device in a step at a line that `tests/support/pretended_cuda/rehearsal.py` does not name.
+if the host reads from the device in a step anywhere but at the named places.
 Each kind of check is seen to fail on a deliberate defect: `tests/cuda_rehearsal/test_training_on_cuda.py`.
 
 The devices say nothing about CUDA's own kernels, NCCL, Inductor's code for CUDA, or time.
@@ -53,17 +57,16 @@ ROWS: list[tuple[str, ...]] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def table() -> Iterator[None]:
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
     """Write the table into the file that ``CUDA_REHEARSAL_TABLE`` names, after the last case."""
     started = time.monotonic()
     yield
     file = os.environ.get("CUDA_REHEARSAL_TABLE")
     if file:
-        minutes = (time.monotonic() - started) / 60
-        machine = (
-            f"{datetime.date.today():%d %B %Y}: {len(ROWS)} cases in {minutes:.0f} minutes on {os.cpu_count()} cores "
-            f"({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}."
-        )
+        minutes, total = (time.monotonic() - started) / 60, request.session.testscollected
+        where = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
+        took = f"{len(ROWS)} of {total} cases in {minutes:.0f} minutes"
+        machine = f"{datetime.date.today():%d %B %Y}: {took} on {where}, torch {torch.__version__}."
         first = "2 devices, 32-true, no offload, no checkpointing, gradients reduced once a step, full saves"
         text = INTRODUCTION.format(defaults=first, machine=machine)
         Path(file).write_text(text + "".join(f"| {' | '.join(row)} |\n" for row in ROWS), encoding="utf-8")
@@ -71,12 +74,12 @@ def table() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_case(rehearsal: Rehearsal, case: Case) -> None:
-    row = [case.name, "", "", "", "", ""]
+    row, result = [case.name, "", "", "", "", ""], "**failed**"
     try:
         rehearse(rehearsal, case, row)
-        row.append("passed")
+        result = "passed"
     finally:
-        ROWS.append(tuple(row if row[-1] == "passed" else [*row, "**failed**"]))
+        ROWS.append((*row, result))
 
 
 def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
@@ -104,12 +107,13 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
     rehearsal.run(f"{name}, resumed", after, case.num_devices_after, timeout=SECONDS)
     resumed = losses(rehearsal.folder / f"{name}, resumed")
     row[5] = largest_difference(resumed, on_devices[-len(resumed) :])
-    exact = case.num_devices_after == devices
+    # DDP adds in another order in the first step of a process
+    exact = case.num_devices_after == devices and case["strategy"] != "ddp"
     assert resumed == pytest.approx(on_devices[-len(resumed) :], abs=0 if exact else TOLERANCE[case["precision"]])
 
     assert not foreign_contexts(late)
-    unnamed = waits_in_steps(late) - STEP_WAITS
-    assert not {wait for wait in unnamed if not any(wait.startswith(known) for known in TORCH_WAITS)}
+    reads = {wait for wait in waits_in_steps(late) if wait.startswith(("copy to host", "item", "nonzero"))}
+    assert reads <= STEP_WAITS | FURTHER_READS
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp", "single"])

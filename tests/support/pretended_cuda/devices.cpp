@@ -13,6 +13,8 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -37,13 +39,20 @@ std::atomic<int64_t> copy_delay{0};  // microseconds from a wait to the copies t
 std::atomic<void (*)(const char*)> notify{nullptr};
 std::array<std::atomic<int64_t>, kMaxDevices> allocated{}, peak{};
 std::array<std::atomic<bool>, kMaxDevices> has_context{};
+std::atomic<int> process_of_contexts{0};
 thread_local DeviceIndex device_of_thread = 0;
 thread_local std::array<StreamId, kMaxDevices> stream_of_thread{};
 
 std::mutex collectives_mutex;
 std::map<std::string, int64_t> collectives;
 
+// As with CUDA, a fork of a process with a context cannot use the devices.
 void make_context(DeviceIndex index) {
+  int unused = 0;
+  const int process = getpid();
+  TORCH_CHECK(
+      process_of_contexts.compare_exchange_strong(unused, process) || unused == process,
+      "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start method");
   if (!has_context[index].exchange(true)) note("context " + std::to_string(index));
 }
 
@@ -137,7 +146,9 @@ at::Tensor share(const at::Tensor& tensor, SharedStorage* shared, Device device,
 // ----------------------------------------------------------------------------------------------------------- streams
 
 struct Copy {
-  at::Tensor to, from;  // host views, which keep the memory
+  c10::Storage to_storage, from_storage;  // they keep the memory, also if their tensors get another
+  void* to;
+  const void* from;
   size_t bytes;
 };
 
@@ -164,10 +175,22 @@ void run_copies(DeviceIndex device, StreamId stream, uint64_t end) {
   auto& queue = found->second;
   while (queue.num_done < end && !queue.copies.empty()) {
     const Copy& copy = queue.copies.front();
-    std::memcpy(copy.to.mutable_data_ptr(), copy.from.const_data_ptr(), copy.bytes);
+    std::memcpy(copy.to, copy.from, copy.bytes);
     queue.copies.pop_front();
     ++queue.num_done;
   }
+}
+
+// Run the copies into and out of a storage, whose memory is about to be freed.
+void run_copies_of(const c10::Storage& storage) {
+  std::vector<std::pair<DeviceIndex, StreamId>> busy;
+  {
+    std::lock_guard<std::mutex> lock(queues_mutex);
+    for (const auto& [key, queue] : queues)
+      for (const Copy& copy : queue.copies)
+        if (copy.to_storage.is_alias_of(storage) || copy.from_storage.is_alias_of(storage)) busy.push_back(key);
+  }
+  for (const auto& [device, stream] : busy) run_copies(device, stream, UINT64_MAX);
 }
 
 uint64_t queue_end(DeviceIndex device, StreamId stream) {
@@ -353,6 +376,7 @@ at::Tensor on_device(const at::Tensor& host, Device device) {
 }
 
 void resize_storage(const c10::Storage& storage, size_t bytes) {
+  run_copies_of(storage);
   auto* impl = storage.unsafeGetStorageImpl();
   const auto before = device_of_thread;
   device_of_thread = impl->device().index();
@@ -369,7 +393,8 @@ void run_pending_copies(DeviceIndex device) {
 
 void copy_later(const at::Tensor& to, const at::Tensor& from, size_t bytes, DeviceIndex device) {
   std::lock_guard<std::mutex> lock(queues_mutex);
-  queues[{device, stream_of_thread[device]}].copies.push_back({to, from, bytes});
+  queues[{device, stream_of_thread[device]}].copies.push_back(
+      {to.storage(), from.storage(), to.mutable_data_ptr(), from.const_data_ptr(), bytes});
 }
 
 bool copies_are_late() { return copy_delay > 0; }

@@ -171,7 +171,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
         self.is_contiguous() && source.is_contiguous();
     if (is_async && is_plain && copies_are_late()) {
       if (!self.is_cuda()) note("late copy to host");
-      copy_later(to, from, self.nbytes(), device);
+      copy_later(self, source, self.nbytes(), device);
       return self;
     }
   }

@@ -46,9 +46,9 @@ class Case:
     @property
     def name(self) -> str:
         """The values that are not the first of their factor."""
-        first = {factor: values[0] for factor, values in FACTORS.items()}
-        shown = [value for factor, value in zip(FACTORS, self.values, strict=True) if value != first[factor]]
-        return f"{self['devices']} x {self['strategy']}" + "".join(f", {value}" for value in shown[1:] if value)
+        further = [(factor, values[0]) for factor, values in FACTORS.items() if factor not in ("strategy", "devices")]
+        shown = [self[factor] for factor, usual in further if self[factor] != usual]
+        return ", ".join([f"{self['devices']} x {self['strategy']}", *shown])
 
     @property
     def num_devices(self) -> int:
