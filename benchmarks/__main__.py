@@ -20,6 +20,7 @@ from benchmarks import (
     overhead,
     plan,
     precision,
+    rehearsal,
     tokenization,
     training,
 )
@@ -55,7 +56,9 @@ BENCHMARKS = {
     "plan": Benchmark(plan.measure, plan.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
+    "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
 }
+_ONLY_BY_NAME = [name for name, benchmark in BENCHMARKS.items() if benchmark.only_by_name]
 _IDLE_LOAD = 0.25  # load average per core
 
 
@@ -70,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        help=f"what to measure: {', '.join(BENCHMARKS)}; default: all except gpu, faults, plan, memory and precision",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; default: all except {', '.join(_ONLY_BY_NAME)}",
     )
     names = parser.parse_args().names
     unknown = [name for name in names if name not in BENCHMARKS]
@@ -83,7 +86,7 @@ def main() -> None:
         note = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores; other processes here "
         console.print(note + "slow down what is measured", style="yellow")
     real_data.CACHE.mkdir(exist_ok=True)
-    for name in names or [name for name, benchmark in BENCHMARKS.items() if not benchmark.only_by_name]:
+    for name in names or [name for name in BENCHMARKS if name not in _ONLY_BY_NAME]:
         # on the project's own disk, because the systems write their output there
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
             try:
