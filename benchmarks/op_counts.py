@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -163,6 +164,8 @@ class StepCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with the local tensors
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name == "_local_scalar_dense" and _on_device(given):
@@ -180,18 +183,18 @@ class StepCounter(TorchDispatchMode):
 
     def _note_copy(self, name: str, args: Any, kwargs: Any, result: torch.Tensor) -> None:
         source, positional = (args[1], args[2:3]) if name == "copy_" else (args[0], ())
-        if source.is_cuda == result.is_cuda:
+        if _is_cuda(source) == _is_cuda(result):
             return
         non_blocking = kwargs.get("non_blocking", positional == (True,))
-        host = result if source.is_cuda else source
+        host = result if _is_cuda(source) else source
         is_pinned = any(host.untyped_storage()._cdata == storage._cdata for storage in self.pinned)
         if not (non_blocking and is_pinned):
-            self.note_wait("copy from the device" if source.is_cuda else "copy from unpinned memory")
+            self.note_wait("copy from the device" if _is_cuda(source) else "copy from unpinned memory")
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, results: list[torch.Tensor]) -> None:
         part = self._part(name)
         for tensor in results:
-            if tensor.is_cuda:
+            if _is_cuda(tensor):
                 self.live.add(tensor.untyped_storage(), part)
         if func.namespace in ("c10d", "_c10d_functional"):
             if name not in ("barrier", "wait_tensor"):
@@ -239,7 +242,12 @@ def _part_of_code(code: CodeType) -> str | None:
 
 
 def _on_device(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(tensor.is_cuda for tensor in tensors)
+    return any(map(_is_cuda, tensors))
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device  # a fake one's is an operation
+    return device.type == "cuda"
 
 
 def _traffic(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
@@ -248,7 +256,7 @@ def _traffic(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple
     outputs: dict[int, torch.Tensor] = {}
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tensors = {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
+        tensors = {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and _is_cuda(leaf)}
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written:
             outputs |= tensors
@@ -275,9 +283,7 @@ def _add_collective(work: Work, name: str, args: Any, results: list[torch.Tensor
     tensors = [sum(map(_bytes, _tensors(value))) for value in args[:2] if _tensors(value)]
     # c10d's operations take outputs first, then inputs; an all-reduce takes one list
     written, read = tensors[0], tensors[-1]
-    if name.startswith("all_gather_into_tensor") or name.startswith(
-        "reduce_scatter_tensor"
-    ):  # functional: inputs alone
+    if name.startswith(("all_gather_into_tensor", "reduce_scatter_tensor")):  # functional ones take inputs alone
         written = sum(map(_bytes, results))
     work.number, work.read, work.written = work.number + 1, work.read + read, work.written + written
 
