@@ -28,7 +28,7 @@ demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes o
 test: $(STAMP) ## run all tests
 	@$(BIN)/python -m pytest
 
-test-launchers: $(STAMP) ## run a launcher of each kind that can be installed here, such as mpiexec
+test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec
 	@$(BIN)/python -m pytest -n 0 -m launchers
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py

@@ -6,14 +6,14 @@ is always one contiguous range of the flattened tensor.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fabric_train.distributed.collectives import exchange_bytes
@@ -87,11 +87,11 @@ def local_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> list[
     return [*moments["exp_avg"], *moments["exp_avg_sq"], *counts]
 
 
-def align_to_rows(tensors: list[LocalTensor]) -> list[LocalTensor]:
+def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
     """Make every part begin and end at a row of its tensor. All ranks call it together.
 
-    A row belongs to the rank that has its first element; the other ranks send their elements of the row to it. This
-    concerns a few rows per FSDP1 unit.
+    A row belongs to the rank that has its first element; the other ranks send their elements of the row to it, over
+    ``device``: NCCL does not take what ``--cpu_offload`` keeps in host memory. This concerns a few rows per FSDP1 unit.
     """
     outgoing: dict[int, list[torch.Tensor]] = {}
     incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
@@ -108,7 +108,7 @@ def align_to_rows(tensors: list[LocalTensor]) -> list[LocalTensor]:
         completed[index] = replace(tensor, begin=begin + num_sent, parts=kept)
         for rank, count in _owners(cut, -end % row if kept else 0):
             incoming.setdefault(rank, []).append((index, count))
-    for rank, message in _exchange(outgoing, incoming, tensors).items():
+    for rank, message in _exchange(outgoing, incoming, tensors, device).items():
         for index, count in incoming[rank]:
             num_bytes = count * tensors[index].dtype.itemsize
             part, message = message[:num_bytes].clone().view(tensors[index].dtype), message[num_bytes:]
@@ -129,15 +129,15 @@ def _owners(cut: FlatShard, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _exchange(
-    outgoing: dict[int, list[torch.Tensor]], incoming: dict[int, list[tuple[int, int]]], tensors: list[LocalTensor]
+    outgoing: dict[int, list[torch.Tensor]],
+    incoming: dict[int, list[tuple[int, int]]],
+    tensors: list[LocalTensor],
+    device: torch.device,
 ) -> dict[int, torch.Tensor]:
     """Exchange elements between ranks, one message of bytes per pair of ranks, and return the received messages."""
-    cut = next((tensor.cut for tensor in tensors if tensor.cut), None)
-    if cut is None:
-        return {}
-    group, device = cut.group, cut.local.device  # the same for all units
+    group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # the same for all units
     messages = {
-        rank: torch.cat([part.view(torch.uint8) for part in parts]).to(device) for rank, parts in outgoing.items()
+        rank: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for rank, parts in outgoing.items()
     }
     sizes = {
         rank: sum(count * tensors[index].dtype.itemsize for index, count in places) for rank, places in incoming.items()
@@ -157,34 +157,37 @@ def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> Lo
         copy = dist.get_rank() // cut.num_ranks  # the groups of HYBRID_SHARD are consecutive ranks
         return LocalTensor(name, cut.shape, cut.local.dtype, begin, parts, num_copies, copy, cut)
     if isinstance(parameter, DTensor):
+        shape, mesh = parameter.shape, parameter.device_mesh
+        _, offsets = compute_local_shape_and_global_offset(shape, mesh, _by_rows(parameter.placements))
         full: Any = parameter.detach()
-        rows = _shard_by_rows(full)
-        _, offsets = compute_local_shape_and_global_offset(rows.shape, rows.device_mesh, rows.placements)
-        local = rows.to_local().flatten()
-        begin = offsets[0] * rows.shape[1:].numel() if offsets else 0
-        return LocalTensor(name, rows.shape, rows.dtype, begin, (local,) if local.numel() else (), *_copies(rows))
+        local = _flat_rows(full.to_local().flatten(), parameter)
+        begin = offsets[0] * shape[1:].numel() if offsets else 0
+        return LocalTensor(name, shape, parameter.dtype, begin, (local,) if local.numel() else (), *_copies(parameter))
     return _replicated(name, parameter.detach())
 
 
-def _shard_by_rows(tensor: DTensor) -> DTensor:
-    """Return the tensor sharded by rows, which are contiguous, if tensor parallelism has sharded it by columns.
+def _by_rows(placements: Sequence[Placement]) -> Sequence[Placement]:
+    """Return placements that shard by rows, which are contiguous, where tensor parallelism shards by columns."""
+    if not any(isinstance(placement, Shard) and placement.dim for placement in placements):
+        return placements
+    return [Shard(0) if isinstance(placement, Shard) else placement for placement in placements]
 
-    The ranks of the mesh exchange their parts. All of them call it together.
+
+def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves.
+
+    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts. All of them call it
+    together. What ``--cpu_offload`` keeps in host memory is exchanged on the device, one tensor at a time.
     """
-    if not any(isinstance(placement, Shard) and placement.dim for placement in tensor.placements):
-        return tensor
-    rows = [Shard(0) if isinstance(placement, Shard) else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=rows)
-
-
-def _flat_rows(moment: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves; see ``_shard_by_rows``."""
     if not isinstance(parameter, DTensor):
-        return moment
-    local, stride = moment.view(parameter.to_local().shape), parameter.stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    full = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
-    return _shard_by_rows(full).to_local().flatten()
+        return local
+    mesh, placements, rows = parameter.device_mesh, parameter.placements, _by_rows(parameter.placements)
+    if rows is placements:
+        return local
+    block = local.view(parameter.to_local().shape).to(mesh.device_type)
+    shape, stride = parameter.shape, parameter.stride()
+    full = DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return full.redistribute(placements=rows).to_local().flatten().to(local.device)
 
 
 def _copies(tensor: DTensor) -> tuple[int, int]:

@@ -131,7 +131,7 @@ class CheckpointManager:
         )
         pending = _PendingSave(target, temporary, num_bytes, writer)
         self._make_folder(pending)
-        self._pending, self._task = pending, BackgroundTask(writer.run)
+        self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
         if staging is None:
             self.finish()
         return target
@@ -224,7 +224,7 @@ class CheckpointManager:
         if not pending.is_written:
             self._pending = replace(pending, is_written=True)
             if self._fabric.is_global_zero:
-                self._task = BackgroundTask(lambda: self._complete(pending))
+                self._task = BackgroundTask(lambda: self._complete(pending), self._fabric.device)
             return
         self._pending = None
         self._saved(pending.target)
@@ -242,7 +242,7 @@ class CheckpointManager:
 
     def _writes(self, part: str, tensors: list[LocalTensor]) -> list[Write]:
         if self._description.state_dict_type == "sharded":
-            return sharded_writes(part, align_to_rows(tensors), self._fabric.global_rank)
+            return sharded_writes(part, align_to_rows(tensors, self._fabric.device), self._fabric.global_rank)
         return full_writes(part, tensors, self._fabric.global_rank)
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | None) -> dict[str, str]:

@@ -45,16 +45,11 @@ def _local_part(
     """Read this rank's part of a stored tensor that is sharded like ``parameter``."""
     _check_shape(tensors.shape(name), cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape, name)
     part = read_local_part(tensors, name, parameter, cuts)
-    if isinstance(parameter, DTensor):
-        return DTensor.from_local(
-            part.to(parameter.to_local().device, copy=True),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return part.to(parameter.device, copy=True)
+    # on the parameter's device, which is not its mesh's with --cpu_offload
+    restored: Any = torch.empty_like(parameter, dtype=part.dtype)
+    local = restored.to_local() if isinstance(restored, DTensor) else restored
+    local.copy_(part)
+    return restored
 
 
 def _check_shape(stored: torch.Size, expected: torch.Size, name: str) -> None:

@@ -52,11 +52,11 @@ class Staging:
 
 
 class BackgroundTask:
-    """A function that runs in a thread. ``error`` is the exception that ended it, if any."""
+    """A function that runs in a thread, with this rank's device. ``error`` is the exception that ended it, if any."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
         self.error: Exception | None = None
-        self._function = function
+        self._function, self._device = function, device
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -71,6 +71,8 @@ class BackgroundTask:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread has GPU 0, and would make a context there
             self._function()
         except Exception as error:  # noqa: BLE001 - all ranks raise it together
             self.error = error

@@ -2,12 +2,14 @@
 
 import os
 
+import torch
 from lightning.fabric.accelerators import CUDAAccelerator
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import is_launched, under_fabric_run
 
 _MAX_PROCESSES_PER_CORE = 16  # each process has a model of its own, so a larger number is a mistake
+_MIN_BF16_CAPABILITY = (8, 0)  # Ampere; V100 has 7.0 and T4 has 7.5
 
 
 def resolve_accelerator(accelerator: str) -> str:
@@ -47,6 +49,25 @@ def count_devices(devices: int | str, accelerator: str) -> int:
             f"--devices {devices}: this machine has only {available} GPU{'s' if available > 1 else ''}; give fewer"
         )
     return requested
+
+
+def check_bf16(precision: str, parallelism: str, devices: int | str) -> None:
+    """Check that the GPUs of a run compute in bf16, if ``--precision`` asks for it.
+
+    Raises:
+        InputError: one of them is too old; torch would emulate bf16 there, slowly.
+    """
+    if not precision.startswith("bf16"):
+        return
+    indices = map(int, str(devices).split(",")) if "," in str(devices) else range(count_devices(devices, "cuda"))
+    for index in indices:
+        capability = torch.cuda.get_device_capability(index)
+        if capability < _MIN_BF16_CAPABILITY:
+            others = "32-true" if parallelism == "fsdp2" else "16-mixed or 32-true"
+            raise InputError(
+                f"--precision {precision}: {torch.cuda.get_device_name(index)} does not support bf16 "
+                f"(compute capability {capability[0]}.{capability[1]}, it needs 8.0); use {others}"
+            )
 
 
 def count_planned_devices(devices: int | str) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from fabric_train.distributed.stop_border import StopBorder
@@ -83,6 +83,10 @@ class Heartbeat:
             self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)
         is_slow = may_compile or phase in _SLOW_PHASES
         self.position, self._since = Position(step, phase, index, is_slow), now
+
+    def take_time(self) -> None:
+        """Record that this rank may keep the others waiting for long at its position."""
+        self.position = replace(self.position, is_slow=True)
 
     def __str__(self) -> str:
         return str(self.position)

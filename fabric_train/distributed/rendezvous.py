@@ -41,6 +41,12 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
         fabric.launch()
 
 
+def set_group_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of all process groups of this rank: those of a device mesh are created with torch's default."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def destroy_process_group(fabric: Fabric) -> None:
     """Wait until every rank is done, then destroy the process group."""
     fabric.barrier()

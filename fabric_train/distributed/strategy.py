@@ -48,7 +48,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
         plugins=[precision_plugin(parallelism, arguments.model.precision, accelerator)],
     )
     if not under_fabric_run():
-        init_process_group(fabric, accelerator, num_processes, _collective_timeout(arguments))
+        init_process_group(fabric, accelerator, num_processes, collective_timeout(arguments))
     if fabric.world_size != num_processes:
         raise InputError(
             f"the launcher started {fabric.world_size} processes, but --devices and --num_nodes ask for "
@@ -88,6 +88,12 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
                 raise InputError(f"--{name} true: there is nothing to offload from on CPU; leave it out")
     if fsdp.cpu_offload and parallelism == "single":
         raise InputError("--cpu_offload true needs FSDP on several devices; leave it out")
+    if fsdp.cpu_offload and parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
+        # torch's FSDP1 keeps the gradient of the last micro-batch only
+        raise InputError(
+            "--gradient_reduction micro_batch: fsdp cannot add gradients that --cpu_offload true keeps in host memory; "
+            "use --parallelism fsdp2, or leave one of them out"
+        )
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:
         raise InputError(
@@ -96,14 +102,14 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
         )
 
 
-def _collective_timeout(arguments: "TrainArguments") -> timedelta:
+def collective_timeout(arguments: "TrainArguments") -> timedelta:
     """Return how long a collective may last; the watchdog normally ends a hung run before that."""
     return timedelta(seconds=SLOW_PHASE_FACTOR * arguments.device.rank_timeout) or timedelta(days=365)
 
 
 def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str) -> Strategy:
     fsdp = arguments.fsdp
-    timeout = _collective_timeout(arguments)
+    timeout = collective_timeout(arguments)
     if parallelism == "fsdp":
         return FSDP1Strategy(
             timeout=timeout,

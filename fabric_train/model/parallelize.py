@@ -15,7 +15,8 @@ from fabric_train.distributed.compile import compile_layers
 from fabric_train.distributed.float8 import check_gpu_has_float8, convert_to_float8
 from fabric_train.distributed.fsdp import FSDP2Strategy, ParameterMaterializer
 from fabric_train.distributed.precision import average_in_fp32, compute_dtype
-from fabric_train.distributed.strategy import LayerClasses
+from fabric_train.distributed.rendezvous import set_group_timeouts
+from fabric_train.distributed.strategy import LayerClasses, collective_timeout
 from fabric_train.distributed.tensor_parallel import parallelize_layers
 from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
 from fabric_train.model.load_weights import read_weights
@@ -62,6 +63,7 @@ def setup_model(
     if isinstance(fabric.strategy, FSDP2Strategy):
         _fully_shard(model, fabric.strategy.device_mesh, layer_classes, arguments)
     wrapped: Any = fabric.setup_module(model)
+    set_group_timeouts(collective_timeout(arguments))
     if weights:
         read_weights(wrapped, weights)
     if isinstance(fabric.strategy, DDPStrategy) and arguments.model.precision == "bf16-true":

@@ -192,7 +192,9 @@ def restore_moments(
         optimizer.restore(parameter, count, moments)
         return
     cast = {key: moment.to(parameter.dtype) for key, moment in moments.items()}
-    optimizer.state[parameter] = {"step": count.to(parameter.device), **cast}
+    # torch's AdamW counts on the host unless it is fused: it would read a count from the device for every parameter
+    device = parameter.device if optimizer.defaults["fused"] else "cpu"
+    optimizer.state[parameter] = {"step": count.to(device), **cast}
 
 
 def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:

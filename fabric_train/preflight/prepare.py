@@ -131,6 +131,8 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     if fault and not arguments.planning.plan:
         raise InputError(fault)
     parallelism = resolve_parallelism(arguments, world_size, accelerator)
+    if accelerator == "cuda" and not arguments.planning.plans_for_others:
+        devices.check_bf16(arguments.model.precision, parallelism, device.devices)
     check_attention(arguments, accelerator)
     if arguments.model.float8:
         check_float8(arguments, accelerator)

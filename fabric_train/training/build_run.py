@@ -128,7 +128,7 @@ def build_loop_parts(
         fabric=fabric,
         model=model,
         optimizer=optimizer,
-        batches=_batches(fabric, run),
+        batches=_batches(fabric, run, heartbeat),
         num_steps=run.plan.num_steps,
         start=run.start.checkpoint if run.start.resumes else None,
         checkpoints=checkpoints.CheckpointManager(
@@ -190,7 +190,7 @@ def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[Path, ...]]
     return (None, ()) if run.model.is_new else find_origin(run.arguments.model.model_name)
 
 
-def _batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
+def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:
     """Return the source of this rank's windows, with some steps traced if asked for."""
     given, on_gpu = run.arguments.logging, fabric.device.type == "cuda"
     batches = _untraced_batches(fabric, run)
@@ -198,7 +198,7 @@ def _batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
         return batches
     folder = run.folder / "profile"
     check_no_links_in(folder)
-    return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu=on_gpu)
+    return ProfiledWindows(batches, *given.profiled_steps, folder, fabric.global_rank, on_gpu, heartbeat)
 
 
 def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:

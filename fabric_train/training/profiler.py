@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fabric_train.data.step_sampler import Window, WindowSource
+from fabric_train.distributed.heartbeat import Heartbeat
 
 _RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 
@@ -26,6 +27,7 @@ class ProfiledWindows:
     folder: Path
     rank: int
     on_gpu: bool
+    heartbeat: Heartbeat
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
@@ -42,7 +44,8 @@ class ProfiledWindows:
         name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         if self.on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS)
+            # without C++ frames: to look up their names takes minutes, in which this rank would give no sign
+            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS, stacks="python")
         trace = profile(activities=activities, record_shapes=True, profile_memory=True)
         trace.start()
         try:
@@ -54,6 +57,7 @@ class ProfiledWindows:
                 window = following
                 yield window
         finally:
+            self.heartbeat.take_time()  # the other ranks may wait while the files are written
             trace.stop()
             trace.export_chrome_trace(str(self.folder / f"{name}.json"))
             if self.on_gpu:

@@ -31,6 +31,7 @@ def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path, free_port: C
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.launchers
 def test_bad_arguments_are_torchruns_first_and_last_line(tmp_path: Path, free_port: Callable[[], int]) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     options = ["--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "fabric_train"]
@@ -48,6 +49,7 @@ def test_help_is_that_of_the_program(tmp_path: Path, free_port: Callable[[], int
     assert "--main-address" not in ended.stdout
 
 
+@pytest.mark.launchers
 def test_other_scripts_and_commands_are_lightnings(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print('script', sys.argv[1:]); sys.exit(3)")
     fabric = str(Path(sys.executable).with_name("fabric"))

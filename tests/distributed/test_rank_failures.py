@@ -102,6 +102,20 @@ def test_long_saves_and_first_steps_are_no_hang(forked_runs: ForkedRuns, tmp_pat
     assert len(metrics(tmp_path / "run")) == 8
 
 
+def test_a_rank_that_writes_its_profile_does_not_hang(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    """The other rank has no profile to write, and waits in the next step."""
+    slowly = """
+import time, torch.profiler
+write = torch.profiler.profile.export_chrome_trace
+torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(4), write(*each))
+"""
+    given = arguments(tmp_path / "run", rank_timeout=1.5, profile="3:3", max_step=4)
+    forked_runs.start(given, before=slowly).finish()
+    assert len(list((tmp_path / "run" / "profile").iterdir())) == 1
+
+
 def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
     """The launcher that the rank knows is not its parent, as after the launcher's death."""
     run = forked_runs.start(arguments(tmp_path / "run"), env={"FABRIC_TRAIN_LAUNCHER": "999999"})
@@ -110,7 +124,7 @@ def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path:
     assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
 
 
-@pytest.mark.parametrize("seconds", [0.5, 4.0])
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(4.0, marks=pytest.mark.launchers)])
 def test_no_rank_outlives_a_launcher_killed_at_the_start(
     tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], seconds: float
 ) -> None:
@@ -123,6 +137,7 @@ def test_no_rank_outlives_a_launcher_killed_at_the_start(
         assert started.all_gone(5), started.output()
 
 
+@pytest.mark.launchers
 def test_torchrun_restarts_from_the_newest_checkpoint(
     forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments, free_port: Callable[[], int]
 ) -> None:

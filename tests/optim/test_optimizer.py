@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from arguments import Schedule, TrainingArguments
 from fabric_train.distributed.shards import original_name
+from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
@@ -191,3 +192,12 @@ def test_a_model_without_norms_or_biases_has_one_group() -> None:
 def test_a_wrapped_parameter_is_known_by_its_own_name(wrapped: str) -> None:
     assert original_name(wrapped) == "model.layers.0.self_attn.q_proj.weight"
     assert original_name("model.submodule.weight") == "model.submodule.weight"
+
+
+def test_a_restored_count_is_where_torch_keeps_it() -> None:
+    """AdamW counts on the host unless it is fused: a count on the device is read in every step."""
+    weight = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    moments = {key: torch.zeros(4, device="meta") for key in MOMENTS}
+    restore_moments(optimizer, weight, torch.tensor(3.0), moments)
+    assert float(optimizer.state[weight]["step"]) == 3

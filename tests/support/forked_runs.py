@@ -129,13 +129,20 @@ class ForkedRun:
 class ForkedRuns:
     """Starts runs; ``close`` ends those that still run."""
 
-    def __init__(self, folder: Path) -> None:
-        """Start the server; ``folder`` keeps the output of the ranks."""
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        """Start the server; ``folder`` keeps the output of the ranks.
+
+        Args:
+            folder: for the output of the ranks.
+            env: further environment variables of the server; a ``PYTHONPATH`` comes before what can be imported here.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._num_runs = folder, 0
         first = os.getpid() * 101 % (len(_PORTS) // 2)  # two of these at once begin at different ports
         self._ports = iter(_PORTS[first:])
-        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])  # what can be imported here can be there
+        further = dict(env or {})
+        # what can be imported here can be there
+        path = os.pathsep.join(filter(None, [further.pop("PYTHONPATH", ""), str(ROOT), *sys.path]))
         with (folder / "server.stderr").open("wb") as stderr:
             self._server = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve())],
@@ -143,7 +150,7 @@ class ForkedRuns:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 cwd=ROOT,
-                env=_environment() | {"PYTHONPATH": path},
+                env=_environment() | further | {"PYTHONPATH": path},
             )
 
     def start(

@@ -32,7 +32,7 @@ Heartbeat.enter = enter
 def at_point(action: str, step: int, phase: str, index: int = 0, ranks: tuple[int, ...] = (0, 1)) -> str:
     """Return code for ``ForkedRuns.start(before=)``: the given ranks run ``action`` when they reach a phase of a step.
 
-    ``action`` is a statement that may use ``os``, ``signal`` and ``time``.
+    ``action`` is a statement that may use ``os``, ``signal``, ``time`` and ``self``, the rank's heartbeat.
     """
     return _AT_A_POINT.format(action=action, step=step, phase=phase, index=index, ranks=ranks)
 

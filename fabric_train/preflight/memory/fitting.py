@@ -118,7 +118,7 @@ def _changes(request: RunRequest) -> Iterator[_Change]:
         yield _Change((("parallelism", "fsdp"),))
     if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
         yield _Change((("sharding_strategy", "FULL_SHARD"),))
-    if world_size > 1:
+    if world_size > 1 and not (arguments.fsdp.cpu_offload and request.parallelism == "fsdp"):
         yield _Change((("gradient_reduction", "micro_batch"),))
     if arguments.fsdp.activation_checkpointing != "full":
         yield _Change((("activation_checkpointing", "full"),))

@@ -1,0 +1,76 @@
+"""What the devices cannot do is refused before a process group exists; every group has the run's timeout."""
+
+from pathlib import Path
+
+import pytest
+
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.strategy import resolve_parallelism
+from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
+from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv, at_point
+from tests.support.two_nodes import on_nodes
+
+PRINT_TIMEOUTS = (
+    "from torch.distributed import distributed_c10d as c10d; import torch; groups = c10d._world.pg_map; "
+    "print('timeouts', len(groups), "
+    "{group._get_backend(torch.device('cpu')).options._timeout.total_seconds() for group in groups})"
+)
+OLD_GPU = """
+import torch
+from lightning.fabric.accelerators import CUDAAccelerator
+CUDAAccelerator.is_available = staticmethod(lambda: True)
+CUDAAccelerator.auto_device_count = staticmethod(lambda: 2)
+torch.cuda.get_device_capability = lambda index: (8, 0) if index == 0 else (7, 5)
+torch.cuda.get_device_name = lambda index: "A100" if index == 0 else "Tesla T4"
+"""
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "auto"])
+def test_fsdp1_is_refused_where_it_would_lose_gradients(parallelism: str) -> None:
+    """It would keep the gradient of the last micro-batch instead of the sum."""
+    options = ["--train_data_dir", "unused", "--output_dir", "unused", "--cpu_offload", "true"]
+    reduced = [*options, "--gradient_reduction", "micro_batch"]
+    with pytest.raises(InputError, match="use --parallelism fsdp2"):
+        resolve_parallelism(parse(TrainArguments, [*reduced, "--parallelism", parallelism]), 2, "cuda")
+    for accepted in ([*options, "--parallelism", parallelism], [*reduced, "--parallelism", "fsdp2"]):
+        resolve_parallelism(parse(TrainArguments, accepted), 2, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallelism", "others"), [("fsdp", "16-mixed or 32-true"), ("fsdp2", "32-true")])
+def test_bf16_is_refused_on_gpus_without_it(
+    tmp_path: Path, forked_runs: ForkedRuns, parallelism: str, others: str
+) -> None:
+    given = {"accelerator": "cuda", "parallelism": parallelism, "precision": "bf16-true", "devices": "0,1"}
+    line = argv(tmp_path / "model", tmp_path / "tokens", tmp_path / "run", **given)
+    run = forked_runs.start(line, 1, before=OLD_GPU)
+    reason = "Tesla T4 does not support bf16 (compute capability 7.5, it needs 8.0)"
+    assert run.wait() == [2]
+    assert run.stderr() == f"error: --precision bf16-true: {reason}; use {others}\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "num_groups"),
+    [
+        ({"parallelism": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_nodes": 2}, 3),
+        ({"parallelism": "fsdp2", "tensor_parallel_size": 2}, 5),
+    ],
+    ids=["hybrid", "tensor parallel"],
+)
+def test_every_group_has_the_timeout_of_the_run(
+    tmp_path: Path,
+    forked_runs: ForkedRuns,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    options: dict[str, object],
+    num_groups: int,
+) -> None:
+    before = at_point(PRINT_TIMEOUTS, 1, "OPTIMIZER", ranks=(0,)) + (on_nodes(2) if "num_nodes" in options else "")
+    given = {"devices": 4 // int(str(options.get("num_nodes", 1))), "max_step": 1, "rank_timeout": 77, **options}
+    run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **given), 4, before=before)
+    run.finish()
+    assert f"timeouts {num_groups} {{{77.0 * SLOW_PHASE_FACTOR}}}" in run.stdout()
