@@ -142,8 +142,13 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
 
     from benchmarks.op_counts import StepCounter
     from fabric_train.model import parallelize
+    from fabric_train.preflight.memory.gpu_attention import attention_on_gpu
 
     counter = StepCounter()
+    # without a kernel for CUDA, autograd would compute this one by several operations
+    kernels = torch.library.Library("aten", "IMPL", "CUDA")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
+        kernels.impl("silu_backward", lambda grad, hidden: torch.empty_like(hidden))
     tolist = FakeTensor.tolist
 
     def read_zeros(tensor: FakeTensor) -> Any:
@@ -166,7 +171,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         for owner, name, new in (
             (FakeTensor, "tolist", read_zeros),
             (torch.Tensor, "pin_memory", pin),
-            (F, "scaled_dot_product_attention", _attention_on_cuda),
+            (F, "scaled_dot_product_attention", attention_on_gpu),
             (parallelize, "read_weights", lambda model, weights: None),
             (sharding, "_compute_local_shape_and_global_offset", compute_offset),
         ):
@@ -178,34 +183,6 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
 
 def _zeros(shape: tuple[int, ...]) -> Any:
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
-
-
-def _attention_on_cuda(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Compute attention with the kernel that torch chooses on a recent GPU: flash without a mask, else efficient."""
-    import torch
-
-    aten = torch.ops.aten
-    if attn_mask is None and query.dtype != torch.float32:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-    )[0]
 
 
 def _have_cuda(num_devices: int) -> None:
