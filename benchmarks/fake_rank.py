@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +53,8 @@ class FakeWindows:
 def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: int = DOCUMENTS) -> FakeRun:
     """Train two steps as rank 0 and return the counts of the second.
 
-    This changes torch for the rest of the process, so call it in a process of its own, before torch is imported.
+    This changes torch for the rest of the process. So call it in a process of its own, before torch is imported or with
+    pretended devices.
 
     Args:
         argv: the arguments of ``fabric_train``, with ``--devices`` and ``--num_nodes``.
@@ -186,7 +188,9 @@ def _zeros(shape: tuple[int, ...]) -> Any:
 
 
 def _have_cuda(num_devices: int) -> None:
-    """Make a torch that was built without CUDA believe in devices, before it is imported."""
+    """Make a torch that was built without CUDA believe in devices, unless it is imported already and does."""
+    if "torch" in sys.modules:
+        return
     folder = importlib.util.find_spec("torch")
     assert folder is not None
     assert folder.origin is not None
@@ -201,6 +205,10 @@ def _have_cuda(num_devices: int) -> None:
 
 def main() -> None:
     """Print the counts as JSON in the last line."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")  # torch's, about addresses of fake tensors
     with tempfile.TemporaryDirectory() as work:
         found = run_fake_rank(sys.argv[1:], Path(work))
     print(json.dumps(asdict(found)), flush=True)
