@@ -14,11 +14,11 @@ PIP_INSTALL := $(PIP) install -qq
 # the stamp exists only if everything in requirements.txt is installed
 STAMP := $(VENV)/installed
 
-.PHONY: help install demo test test-launchers check lint benchmark clean
+.PHONY: help install demo test test-cuda test-cuda-rehearsal test-launchers check lint benchmark clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
-	  printf '  make %-15s %s\n' "$$name" "$$what"; done
+	  printf '  make %-20s %s\n' "$$name" "$$what"; done
 
 install: $(STAMP) ## set up .venv with the pinned requirements
 
@@ -28,8 +28,14 @@ demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes o
 test: $(STAMP) ## run all tests
 	@$(BIN)/python -m pytest
 
+test-cuda: $(STAMP) ## run the tests that need a GPU
+	@$(BIN)/python -m pytest -n 0 -m cuda
+
 test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec
 	@$(BIN)/python -m pytest -n 0 -m launchers
+
+test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices; writes docs/cuda_rehearsal.md
+	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
 	@$(BIN)/python -m pytest -n 0 -q $(or $(FILE),$(error no test file; name one: make check FILE=tests/data/test_batch.py))

@@ -124,7 +124,9 @@ class ModelArguments:
     model_name: str = "meta-llama/Meta-Llama-3-8B"
     """Causal language model of Hugging Face: a hub name or a folder."""
     attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
-    """Attention implementation; flash_attention_2 needs a GPU and the package flash-attn."""
+    """Attention implementation: sdpa is torch's own, on a GPU its kernel for documents; flash_attention_2 needs a GPU
+    and the package flash-attn.
+    """
     precision: Precision = "bf16-true"
     """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits."""
     float8: bool = False
@@ -200,18 +202,24 @@ class FSDPArguments:
     """Keep parameters, gradients and optimizer states in host memory between uses (slow)."""
     gradient_reduction: Literal["step", "micro_batch"] = "step"
     """With fsdp and fsdp2: step reduces gradients once per step and keeps them unsharded on each device until then;
-    micro_batch reduces them after each micro-batch, with less memory and more communication.
+    micro_batch reduces them after each micro-batch, with less memory and more communication (with --cpu_offload, in
+    fsdp2 only).
     """
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Recompute decoder layers in the backward pass instead of storing their activations: full stores only a layer's
-    input, selective also what fits into --activation_memory_budget.
+    input, selective also what fits into --activation_memory_budget; auto takes the least that fits into a GPU's memory
+    as --plan computes it, and none on CPU.
     """
     activation_memory_budget: UnitInterval = 0.5
-    """With selective: the share of all activations that is stored, results of the most expensive operations first."""
+    """With selective: the share of all activations that is stored, results of the most expensive operations first; auto
+    sets it.
+    """
     activation_offload: bool = False
     """With full: keep the stored inputs in pinned host memory until the backward pass."""
-    compile: bool = False
-    """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster;
+    auto compiles on a GPU if the run takes so long that this pays.
+    """
 
     def faults(self) -> list[str]:
         """Return combinations that no strategy supports."""

@@ -12,6 +12,8 @@ from benchmarks import (
     chats,
     checkpoint,
     faults,
+    first_hour,
+    first_hour_parts,
     gpu,
     identity,
     invariance,
@@ -75,10 +77,27 @@ def main() -> None:
         nargs="*",
         help=f"what to measure: {', '.join(BENCHMARKS)}; default: all except {', '.join(_ONLY_BY_NAME)}",
     )
-    names = parser.parse_args().names
+    parser.add_argument(
+        "--first_hour",
+        action="store_true",
+        help="of gpu: environment, tests, parity and resume first, then speed and memory; see benchmarks/README.md",
+    )
+    parser.add_argument(
+        "--sizes",
+        choices=first_hour_parts.SIZES,
+        default="full",
+        help="of --first_hour: tiny takes small models, to try whether it runs through",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=first_hour.WORK, help="of --first_hour: folder for its files; default: %(default)s"
+    )
+    given = parser.parse_args()
+    names = given.names
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise InputError(f"no benchmark {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
+    if given.first_hour and names != ["gpu"]:
+        raise InputError("--first_hour is of the benchmark gpu; give: python -m benchmarks gpu --first_hour")
 
     console = Console(highlight=False, soft_wrap=True)
     machine, commit = this_machine(), checked_out_commit()  # before measuring: both may change meanwhile
@@ -86,6 +105,9 @@ def main() -> None:
         note = f"note: the load average is {machine.load_average:.1f} on {machine.cores} cores; other processes here "
         console.print(note + "slow down what is measured", style="yellow")
     real_data.CACHE.mkdir(exist_ok=True)
+    if given.first_hour:
+        first_hour.run_first_hour(given.sizes, given.work, machine, commit)
+        return
     for name in names or [name for name in BENCHMARKS if name not in _ONLY_BY_NAME]:
         # on the project's own disk, because the systems write their output there
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:

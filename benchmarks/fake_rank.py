@@ -65,7 +65,7 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
     from arguments import TrainArguments, parse
 
     added = f"--train_data_dir {work / 'tokens'} --output_dir {work / 'run'} --accelerator cuda --num_workers 0"
-    added += " --log_step_interval 1 --save_step_interval 1000"
+    added += " --log_step_interval 1 --save_step_interval 1000 --compile false"
     arguments = parse(TrainArguments, [*argv, *added.split()])
     _have_cuda(int(arguments.device.devices))
     world_size = int(arguments.device.devices) * arguments.device.num_nodes
@@ -82,14 +82,14 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
 
     from fabric_train.distributed.heartbeat import Heartbeat
     from fabric_train.distributed.strategy import build_fabric
-    from fabric_train.preflight.memory.plan import request_of
+    from fabric_train.preflight.memory.plan import make_request
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training.build_run import build_loop_parts, set_up_model, set_up_optimizer
     from fabric_train.training.loggers import Outputs
     from fabric_train.training.loop import train
 
     run = prepare(arguments)
-    planned = request_of(run).forecast().budget.most.parts
+    planned = make_request(run).forecast().budget.most.parts
     fabric = build_fabric(arguments, run.model.layer_classes)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes, counter:
@@ -144,20 +144,34 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
 
     from benchmarks.op_counts import StepCounter
     from fabric_train.model import parallelize
+    from fabric_train.optim import low_precision_adamw
+    from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+    from fabric_train.optim.tensor_table import Row, Storage, TensorTable
     from fabric_train.preflight.memory.gpu_attention import attention_on_gpu
+    from fabric_train.training import build_run
 
     counter = StepCounter()
     # without a kernel for CUDA, autograd would compute this one by several operations
     kernels = torch.library.Library("aten", "IMPL", "CUDA")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
         kernels.impl("silu_backward", lambda grad, hidden: torch.empty_like(hidden))
-    tolist = FakeTensor.tolist
 
     def read_zeros(tensor: FakeTensor) -> Any:
-        if not tensor.is_cuda:
-            return tolist(tensor)
-        counter.note_wait("tolist")
+        if tensor.fake_device.type == "cuda":
+            counter.note_wait("tolist")
         return _zeros(tuple(tensor.shape))
+
+    def make_table(storage: Storage, rows: list[tuple[Row, Any]], device: torch.device) -> TensorTable:
+        nothing = torch.empty(0)
+        return TensorTable(storage, nothing, nothing, nothing, sum(row.numel for row, _ in rows))
+
+    def count_launch(table: TensorTable) -> None:
+        stored = table.storage.weights.itemsize + 2 * table.storage.moments.itemsize
+        read = stored + table.storage.gradient.itemsize
+        counter.add_kernel("optimizer", table.numel * read, table.numel * stored)
+
+    def use_triton(optimizer: LowPrecisionAdamW) -> None:
+        optimizer.launch = count_launch
 
     offset_of = sharding._compute_local_shape_and_global_offset
 
@@ -173,6 +187,9 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
         for owner, name, new in (
             (FakeTensor, "tolist", read_zeros),
             (torch.Tensor, "pin_memory", pin),
+            (torch.backends.cuda, "is_flash_attention_available", lambda: True),
+            (build_run, "use_triton", use_triton),
+            (low_precision_adamw, "tensor_table", make_table),
             (F, "scaled_dot_product_attention", attention_on_gpu),
             (parallelize, "read_weights", lambda model, weights: None),
             (sharding, "_compute_local_shape_and_global_offset", compute_offset),

@@ -36,14 +36,18 @@ WAYS: dict[str, tuple[str, str]] = {  # preset and options
     for parallelism in ("single", "fsdp", "fsdp2")
     for compiled in (False, True)
 }
-PEERS = {f"{SMALL}, transformers": "", f"{SMALL}, transformers, compiled": "--compile"}
+PEERS = {f"{SMALL}, transformers": "", f"{SMALL}, transformers, compiled": "--compile"}  # and options
 LAYERS_OF_LARGE = (30, 28, 26, 24, 22, 20)  # each of width 8,192; the first number that trains is the result
 LARGE_OPTIONS = "--parallelism single --activation_checkpointing full --optimizer_states 8bit"
 
 
 @dataclass(frozen=True)
 class GpuRun:
-    """Every step of one run; ``mfu`` follows ``fabric_train/model/flops.py``, None for the peer, which reports none."""
+    """Every step of one run.
+
+    ``mfu`` follows ``fabric_train/model/flops.py``; None for the peer, which reports none, and on a device without a
+    known peak.
+    """
 
     tokens_per_second: list[float]
     mfu: list[float] | None
@@ -52,7 +56,11 @@ class GpuRun:
 
 @dataclass(frozen=True)
 class WaySummary:
-    """One way to train; ``mfu`` is that of the median speed, None for a peer if none of our runs trained its shape."""
+    """One way to train.
+
+    ``mfu`` is that of the median speed; None on a device without a known peak, and for a peer if none of our runs
+    trained its shape.
+    """
 
     tokens_per_second: Spread
     mfu: float | None
@@ -87,7 +95,7 @@ def measure(work: Path) -> Report:
     given = parse(TrainArguments, list(our_command(SMALL, "", rows, work / "unused").words[3:]))
     new_shape(given.model, given.fsdp.auto_wrap_policy).config.save_pretrained(ROOT / config)
     commands = {name: our_command(preset, options, rows, work / "run") for name, (preset, options) in WAYS.items()}
-    commands |= {name: _peer_command(option, rows, config) for name, option in PEERS.items()}
+    commands |= {name: peer_command(SMALL, options, rows, config) for name, options in PEERS.items()}
     systems: dict[str, Callable[[], GpuRun]] = {
         name: partial(_run_peer if name in PEERS else partial(_run_ours, work / "run"), command)
         for name, command in commands.items()
@@ -110,13 +118,15 @@ def measure(work: Path) -> Report:
         "warm_up_steps": WARM_UP_STEPS,
         "repetitions": REPETITIONS,
     }
-    return Report("gpu", settings, commands, runs, _summarize(runs, left_out, torch.cuda.get_device_name()))
+    return Report("gpu", settings, commands, runs, summarize(runs, left_out, torch.cuda.get_device_name()))
 
 
 def table(report: Report) -> Table:
     """Return a table of the medians."""
     summary: GpuSummary = report.summary
     title = f"{summary.gpu}, bf16, rows of {LENGTH} tokens, median of {REPETITIONS} runs"
+    if not any(way.mfu for way in summary.ways.values()):
+        title += "\nno MFU: the peak of this device is not in fabric_train/model/flops.py"
     shown = Table(
         "system", "tokens/s", "lowest–highest", "MFU", "memory, GB", title=title, title_justify="left", box=box.SIMPLE
     )
@@ -139,33 +149,49 @@ def our_command(preset: str, options: str, rows: Path, target: Path) -> Command:
     return Command(tuple(words.split()))
 
 
-def _peer_command(option: str, rows: Path, config: Path) -> Command:
+def peer_command(preset: str, options: str, rows: Path, config: Path) -> Command:
+    """Return the command that trains a model like the preset, of the configuration in ``config``, with a peer."""
     words = f"python -m benchmarks.peers.huggingface_gpu --config {config} --train_data_dir {rows} --steps {STEPS}"
-    words += f" --accumulation {ACCUMULATION} --micro_batch_size {ROWS[SMALL]} --lr {LR} {option}"
+    words += f" --accumulation {ACCUMULATION} --micro_batch_size {ROWS[preset]} --lr {LR} {options}"
     return Command(tuple(words.split()))
 
 
 def _run_ours(target: Path, command: Command) -> GpuRun:
     shutil.rmtree(ROOT / target, ignore_errors=True)
     run(command)
-    with (ROOT / target / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        steps = list(csv.DictReader(file))
-    speeds, shares = ([float(step[column]) for step in steps] for column in ("tokens_per_second", "mfu"))
-    return GpuRun(speeds, shares, round(float(steps[-1]["peak_memory_gb"]) * 1e9))
+    return read_run(target)
 
 
 def _run_peer(command: Command) -> GpuRun:
-    printed = json.loads(run(command).output.splitlines()[-1])
+    return read_peer(run(command).output)
+
+
+def read_run(target: Path) -> GpuRun:
+    """Return the metrics in a run folder."""
+    with (ROOT / target / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        steps = list(csv.DictReader(file))
+    speeds = [float(step["tokens_per_second"]) for step in steps]
+    shares = [float(step["mfu"]) for step in steps] if steps[-1]["mfu"] else None  # empty without a known peak
+    return GpuRun(speeds, shares, round(float(steps[-1]["peak_memory_gb"]) * 1e9))
+
+
+def read_peer(output: str) -> GpuRun:
+    """Return what a peer printed."""
+    printed = json.loads(output.splitlines()[-1])
     return GpuRun(printed["tokens_per_second"], None, printed["peak_device_bytes"])
 
 
-def _summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str) -> GpuSummary:
-    ours = {name: of_way for name, of_way in runs.items() if of_way[0].mfu}
-    if not ours:
+def summarize(runs: dict[str, list[GpuRun]], left_out: dict[str, str], gpu: str) -> GpuSummary:
+    """Return the medians of all runs.
+
+    Raises:
+        ChildProcessError: none of our runs trained.
+    """
+    if not runs.keys() - PEERS.keys():
         raise ChildProcessError("; ".join(left_out.values()))
     mfu_per_speed = {  # MFU at one token per second, which depends on the shape alone
         name.split(",")[0]: of_way[0].mfu[-1] / of_way[0].tokens_per_second[-1]
-        for name, of_way in ours.items()
+        for name, of_way in runs.items()
         if of_way[0].mfu
     }
     ways = {}

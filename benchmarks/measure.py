@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 _SHORTEST_INTERVAL = 0.05
 _LARGEST_SHARE = 0.01  # of one core, for each of the two kinds of sample
+_NUM_LAST_LINES = 20  # that are kept of a command that fails
 
 T = TypeVar("T")
 
@@ -70,31 +71,64 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def run(command: Command) -> Measurement:
+class CommandError(ChildProcessError):
+    """A command whose exit code is not 0; ``output`` and ``errors`` are what it printed."""
+
+    def __init__(self, message: str, output: str = "", errors: str = "") -> None:
+        super().__init__(message)
+        self.output, self.errors = output, errors
+
+    @property
+    def last_lines(self) -> list[str]:
+        """Return the last lines of its errors, or of its output if it printed no errors."""
+        return (self.errors.strip() or self.output.strip()).splitlines()[-_NUM_LAST_LINES:]
+
+
+class CommandTimeoutError(CommandError):
+    """A command that was killed because it took longer than it may."""
+
+
+def run(command: Command, seconds: float | None = None) -> Measurement:
     """Run the command to its end and measure it. If this is interrupted, end all its processes.
 
+    Args:
+        command: what to run.
+        seconds: how long it may take; None for any time.
+
     Raises:
-        ChildProcessError: its exit code is not 0.
+        CommandError: its exit code is not 0.
+        CommandTimeoutError: it took longer than it may.
     """
     words = [str(Path(sys.executable).parent / command.words[0]), *command.words[1:]]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **command.environment}
+    if "PYTHONPATH" in command.environment and "PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.pathsep.join(each["PYTHONPATH"] for each in (command.environment, os.environ))
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         started = time.perf_counter()
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=errors)
         sampler = _MemorySampler(process.pid)
         sampler.start()
         try:
-            process.wait()
-            seconds = time.perf_counter() - started
+            process.wait(seconds)
+            taken = time.perf_counter() - started
+        except subprocess.TimeoutExpired:
+            _kill_tree(process)
+            raise CommandTimeoutError(
+                f"{command} took more than {seconds:.0f} s", _read(output), _read(errors)
+            ) from None
         finally:
             sampler.stop()
             _kill_tree(process)
         if process.returncode:
-            errors.seek(0)
-            reason = (errors.read().strip() or "no error message").splitlines()[-1]
-            raise ChildProcessError(f"{command} failed with exit code {process.returncode}: {reason}")
-        output.seek(0)
-        return Measurement(seconds, sampler.rss, sampler.pss or None, sampler.child_peaks(), output.read())
+            reason = (_read(errors).strip() or "no error message").splitlines()[-1]
+            message = f"{command} failed with exit code {process.returncode}: {reason}"
+            raise CommandError(message, _read(output), _read(errors))
+        return Measurement(taken, sampler.rss, sampler.pss or None, sampler.child_peaks(), _read(output))
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def interleave(

@@ -170,7 +170,7 @@ class StepCounter(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name == "_local_scalar_dense" and _on_device(given):
             self.note_wait("item")
-            return args[0].dtype.is_floating_point and 0.0
+            return 0.0 if args[0].dtype.is_floating_point else 0
         if (name in _WAIT and _on_device(given)) or name == "barrier":
             self.note_wait(name)
         result = func(*args, **kwargs)
@@ -205,6 +205,10 @@ class StepCounter(TorchDispatchMode):
         read, written = _traffic(func, name, args, kwargs, result)
         if not written:  # a view
             return
+        self.add_kernel(part, read, written)
+
+    def add_kernel(self, part: str, read: int, written: int) -> None:
+        """Count a kernel."""
         work = self._counts.parts[part]
         work.number, work.read, work.written = work.number + 1, work.read + read, work.written + written
 

@@ -12,11 +12,15 @@ from sample_data import real_data
 _REQUIREMENTS = ROOT / "benchmarks" / "peers" / "requirements"
 
 
-def install_packages(peer: str) -> Path:
+def install_packages(peer: str, seconds: float | None = None) -> Path:
     """Install the packages of ``requirements/PEER.txt`` once; return their folder for ``PYTHONPATH``.
 
+    Args:
+        peer: name of the file with its requirements.
+        seconds: how long pip may take; None for any time.
+
     Raises:
-        ChildProcessError: pip cannot install them.
+        ChildProcessError: pip cannot install them, or takes too long.
     """
     requirements = _REQUIREMENTS / f"{peer}.txt"
     pins = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
@@ -26,7 +30,12 @@ def install_packages(peer: str) -> Path:
         with complete_folder(target) as folder:
             command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
             command += ["--target", str(folder), "-r", str(requirements)]
-            pip = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+            try:
+                pip = subprocess.run(
+                    command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
+                )
+            except subprocess.TimeoutExpired:
+                raise ChildProcessError(f"{peer} cannot be installed within {seconds:.0f} s") from None
             if pip.returncode:
                 reasons = [line for line in pip.stdout.splitlines() if line.startswith("ERROR")] or ["pip failed"]
                 raise ChildProcessError(f"{peer} cannot be installed: {reasons[-1].removeprefix('ERROR: ')}")

@@ -52,7 +52,7 @@ class Report:
 
     name: str
     settings: Mapping[str, Any]
-    commands: Mapping[str, Command]
+    commands: Mapping[str, Command | str]
     runs: Mapping[str, Sequence[Any]]
     summary: Any
 
@@ -88,8 +88,8 @@ def checked_out_commit() -> str | None:
     return commit + "-dirty" * bool(differs)
 
 
-def write_report(report: Report, machine: Machine, commit: str | None) -> Path:
-    """Write ``results/NAME-DATE-MACHINE.json``, replacing one of the same day, and return its path."""
+def write_report(report: Report, machine: Machine, commit: str | None, folder: Path = RESULTS) -> Path:
+    """Write ``NAME-DATE-MACHINE.json`` into ``folder``, replacing one of the same day, and return its path."""
     now = datetime.now(timezone.utc)
     content = {
         "benchmark": report.name,
@@ -103,8 +103,8 @@ def write_report(report: Report, machine: Machine, commit: str | None) -> Path:
         "summary": asdict(report.summary),
         "runs": {system: [asdict(run) for run in runs] for system, runs in report.runs.items()},
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{report.name}-{now:%Y-%m-%d}-{machine.kind}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{report.name}-{now:%Y-%m-%d}-{machine.kind}.json"
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 

@@ -1,17 +1,13 @@
-"""Train a random model in bf16 on a GPU with transformers' Trainer; print its speed and memory as JSON."""
+"""Train a random model in bf16 on a GPU with transformers' Trainer, or TRL's SFTTrainer; print speed and memory."""
 
 import argparse
 from typing import Any
 
 import torch
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from benchmarks.peers.huggingface_trainers import InOrder, train, trainer_options
-
-
-class RowTrainer(InOrder, Trainer):
-    """A Trainer whose steps are timed."""
 
 
 def main() -> None:
@@ -22,7 +18,8 @@ def main() -> None:
     for name in ("--steps", "--accumulation", "--micro_batch_size"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--compile", action="store_true")
+    for name in ("--compile", "--gradient_checkpointing", "--trl"):
+        parser.add_argument(name, action="store_true")
     given = parser.parse_args()
 
     rows = load_from_disk(given.train_data_dir)["train"].select_columns("input_ids")
@@ -31,8 +28,26 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.config), dtype=torch.bfloat16)
     options: dict[str, Any] = trainer_options(given.accumulation, given.lr, compiles=given.compile)
     options |= {"use_cpu": False, "per_device_train_batch_size": given.micro_batch_size, "optim": "adamw_torch_fused"}
+    options |= {"gradient_checkpointing": given.gradient_checkpointing}
+    train(_trl_trainer(model, options, rows) if given.trl else _trainer(model, options, rows))
+
+
+def _trainer(model: Any, options: dict[str, Any], rows: Dataset) -> Any:
+    class RowTrainer(InOrder, Trainer):
+        pass
+
     labelled = rows.map(lambda row: {"labels": row["input_ids"]})
-    train(RowTrainer(model, TrainingArguments(**options), train_dataset=labelled, data_collator=default_data_collator))
+    return RowTrainer(model, TrainingArguments(**options), train_dataset=labelled, data_collator=default_data_collator)
+
+
+def _trl_trainer(model: Any, options: dict[str, Any], rows: Dataset) -> Any:
+    from trl import SFTConfig, SFTTrainer  # installed outside this environment
+
+    class RowTrainer(InOrder, SFTTrainer):
+        pass
+
+    unprepared = {"skip_prepare_dataset": True}
+    return RowTrainer(model, SFTConfig(**options, max_length=None, dataset_kwargs=unprepared), train_dataset=rows)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,16 @@ from fabric_train.checkpoint.checksums import CHUNK_BYTES, FilePiece, PieceHashe
 from fabric_train.checkpoint.file_layout import Write
 from fabric_train.files.atomic_folder import fsync
 
-_ALIGNMENT = 16  # of tensors in the staging buffer; a multiple of every dtype's size
+_ALIGNMENT = 16  # of tensors in the staging buffers; a multiple of every dtype's size
+_MIN_PINNED = 2**20  # bytes
 
 
 class Staging:
-    """A host buffer, reused by all saves, for copies of the tensors before training changes them; pinned for a GPU."""
+    """Host buffers, reused by all saves, for copies of the tensors before training changes them; pinned for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers: list[torch.Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ready: Any = None
 
@@ -35,20 +36,50 @@ class Staging:
 
         After the event, the copies may be read and the tensors may change.
         """
-        sizes = [-(-write.data.nbytes // _ALIGNMENT) * _ALIGNMENT for write in writes]
-        if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._stream is not None)
-        copies, begin = [], 0
+        pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
+        if sum(map(len, self._buffers)) < num_bytes:
+            self._buffers = []  # frees the old buffers before new ones are allocated
+            sizes = pinned_sizes(num_bytes) if pins else [num_bytes]
+            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in sizes]
+        copies = []
         with torch.cuda.stream(self._stream):
             if self._stream is not None:
                 self._stream.wait_event(self._ready)
-            for write, size in zip(writes, sizes, strict=True):
-                place = self._buffer[begin : begin + write.data.nbytes].view(write.data.dtype)
+            for write, place in _place(writes, self._buffers):
                 place.copy_(write.data, non_blocking=True)
                 copies.append(Write(write.file, write.offset, place))
-                begin += size
             return copies, self._stream.record_event() if self._stream is not None else None
+
+
+def pinned_sizes(num_bytes: int) -> list[int]:
+    """Return the sizes of buffers for ``num_bytes`` of pinned memory, powers of two, largest first.
+
+    torch rounds each allocation of pinned memory up to a power of two: one of 5 GB would take 8.
+    """
+    sizes = []
+    while num_bytes > 0:
+        sizes.append(max(1 << (num_bytes.bit_length() - 1), _MIN_PINNED))
+        num_bytes -= sizes[-1]
+    return sizes
+
+
+def _place(writes: list[Write], buffers: list[torch.Tensor]) -> Iterator[tuple[Write, torch.Tensor]]:
+    """Yield the writes, split where a buffer ends, each with its place in the buffers."""
+    unused = iter(buffers)
+    room = torch.empty(0, dtype=torch.uint8)
+    for write in writes:
+        data, offset = write.data, write.offset
+        while len(data):
+            if not len(room):
+                room = next(unused)
+            part = data[: len(room) // data.itemsize]
+            yield Write(write.file, offset, part), room[: part.nbytes].view(part.dtype)
+            data, offset, room = data[len(part) :], offset + part.nbytes, room[_align(part.nbytes) :]
+
+
+def _align(num_bytes: int) -> int:
+    """Return the number of bytes that a tensor takes in a buffer."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class BackgroundTask:

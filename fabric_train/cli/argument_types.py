@@ -96,7 +96,7 @@ def convert(kind: Any, value: Any) -> Any:
 def describe(kind: Any) -> str:
     """Return in words what a value of this type looks like."""
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
+        return ("one of " if len(get_args(kind)) > 1 else "") + ", ".join(get_args(kind))
     if get_origin(kind) in (Union, UnionType):
         words = [describe(part) for part in get_args(kind) if part is not type(None)]
         return " or ".join(words) + (" or null" if type(None) in get_args(kind) else "")

@@ -154,7 +154,11 @@ def _form(kind: Any) -> dict[str, Any]:
         elements = next(part for part in (kind, *get_args(kind)) if get_origin(part) is list)
         return {**_form(get_args(elements)[0]), "nargs": "+"}
     if get_origin(kind) in (Union, UnionType):
-        return _form(get_args(kind)[0])
+        forms = [_form(part) for part in get_args(kind) if part is not type(None)]
+        if all("choices" in form for form in forms):
+            choices = [choice for form in forms for choice in form["choices"]]
+            return {"choices": choices, "metavar": "|".join(choices)}
+        return forms[0]
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind), "metavar": "|".join(get_args(kind))}
     if kind is bool:

@@ -4,6 +4,7 @@ A layer's ``forward`` is replaced in place, so names in the state dict stay the 
 around ``forward``, so they are also there for the recomputation.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -38,12 +39,13 @@ def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, offloads
         budget: bytes to keep, as a share of what a layer keeps without checkpointing; 0 keeps only the layer's input.
         offloads: keep the input in pinned host memory; only with budget 0.
     """
-    plan = _SelectivePlan(budget)
+    plan = _SelectivePlan(budget) if budget else None
+    offload = _Offload() if offloads else None
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward, plan if budget else None, offloads)
+        layer.forward = _checkpointed(layer.forward, plan, offload)
 
 
-def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offloads: bool) -> Forward:
+def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offload: "_Offload | None") -> Forward:
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -52,12 +54,81 @@ def _checkpointed(forward: Forward, plan: "_SelectivePlan | None", offloads: boo
             return plan.make(forward, *args, **kwargs)
         if plan:
             return checkpoint(forward, *args, use_reentrant=False, context_fn=plan.contexts, **kwargs)
-        if not offloads:
+        if offload is None:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        with save_on_cpu(pin_memory=True):  # applies to what the checkpoint itself keeps
+        with saved_tensors_hooks(offload.to_host, offload.to_device):  # of what the checkpoint itself keeps
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return checkpointed
+
+
+@dataclass
+class _HostCopy:
+    """A saved tensor in pinned host memory; ``on_device`` once it is being copied back.
+
+    ``before`` is what was saved before it, so what the backward pass needs next, if it has not had it yet.
+    """
+
+    in_host: torch.Tensor
+    device: torch.device
+    before: Callable[[], "_HostCopy | None"]
+    on_device: torch.Tensor | None = None
+    arrived: Any = None
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Offload:
+    """Copies saved tensors to host memory and back on a stream of its own, beside the computation.
+
+    The device goes on with a layer while it copies the input of the layer before, in the backward pass of the layer
+    after. The host never waits. A tensor is kept until the computation has waited for its copy. Without that, the
+    allocator would not use its memory again as long as the host is ahead of the device.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._last: Callable[[], _HostCopy | None] = _nothing
+        self._leaving: tuple[torch.Tensor, Any] | None = None  # the tensor that is being copied, and the copy's event
+
+    def to_host(self, tensor: torch.Tensor) -> "_HostCopy | torch.Tensor":
+        """Begin to copy a tensor to the host. A tensor that is there already is returned."""
+        if not tensor.is_cuda:
+            return tensor
+        self._stream = self._stream or torch.cuda.Stream(tensor.device)
+        computation = torch.cuda.current_stream(tensor.device)
+        if self._leaving is not None:
+            computation.wait_event(self._leaving[1])
+        self._stream.wait_stream(computation)
+        in_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            in_host.copy_(tensor, non_blocking=True)
+        self._leaving = tensor, self._stream.record_event()
+        copy = _HostCopy(in_host, tensor.device, self._last)
+        self._last = weakref.ref(copy)
+        return copy
+
+    def to_device(self, saved: "_HostCopy | torch.Tensor") -> torch.Tensor:
+        """Return a saved tensor on its device, and begin to copy back the one that was saved before it."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._begin(saved)
+        before = saved.before()
+        if before is not None:
+            self._begin(before)
+        torch.cuda.current_stream(saved.device).wait_event(saved.arrived)
+        assert saved.on_device is not None
+        return saved.on_device
+
+    def _begin(self, saved: _HostCopy) -> None:
+        if saved.on_device is None:
+            saved.on_device = torch.empty_like(saved.in_host, device=saved.device)
+            self._stream.wait_stream(torch.cuda.current_stream(saved.device))  # which may still use that memory
+            with torch.cuda.stream(self._stream):
+                saved.on_device.copy_(saved.in_host, non_blocking=True)
+            saved.arrived = self._stream.record_event()
 
 
 @dataclass
@@ -146,6 +217,9 @@ class _OperationRecorder(TorchDispatchMode):
 
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     """Return the floating-point operations of a matrix product or attention, 0 for other operations."""
+    if "_varlen_attn" in func.name():  # at most; torch's own count reads the borders, and waits for the device
+        query, longest = args[0], args[6]
+        return 4 * query.numel() * longest
     if func.overloadpacket in flop_registry:
         return flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
     if "scaled_dot_product" in func.name():  # the CPU's attention, which torch does not count

@@ -3,7 +3,7 @@
 All functions are collective: every rank must call them, in the same order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 import torch
@@ -35,11 +35,15 @@ def data_ranks(fabric: Fabric) -> DataRanks:
 
 
 def gather_over_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
-    """Return every rank's tensor, stacked in rank order: [ranks, ...]; all ranks give the same shape and dtype."""
+    """Return every rank's tensor, stacked in rank order: [ranks, ...]; all ranks give the same shape and dtype.
+
+    With NCCL the host does not wait. Fabric's ``all_reduce`` would: it begins with a barrier.
+    """
     stacked = torch.zeros(fabric.world_size, *tensor.shape, dtype=tensor.dtype, device=fabric.device)
     stacked[fabric.global_rank] = to_device_async(tensor, fabric.device)
-    # sum with the other ranks' zeros: Fabric's all_gather calls a deprecated function of torch
-    return fabric.all_reduce(stacked, reduce_op="sum")  # type: ignore[return-value]
+    if fabric.world_size > 1:
+        dist.all_reduce(stacked)  # sum with the other ranks' zeros
+    return stacked
 
 
 def gather_over_data_ranks(fabric: Fabric, tensor: torch.Tensor) -> torch.Tensor:
@@ -109,20 +113,8 @@ class StepSync:
 
 def sync_step(fabric: Fabric, own: StepSync) -> StepSync:
     """Return the flags that any rank has set; the host waits for one small all-reduce."""
-    return start_step_sync(fabric, own)()
-
-
-def start_step_sync(fabric: Fabric, own: StepSync) -> Callable[[], StepSync]:
-    """Start the all-reduce of :func:`sync_step` and return a function that waits for its result.
-
-    Start it just before the host waits for the device anyway: the result is then ready when that wait ends.
-    """
     flags = to_device_async(torch.tensor([int(flag) for flag in astuple(own)]), fabric.device)
     if fabric.world_size > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
-
-    def result() -> StepSync:
-        stop_signal, is_saving, save_failed = flags.tolist()
-        return StepSync(stop_signal, bool(is_saving), bool(save_failed))
-
-    return result
+    stop_signal, is_saving, save_failed = flags.tolist()
+    return StepSync(stop_signal, bool(is_saving), bool(save_failed))

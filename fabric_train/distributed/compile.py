@@ -21,6 +21,9 @@ _RECOMPILE_LIMIT = 64
 8; beyond the limit it runs the layer uncompiled.
 """
 
+_DOCUMENT_BORDERS = r"L\['kwargs'\]\['(cu_seq_lens|max_length)_[qk]'\]"
+"""torch's names of the arguments with which transformers passes document borders to a layer; see ``packed_forward``."""
+
 
 def check_compiler(argument: str, alternative: str) -> None:
     """Check that there is a C++ compiler, which torch needs when compiled code first runs.
@@ -32,10 +35,15 @@ def check_compiler(argument: str, alternative: str) -> None:
     Raises:
         InputError: there is no compiler.
     """
+    missing = missing_compiler()
+    if missing:
+        raise InputError(f"{argument} is compiled at run time and finds no {missing}; install g++, or {alternative}")
+
+
+def missing_compiler() -> str | None:
+    """Return the C++ compiler that torch would use, if it is not there, as "compiler NAME"; else None."""
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        fault = f"{argument} is compiled at run time and finds no compiler {compiler}"
-        raise InputError(f"{fault}; install g++, or {alternative}")
+    return None if shutil.which(compiler) else f"compiler {compiler}"
 
 
 def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float = 1.0) -> None:
@@ -53,11 +61,22 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
     _remove_unfinished_builds()
     config: Any = importlib.import_module("torch._dynamo.config")
     config.recompile_limit = _RECOMPILE_LIMIT
+    _keep_document_borders_dynamic()
     config.optimize_ddp = False  # else the graph is split at DDP's buckets, which span several layers
     partitioner: Any = importlib.import_module("torch._functorch.config")
     partitioner.activation_memory_budget = budget
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=any_length)
+
+
+def _keep_document_borders_dynamic() -> None:
+    """Compile layers once for any number and length of documents; else each new number would be compiled for.
+
+    Only attention's own kernel gets these arguments, so nothing that is compiled depends on them.
+    """
+    config: Any = importlib.import_module("torch.compiler.config")
+    sources = [*filter(None, config.dynamic_sources.split(",")), _DOCUMENT_BORDERS]
+    config.dynamic_sources = ",".join(dict.fromkeys(sources))
 
 
 def _remove_unfinished_builds() -> None:

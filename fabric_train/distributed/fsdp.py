@@ -29,7 +29,11 @@ class FSDP1Strategy(FSDPStrategy):
         self._fsdp_kwargs["param_init_fn"] = ParameterMaterializer(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap the module in FSDP; here on CPU, by the base class on CUDA."""
+        """Wrap the module in FSDP; here on CPU, by the base class on CUDA.
+
+        FSDP divides whole gradients by one factor before it sums them over the ranks, and shards by another one after
+        it, because a sum in fp16 may overflow. Gradients are reduced in fp32 here, so only shards are divided.
+        """
         if self.root_device.type == "cpu":
             module = FullyShardedDataParallel(
                 module,
@@ -40,7 +44,11 @@ class FSDP1Strategy(FSDPStrategy):
                 **self._fsdp_kwargs,
             )
             self._fsdp_kwargs.pop("auto_wrap_policy")  # else the base class warns that it does not apply it again
-        return super().setup_module(module)
+        wrapped = super().setup_module(module)
+        for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
+            unit._gradient_postdivide_factor *= unit._gradient_predivide_factor
+            unit._gradient_predivide_factor = 1
+        return wrapped
 
 
 class FSDP2Strategy(ModelParallelStrategy):

@@ -1,10 +1,10 @@
 """Clip the gradient by its global norm, however the gradient is sharded among ranks.
 
-torch's own norm adds fp32 squares in fp32. On CPU, over the embedding of a real vocabulary, its error is far above fp32
-rounding and differs between shardings (``benchmarks/invariance.py``).
+Squares are added in fp64. torch's own norm adds fp32 squares in fp32: on CPU, over the embedding of a real vocabulary,
+its error is far above fp32 rounding and differs between shardings (``benchmarks/invariance.py``).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from lightning import Fabric
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
+from fabric_train.distributed.host_memory import to_device_async
+
 _ROW = 1024
-"""Squares added in fp32; the sums of these rows are added in fp64."""
+"""Squares added in fp32 on CPU; the sums of these rows are added in fp64."""
 
 
 @torch.no_grad()
@@ -35,9 +37,7 @@ def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) 
     norm = _squared_norm(fabric, model, gradients).sqrt()
     if max_norm:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # as torch.nn.utils.clip_grad_norm_
-        for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(factor.to(local.device))
+        _scale([_local(gradient) for gradient in gradients], factor)
     return norm
 
 
@@ -53,29 +53,59 @@ def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> 
             groups[sharding] = [
                 mesh.get_group(i) for i, placement in enumerate(placements) if not placement.is_replicate()
             ]
-            by_sharding.setdefault(sharding, []).append(gradient.to_local())
         else:
-            groups[None] = flat_groups
-            by_sharding.setdefault(None, []).append(gradient)
+            sharding, groups[None] = None, flat_groups
+        by_sharding.setdefault(sharding, []).append(_local(gradient))
     if not gradients:  # this rank's part of FSDP1's flat parameters may be only padding
         by_sharding[None], groups[None] = [], flat_groups
-    zero = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    total = zero
+    total = torch.zeros((), dtype=torch.float64, device=fabric.device)
     for sharding, tensors in by_sharding.items():
-        squared = torch.stack([zero, *(_local_squared_norm(tensor).to(fabric.device) for tensor in tensors)]).sum()
+        squared = to_device_async(_squared_norms(tensors).sum(), fabric.device)
         for group in groups[sharding]:
             dist.all_reduce(squared, group=group)
         total = total + squared
     return total
 
 
-def _local_squared_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a local tensor, fp64 []."""
+def _squared_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of each local tensor, after a zero: fp64 [1 + tensors], on their device."""
+    zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
+    if zero.device.type == "cpu":  # where torch would make an fp64 copy of each tensor
+        return torch.stack([zero, *(_squared_norm_in_rows(tensor) for tensor in tensors)])
+    return torch.stack([zero, *_norms_in_fp64(tensors)]).square()
+
+
+def _norms_in_fp64(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norms of the tensors that are not empty, each fp64 [], in a few kernels for all."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return torch._foreach_norm(filled, dtype=torch.float64) if filled else ()
+
+
+def _squared_norm_in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a tensor, fp64 []."""
     flat = tensor.flatten()
     whole = flat.numel() // _ROW * _ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
     return norms.double().square().sum() + rest.double().square()
+
+
+def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply local tensors in place by a 0-dim fp32 tensor. On a GPU it is rounded to their dtype first.
+
+    torch rounds it there also if it multiplies one tensor, and takes a kernel per tensor if the dtypes differ.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, of_dtype in by_dtype.items():
+        local = factor.to(of_dtype[0].device)
+        torch._foreach_mul_(of_dtype, local if local.device.type == "cpu" else local.to(dtype))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _flat_groups(model: Any) -> list[dist.ProcessGroup | None]:

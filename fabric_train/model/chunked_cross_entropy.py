@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""The most bytes that a chunk's logits take in fp32. Each chunk reads the weight, and reads and writes its gradient. So
-a few large chunks are faster, as long as their logits fit in memory.
+_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+"""The most bytes that a chunk's logits and their fp32 log-probabilities take. Each chunk reads the weight, and reads
+and writes its gradient. So a few large chunks are faster, as long as their logits fit in memory.
 """
 
 _traced_device: str | None = None
@@ -99,7 +98,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         total = grad_weight if in_place is None else weight.grad
         cast_weight = weight.to(dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        chunk_size = _chunk_size(len(targets), len(weight), _device_type(hidden))
+        chunk_size = _chunk_size(len(targets), len(weight), _device_type(hidden), dtype)
         buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
         for begin in range(0, len(targets), chunk_size):
             chunk = slice(begin, begin + chunk_size)
@@ -107,7 +106,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             logits = torch.mm(inputs, cast_weight.t(), out=buffer[: len(inputs)])
             if bias is not None:
                 logits += bias
-            losses[chunk], grad_logits = _token_losses(logits, targets[chunk], any(wanted))
+            losses[chunk] = _token_losses(logits, targets[chunk], any(wanted))
+            grad_logits = logits
             if grad_hidden is not None:
                 grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ cast_weight).float())
             if total is not None:
@@ -130,9 +130,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-def _chunk_size(num_tokens: int, vocab_size: int, device_type: str) -> int:
+def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype) -> int:
     """Return the tokens of a chunk; chunks have nearly equal sizes."""
-    most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (4 * vocab_size))
+    works_in_place = dtype == torch.float32 or (device_type == "cuda" and _has_liger())
+    bytes_per_logit = dtype.itemsize if works_in_place else dtype.itemsize + 4
+    most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
 
@@ -149,26 +151,22 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
         weight.grad += gradient
 
 
-def _token_losses(
-    logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the fp32 losses [N] of logits [N, V] and the gradient of their sum in the logits' dtype.
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    """Return the fp32 losses [N] of logits [N, V], and write the gradient of their sum over the logits.
 
-    The gradient may overwrite the logits. Without ``wants_gradient``, the second tensor has no meaning.
+    Without ``wants_gradient``, what is in ``logits`` afterwards has no meaning.
     """
     if logits.is_cuda and _has_liger():
         return _liger_losses(logits, targets, wants_gradient)
-    if logits.dtype == torch.float32:  # it works row by row, so it can write over its input
-        log_probabilities = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
-    else:
-        log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
+    log_probabilities = logits.float()
+    # it works row by row, so it can write over its input
+    torch.ops.aten._log_softmax.out(log_probabilities, 1, False, out=log_probabilities)
     at_targets = targets[:, None]
-    losses = -log_probabilities.gather(1, at_targets)[:, 0]
-    if not wants_gradient:
-        return losses, logits
-    gradient = log_probabilities.exp_()
-    gradient.scatter_add_(1, at_targets, gradient.new_full(at_targets.shape, -1))
-    return losses, gradient.to(logits.dtype)
+    of_targets = log_probabilities.gather(1, at_targets)
+    if wants_gradient:
+        torch.exp(log_probabilities, out=logits)  # rounds once, to the logits' dtype
+        logits.scatter_(1, at_targets, (of_targets.exp() - 1).to(logits.dtype))
+    return -of_targets[:, 0]
 
 
 @functools.cache
@@ -176,10 +174,8 @@ def _has_liger() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None
 
 
-def _liger_losses(
-    logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel, which writes the gradient over the logits.
+def _liger_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel.
 
     liger-kernel's own function for the whole head waits for the device in every call and sums the losses in fp32.
     """
@@ -217,7 +213,7 @@ def _liger_losses(
         HAS_GRADIENTS=wants_gradient,
         num_warps=32,
     )
-    return losses, logits
+    return losses
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

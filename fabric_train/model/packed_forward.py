@@ -12,6 +12,9 @@ from transformers import masking_utils
 
 from fabric_train.data.batch import Documents
 
+VARLEN = "sdpa_varlen"
+"""transformers' name of ``model.varlen_attention``. It has "sdpa" in it: both need the same of a model family."""
+
 _find_borders = masking_utils.find_packed_sequence_indices
 _has_borders: bool | None = None
 """Whether rows of the current forward pass hold several documents; None outside of :func:`forward`."""
@@ -31,8 +34,8 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
     if documents is not None:
         arguments["position_ids"] = documents.position_ids
-    if "flash" in model.config._attn_implementation:
-        arguments |= _flash_arguments(input_ids, documents)
+    if _needs_borders(model.config, input_ids, documents):
+        arguments |= _border_arguments(input_ids, documents)
     _has_borders = documents is not None
     try:
         return model(**arguments)
@@ -40,8 +43,16 @@ def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **
         _has_borders = None
 
 
-def _flash_arguments(input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
-    """Return flash-attention's arguments for the sequences that it keeps apart: documents, or rows."""
+def _needs_borders(config: Any, input_ids: torch.Tensor, documents: Documents | None) -> bool:
+    """Return whether attention gets borders: flash always, ours for documents and for windows shorter than a row."""
+    if config._attn_implementation != VARLEN:
+        return "flash" in config._attn_implementation
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    return documents is not None or (window is not None and window < input_ids.shape[1])
+
+
+def _border_arguments(input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
+    """Return the arguments of variable-length kernels for the sequences that they keep apart: documents, or rows."""
     if documents is not None:
         borders, longest = documents.borders, documents.longest
     else:

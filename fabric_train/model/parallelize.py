@@ -90,11 +90,11 @@ def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_leng
     With selective checkpointing, the compiler itself chooses what to keep. Full checkpointing runs the compiled layer
     again.
     """
-    budgets = {"none": 1.0, "full": 0.0, "selective": arguments.activation_memory_budget}
-    budget = budgets[arguments.activation_checkpointing]
-    if arguments.compile:
-        compile_layers(layers, any_length, budget if arguments.activation_checkpointing == "selective" else 1.0)
-    if budget < 1 and not (arguments.compile and arguments.activation_checkpointing == "selective"):
+    compiles, kind = arguments.compile is True, arguments.activation_checkpointing
+    budget = {"full": 0.0, "selective": arguments.activation_memory_budget}.get(kind, 1.0)
+    if compiles:
+        compile_layers(layers, any_length, budget if kind == "selective" else 1.0)
+    if budget < 1 and not (compiles and kind == "selective"):
         checkpoint_layers(layers, budget, arguments.activation_offload)
 
 

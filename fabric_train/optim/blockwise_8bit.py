@@ -19,29 +19,39 @@ class Blockwise8Bit:
 
     def __init__(self, count: int, signed: bool, device: torch.device) -> None:
         """Store ``count`` zeros on a device. Without ``signed``, numbers are not negative and levels are finer."""
-        levels = _levels(signed).to(device)
-        self._levels, self._midpoints = levels, (levels[1:] + levels[:-1]) / 2
-        self._codes = torch.full((count,), int((levels == 0).nonzero()), dtype=torch.uint8, device=device)
-        self._scales = torch.zeros(-(-count // BLOCK), device=device)
+        self._levels, self._midpoints = levels_and_midpoints(signed, device)
+        zero = int((_levels(signed) == 0).nonzero())
+        self.codes = torch.full((count,), zero, dtype=torch.uint8, device=device)
+        """uint8 [count], indices of the levels."""
+        self.scales = torch.zeros(-(-count // BLOCK), device=device)
+        """fp32 [blocks], the largest magnitude of each block."""
 
     def __len__(self) -> int:
-        return len(self._codes)
+        return len(self.codes)
 
     def read(self, begin: int, count: int) -> torch.Tensor:
         """Return fp32 [count], the elements from ``begin``, which is the start of a block."""
-        codes = self._codes[begin : begin + count]
+        codes = self.codes[begin : begin + count]
         numbers = _blocks(self._levels[codes.int()])
-        numbers *= self._scales[begin // BLOCK :][: len(numbers), None]
+        numbers *= self.scales[begin // BLOCK :][: len(numbers), None]
         return numbers.flatten()[: len(codes)]
 
     def write(self, begin: int, numbers: torch.Tensor) -> None:
         """Store finite fp32 numbers from element ``begin``. They fill whole blocks, or reach to the end."""
         blocks = _blocks(numbers)
         scales = blocks.abs().amax(1)
-        self._scales[begin // BLOCK :][: len(blocks)] = scales
+        self.scales[begin // BLOCK :][: len(blocks)] = scales
         normalized = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
-        codes = torch.bucketize(normalized, self._midpoints, out_int32=True).flatten()[: len(numbers)]
-        self._codes[begin : begin + len(numbers)] = codes.to(torch.uint8)
+        codes = torch.bucketize(normalized, self._midpoints[:-1], out_int32=True).flatten()[: len(numbers)]
+        self.codes[begin : begin + len(numbers)] = codes.to(torch.uint8)
+
+
+@functools.cache
+def levels_and_midpoints(signed: bool, device: torch.device) -> torch.Tensor:
+    """Return the 256 levels and the 255 midpoints between them, the last of which is repeated: fp32 [2, 256]."""
+    levels = _levels(signed)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    return torch.stack([levels, torch.cat([midpoints, midpoints[-1:]])]).to(device)
 
 
 def _blocks(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,18 @@
 """AdamW that computes in fp32 and stores weights or moments in bfloat16 or 8 bits.
 
-It updates a parameter in chunks with torch's fused kernel and rounds the results, so no fp32 copy of a full parameter
-exists. torchao's AdamW also does this, but it compiles for every shape of a parameter and draws from the rank's stream
-of random numbers. So its replicas would drift apart, and a resumed or resharded run would draw other numbers.
+On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if ``triton_trial`` finds that it works there.
+Otherwise a parameter is updated in chunks with torch's fused kernel, and the results are rounded. Either way no fp32
+copy of a full parameter exists. torchao's AdamW also does this, but it compiles for every shape of a parameter and
+draws from the rank's stream of random numbers. So its replicas would drift apart, and a resumed or resharded run would
+draw other numbers.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
@@ -17,6 +20,7 @@ from fabric_train.distributed.host_memory import to_device_async
 from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
 from fabric_train.optim.compiled_adamw import compiled_adamw_step, step_factors
 from fabric_train.optim.stochastic_rounding import LocalElements, random_bits, round_stochastically, salt
+from fabric_train.optim.tensor_table import Row, Storage, TensorTable, is_aligned, tensor_table
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}
@@ -57,9 +61,11 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             compiles: Whether to update parameters in one compiled kernel, except those with moments in 8 bits.
         """
         super().__init__(groups, lr=lr, betas=betas)
+        self.launch: Callable[[TensorTable], None] | None = None
+        """A function that updates all parameters of a table in one kernel launch; None updates them one by one."""
         self.moments_dtype = moments_dtype
         self._in_8bit = {id(parameter) for parameter in in_8bit}
-        self._stochastic_rounding = stochastic_rounding
+        self.rounds_stochastically = stochastic_rounding
         self._elements = elements
         self._salts = {parameter: salt(seed, name) for parameter, name in names.items()}
         self._counts: dict[nn.Parameter, int] = {}  # of steps, on the host, so that no step waits for the device
@@ -69,20 +75,14 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         updated = [(each, group) for group in self.param_groups for each in group["params"] if each.grad is not None]
-        keys = self._keys([parameter for parameter, _ in updated])
-        factors: dict[tuple[int, int], torch.Tensor] = {}
-        for (parameter, group), key in zip(updated, keys, strict=True):
+        if not updated:
+            return
+        for parameter, _ in updated:
             if not self.state[parameter]:
                 self.state[parameter] = self._new_state(parameter)
-            if self._compiles and id(parameter) not in self._in_8bit:
-                step = self._counts.get(parameter, 0) + 1
-                if (id(group), step) not in factors:
-                    numbers = step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
-                    factors[id(group), step] = to_device_async(torch.tensor(numbers), key.device)
-                self._update_compiled(parameter, factors[id(group), step], key)
-            else:
-                self._update(parameter, group, key)
-            self.state[parameter]["step"] += 1
+        (self._update_one_by_one if self.launch is None else self._update_together)(updated)
+        torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in updated], 1)
+        for parameter, _ in updated:
             self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -109,13 +109,20 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self.state[parameter] = state
         self._counts[parameter] = int(count)
 
-    def _keys(self, parameters: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
-        """Return the random key of each parameter's next step, 0-dim int32 tensors."""
-        if not parameters:
-            return ()
+    def has_8bit(self) -> bool:
+        """Return whether some moments are stored in 8 bits."""
+        return bool(self._in_8bit)
+
+    def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the random key of each parameter's next step: int32 [parameters], on the CPU."""
         counts = torch.tensor([self._counts.get(parameter, 0) for parameter in parameters], dtype=torch.int32)
         salts = torch.tensor([self._salts[parameter] for parameter in parameters], dtype=torch.int32)
-        return to_device_async(random_bits(counts, salts), _local(parameters[0]).device).unbind()
+        return random_bits(counts, salts)
+
+    def _factors(self, parameter: nn.Parameter, group: dict[str, Any]) -> list[float]:
+        """Return the factors of a parameter's next step."""
+        step = self._counts.get(parameter, 0) + 1
+        return step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
 
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
@@ -127,6 +134,49 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 state[key] = torch.zeros_like(parameter, dtype=self.moments_dtype)
         return state
 
+    def _update_together(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Update parameters with one launch for all that are stored in the same way."""
+        assert self.launch is not None
+        tables: dict[Storage, list[tuple[Row, list[float]]]] = {}
+        gradients = []  # a contiguous copy of a gradient must exist until its launch
+        keys = self._keys([parameter for parameter, _ in updated]).tolist()
+        for (parameter, group), key in zip(updated, keys, strict=True):
+            gradients.append(_local(parameter.grad).contiguous())
+            if gradients[-1].numel():
+                row, storage = self._row(parameter, gradients[-1], key)
+                tables.setdefault(storage, []).append((row, self._factors(parameter, group)))
+        for storage, rows in tables.items():
+            self.launch(tensor_table(storage, rows, gradients[0].device))
+
+    def _row(self, parameter: nn.Parameter, gradient: torch.Tensor, key: int) -> tuple[Row, Storage]:
+        weights, elements = _local(parameter), self._elements[parameter]
+        moments = [self.state[parameter][each] for each in MOMENTS]
+        if isinstance(moments[0], Blockwise8Bit):
+            stored, scales = [each.codes for each in moments], [each.scales.data_ptr() for each in moments]
+        else:
+            stored, scales = [_local(each) for each in moments], [0, 0]
+        tensors = [weights, gradient, *stored]
+        assert all(each.is_contiguous() for each in tensors)
+        addresses = [each.data_ptr() for each in tensors]
+        place = [elements.begin, elements.width, elements.stride - elements.width]
+        row = Row._make([*addresses, *scales, weights.numel(), 0, *place, key])
+        dtypes = (weights.dtype, gradient.dtype, stored[0].dtype)
+        return row, Storage(*dtypes, self.rounds_stochastically, is_aligned(addresses))
+
+    def _update_one_by_one(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Update parameters in chunks of each."""
+        device = _local(updated[0][0]).device
+        keys = to_device_async(self._keys([parameter for parameter, _ in updated]), device).unbind()
+        factors: dict[tuple[float, ...], torch.Tensor] = {}
+        for (parameter, group), key in zip(updated, keys, strict=True):
+            if self._compiles and id(parameter) not in self._in_8bit:
+                numbers = tuple(self._factors(parameter, group))
+                if numbers not in factors:
+                    factors[numbers] = to_device_async(torch.tensor(numbers), device)
+                self._update_compiled(parameter, factors[numbers], key)
+            else:
+                self._update(parameter, group, key)
+
     def _update_compiled(self, parameter: nn.Parameter, factors: torch.Tensor, key: torch.Tensor) -> None:
         state = self.state[parameter]
         stored = (_flat(parameter), *(_flat(state[each]) for each in MOMENTS))
@@ -134,7 +184,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         for begin in range(0, len(gradient), _CHUNK["cuda"]):  # in chunks, because the elements' indices take memory
             chunk = slice(begin, begin + _CHUNK["cuda"])
             part, indices = gradient[chunk], None
-            if self._stochastic_rounding:
+            if self.rounds_stochastically:
                 indices = self._elements[parameter].indices(begin, len(part), part.device)
             compiled_adamw_step()([each[chunk] for each in stored], part, factors, indices, key)
 
@@ -148,7 +198,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             computed = [_read(each, begin, count) for each in (weights, *moments)]
             _adamw(computed, gradient[begin : begin + count].float(), state["step"], group)
             random: tuple[torch.Tensor | None, ...] = (None, None, None)
-            if self._stochastic_rounding:
+            if self.rounds_stochastically:
                 bits = random_bits(self._elements[parameter].indices(begin, count, weights.device), key)
                 lower = bits & 0xFFFF
                 random = ((bits >> 16).bitwise_and_(0xFFFF), lower, lower)
@@ -220,8 +270,9 @@ def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of a tensor, after the collective that it may be the result of."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,9 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
-from fabric_train.preflight.resume_check import OWN_VERSIONS, check_resume
+from fabric_train.model.varlen_attention import choose_attention
+from fabric_train.preflight.automatic import resolve_automatic
+from fabric_train.preflight.resume_check import check_resume, own_versions
 from fabric_train.preflight.step_plan import plan_steps
 from fabric_train.training.metrics import Metrics, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
@@ -60,10 +62,12 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     )
     data = _open_data(arguments, folder, checkpoint)
     model = _read_model(arguments, checkpoint, data)
+    masks_because = choose_attention(model, arguments, device_plan.accelerator)
     plan = plan_steps(arguments, model, data, device_plan.world_size)
     order = _data_order(data, plan, arguments.data.seed)
     state = _read_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
     run = PreparedRun(
+        given=arguments,
         arguments=arguments,
         folder=folder,
         devices=device_plan,
@@ -72,9 +76,14 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         model=model,
         plan=plan,
         order=order,
-        versions={name: version(name) for name in _PACKAGES} | OWN_VERSIONS,
+        versions={name: version(name) for name in _PACKAGES} | own_versions(model),
         notes=plan.notes,
     )
+    if masks_because and data.isolates:
+        mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
+        slow = f"attention is slow: it keeps documents apart by {mask}, because {masks_because}"
+        run = replace(run, notes=(*run.notes, slow))
+    run = resolve_automatic(run)
     if not arguments.evaluation.only_reads:
         lost = find_lost_rows(folder / "metrics.csv", state, arguments.logging.log_step_interval)
         run = replace(run, notes=(*run.notes, *([lost] if lost else [])))
@@ -98,7 +107,7 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
     damages: dict[Path, str] = {}
     while run.start.checkpoint and (damage := checkpoints.wrong_content(run.start.checkpoint, fabric)):
         damages[Path(os.path.realpath(run.start.checkpoint))] = damage
-        run = prepare(run.arguments, damages)
+        run = prepare(run.given, damages)
         for line in run.notes:
             note(line)
     return run
@@ -136,8 +145,9 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     check_attention(arguments, accelerator)
     if arguments.model.float8:
         check_float8(arguments, accelerator)
-    if arguments.fsdp.compile:
-        check_compiler("--compile true", "leave it out")
+    for name, is_compiled in (("compile", arguments.fsdp.compile is True), ("float8", arguments.model.float8)):
+        if is_compiled:
+            check_compiler(f"--{name} true", "leave it out")
     return DevicePlan(accelerator, world_size, parallelism)
 
 

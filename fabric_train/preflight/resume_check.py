@@ -11,6 +11,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.model.hf_model import ModelShape
+from fabric_train.model.packed_forward import VARLEN
 from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, learning_rate
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
@@ -24,10 +26,20 @@ _DECIDE_THE_LOSSES = (
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
 )
-OWN_VERSIONS = {"fabric_train learning rates": SCHEDULES_VERSION, "fabric_train validation rows": VALIDATION_VERSION}
+_ATTENTION = "fabric_train attention"
+OWN_VERSIONS = {
+    "fabric_train learning rates": SCHEDULES_VERSION,
+    "fabric_train validation rows": VALIDATION_VERSION,
+    _ATTENTION: "1",
+}
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
 
 _OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only", "self_check")
+
+
+def own_versions(model: ModelShape) -> dict[str, str]:
+    """Return :data:`OWN_VERSIONS` for a model; ``sdpa`` with the borders of documents is version 2 of attention."""
+    return OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
 from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.distributed.collectives import StepSync, data_ranks, sync_step
+from fabric_train.distributed.collectives import StepSync, data_ranks, first_text, sync_step
 from fabric_train.distributed.compile import MAX_STATIC_LENGTHS
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.precision import weights_dtype
@@ -26,7 +26,9 @@ from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pre
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.model.parallelize import setup_model
 from fabric_train.model.untrained_tokens import note_on_end_of_turn
+from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
+from fabric_train.optim.triton_trial import use_triton
 from fabric_train.training.evaluation import Evaluation, evaluate
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import LoopParts
@@ -68,13 +70,32 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     cuts = flat_shards(model)
     optimizer: Any = fabric.setup_optimizers(
         build_optimizer(
-            named, decayed, arguments.training, fused, arguments.data.seed, cuts, compiles=arguments.fsdp.compile
+            named,
+            decayed,
+            arguments.training,
+            fused,
+            arguments.data.seed,
+            cuts,
+            compiles=arguments.fsdp.compile is True,
         )
     )
+    if isinstance(optimizer.optimizer, LowPrecisionAdamW) and named[0][1].device.type == "cuda":
+        _choose_step(fabric, optimizer.optimizer)
     if run.start.checkpoint and run.start.resumes:
         progress.info("loading the optimizer's state")
         checkpoints.restore_optimizer(run.start.checkpoint, fabric, model, optimizer)
     return optimizer
+
+
+def _choose_step(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
+    """Let the Triton kernel update the parameters if it works on every rank, and note which step runs."""
+    progress.info("trying the optimizer's kernel")
+    fault = first_text(fabric, use_triton(optimizer))
+    if fault is not None:
+        optimizer.launch = None  # all ranks must round in the same way
+    if fabric.is_global_zero:
+        step = "one Triton kernel updates all parameters"
+        note(f"AdamW: {step}" if fault is None else f"AdamW: parameters are updated one by one, not by Triton: {fault}")
 
 
 def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: Heartbeat) -> Validate | None:

@@ -15,14 +15,7 @@ from fabric_train.checkpoint import CheckpointManager, TrainerState
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
-from fabric_train.distributed.collectives import (
-    StepSync,
-    data_ranks,
-    gather_over_data_ranks,
-    start_step_sync,
-    sum_over_data_ranks,
-    sync_step,
-)
+from fabric_train.distributed.collectives import StepSync, data_ranks, gather_over_data_ranks, sync_step
 from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.signals import stop_signals
@@ -31,9 +24,10 @@ from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import collect
-from fabric_train.training.loss import WindowLoss, summed_loss
+from fabric_train.training.loss import LocalLoss, WindowLoss, summed_loss
 from fabric_train.training.metrics import Metrics, StepWork, Stopwatch, peak_memory_gb
 from fabric_train.training.nonfinite_guard import StepCheck, StepGuard
+from fabric_train.training.step_report import exchange_step
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -80,12 +74,12 @@ class End:
 
 @dataclass(frozen=True)
 class _Step:
-    """One optimizer step, taken or left out. ``sync`` waits for the flags that the ranks exchange after it."""
+    """One optimizer step, taken or left out. ``sync`` has the flags that the ranks exchanged before it."""
 
     check: StepCheck
     learning_rate: float
     work: StepWork
-    sync: Callable[[], StepSync]
+    sync: StepSync
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
             parts.warn(f"{fault}; the step is left out")
         collect(window.step)  # while the device is busy with the optimizer's step
         parts.heartbeat.enter(StepPhase.COMPLETING)
-        sync = step.sync()
+        sync = step.sync
         parts.checkpoints.advance(sync)
         due = _due(parts, arguments, window, stops=bool(sync.stop_signal), has_fault=fault is not None)
         stopwatch.stepped(step.work)
@@ -157,23 +151,32 @@ def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) ->
     rate = learning_rate(window.step, parts.num_steps, arguments.training)
     set_learning_rate(parts.optimizer, rate)
     reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
-    loss = accumulate(parts.fabric, parts.model, window, parts.heartbeat, reduces_each)
-    tokens_and_flops = _tokens_and_flops(parts, window)
+    loss = backpropagate(parts.fabric, parts.model, window, parts.heartbeat, reduces_each)
     parts.heartbeat.enter(StepPhase.OPTIMIZER)
     grad_norm = clip_grad_norm(parts.fabric, parts.model, parts.optimizer, arguments.training.grad_clip)
-    sync = start_step_sync(parts.fabric, _own_flags(parts))
-    check = parts.guard.check(window, loss, grad_norm)  # the only place in a step where the host waits for the device
-    num_tokens, flops = tokens_and_flops.tolist()
+    lengths = [length for batch in window.batches for length in batch.lengths]
+    own_flops = parts.flops.of(lengths)
+    report = exchange_step(parts.fabric, loss, grad_norm, sum(lengths), own_flops, _own_flags(parts))
+    check = parts.guard.check(window, report.loss, report.grad_norm)
     if check.fault is None:
         parts.checkpoints.wait_until_copied()
         parts.optimizer.step()
     parts.optimizer.zero_grad()
-    return _Step(check, rate, StepWork(int(num_tokens), window.num_rows, flops), sync)
+    return _Step(check, rate, StepWork(report.num_tokens, window.num_rows, report.flops), report.sync)
 
 
-def accumulate(
+def accumulate(fabric: Fabric, model: Any, window: Window) -> WindowLoss:
+    """Add the gradient of the window's mean token loss to the parameters, and return the losses of all ranks.
+
+    See :func:`backpropagate`.
+    """
+    loss = backpropagate(fabric, model, window)
+    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.num_supervised)
+
+
+def backpropagate(
     fabric: Fabric, model: Any, window: Window, heartbeat: Heartbeat | None = None, reduces_each: bool = False
-) -> WindowLoss:
+) -> LocalLoss:
     """Add the gradient of the window's mean token loss to the parameters.
 
     The mean is over the supervised tokens of the whole window on all ranks, counted before the first backward pass. So
@@ -188,7 +191,7 @@ def accumulate(
         reduces_each: reduce gradients over the ranks after every micro-batch, instead of once a window.
 
     Returns:
-        The losses of all micro-batches.
+        The losses of this rank's micro-batches.
 
     Raises:
         RunStopped: the ranks have agreed to stop before one of the micro-batches.
@@ -210,7 +213,7 @@ def accumulate(
             loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets, scale)
             fabric.backward(loss * scale)
         losses.append(loss.detach())
-    return WindowLoss(gather_over_data_ranks(fabric, torch.stack(losses)), num_supervised)
+    return LocalLoss(torch.stack(losses), num_supervised)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -228,13 +231,6 @@ def _sync(parts: LoopParts) -> StepSync:
     """Exchange flags between two steps, outside of the per-step all-reduce."""
     parts.heartbeat.enter(StepPhase.SYNC)
     return sync_step(parts.fabric, _own_flags(parts))
-
-
-def _tokens_and_flops(parts: LoopParts, window: Window) -> torch.Tensor:
-    """Return the window's tokens without padding and their model FLOPs, over all ranks: fp64 [2]."""
-    lengths = [length for batch in window.batches for length in batch.lengths]
-    own = torch.tensor([sum(lengths), parts.flops.of(lengths)], dtype=torch.float64)
-    return sum_over_data_ranks(parts.fabric, own)
 
 
 def _due(parts: LoopParts, arguments: "TrainArguments", window: Window, *, stops: bool, has_fault: bool) -> _Due:

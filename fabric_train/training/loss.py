@@ -56,6 +56,18 @@ def _loss_of_logits(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class LocalLoss:
+    """The losses of this rank's micro-batches of a window.
+
+    ``summed``, fp64, is [micro-batches]; ``num_supervised``, int64, is [data ranks, micro-batches] and the same on all
+    ranks.
+    """
+
+    summed: torch.Tensor
+    num_supervised: torch.Tensor
+
+
+@dataclass(frozen=True)
 class WindowLoss:
     """The losses of a window's micro-batches, the same on all ranks.
 

@@ -36,7 +36,7 @@ class StepGuard:
         self._spikes = SpikeRule()
 
     def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> StepCheck:
-        """Check a step, and wait for the device.
+        """Check a step; ``loss`` and ``grad_norm`` are on the CPU, so that the host does not wait for the device.
 
         An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
         """

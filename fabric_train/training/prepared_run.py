@@ -66,8 +66,13 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that one process has checked as far as it can. ``versions`` are those of the packages that compute."""
+    """A run that one process has checked as far as it can.
 
+    ``given`` are the arguments of the user, and in ``arguments`` some that are "auto" are replaced by what is chosen.
+    ``versions`` are those of the packages that compute.
+    """
+
+    given: "TrainArguments"
     arguments: "TrainArguments"
     folder: Path
     devices: DevicePlan

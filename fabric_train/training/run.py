@@ -71,7 +71,7 @@ def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Con
 def _write_run_folder(run: PreparedRun) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if not run.arguments.evaluation.only_reads:
-        write_atomically(run.folder / "config.yaml", to_yaml(run.arguments))
+        write_atomically(run.folder / "config.yaml", to_yaml(run.given))
     if isinstance(run.data, Stream):
         check_no_links_in(run.data.tokenizer_folder)
         run.data.tokenizer.save(run.data.tokenizer_folder)
@@ -96,7 +96,7 @@ def _train(
 
     parts = build_loop_parts(fabric, model, optimizer, validate, run, heartbeat, outputs, warn, saved)
     log.info(summary.describe_mfu(parts.flops, parts.peak_flops))
-    progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile else "")
+    progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile is True else "")
     started = time.monotonic()
     try:
         stop_signals.defer()

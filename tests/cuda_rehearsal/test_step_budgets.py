@@ -9,15 +9,12 @@ from tests.support.pretended_cuda.run import run_pretended
 
 LAYERS = 3
 MOST_KERNELS = {
-    # of three layers of the 8B, whose largest parameters are updated in four pieces
-    "optimizer": {"fsdp": 673, "fsdp2": 1218},
-    # eight for each parameter, and fsdp's first and last parameters are cut in two
-    "clip": {"fsdp": 127, "fsdp2": 259},
-    # 32 chunks of 256 tokens
-    "head": {"fsdp": 127, "fsdp2": 127},
+    "optimizer": 4,  # one launch for the weights of each kind of storage, and the counts of steps
+    "clip": 50,  # operations on lists of gradients, not on each one
+    "head": 103,  # twelve for each chunk of the logits
 }
-MOST_WAITS = 7
-"""Three barriers of Fabric's all_reduce, three readings of a result, and one number that transformers' masks copy."""
+MOST_WAITS = 2
+"""The reading of the step's results, and one number that the model's forward pass copies to the device."""
 
 
 def fake_step(parallelism: str, checkpointing: str) -> FakeRun:
@@ -33,7 +30,7 @@ def fake_step(parallelism: str, checkpointing: str) -> FakeRun:
 def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str) -> None:
     found = fake_step(parallelism, checkpointing)
     kernels = {part: found.step.parts[part].number for part in MOST_KERNELS}
-    over = {part: number for part, number in kernels.items() if number > MOST_KERNELS[part][parallelism]}
+    over = {part: number for part, number in kernels.items() if number > MOST_KERNELS[part]}
     assert over == {}
     assert sum(found.step.host_waits.values()) <= MOST_WAITS, found.step.host_waits
     assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)

@@ -30,10 +30,11 @@ SIZES: dict[str, Any] = {
 
 
 class Watched(TorchDispatchMode):
-    """Counts operations, and the bytes of the tensors that were created in it and are still alive."""
+    """Counts operations, and the bytes of the tensors that were created in it on a device and are still alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self._device = device
         self.counts: Counter[str] = Counter()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -41,7 +42,7 @@ class Watched(TorchDispatchMode):
         returned = func(*args, **(kwargs or {}))
         self.counts[func.overloadpacket.__name__] += 1
         for tensor in tree_leaves(returned):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 storage = tensor.untyped_storage()
                 self._storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
         return returned
@@ -53,18 +54,21 @@ class Watched(TorchDispatchMode):
 class Step:
     """The second of two forward and backward passes of a model; the first may plan."""
 
-    def __init__(self, budget: float | None, dropout: float = 0.0, **options: Any) -> None:
+    def __init__(self, budget: float | None, dropout: float = 0.0, device: str = "cpu", **options: Any) -> None:
+        torch.zeros(0, device=device)  # CUDA seeds its generator when it begins
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=64, num_hidden_layers=LAYERS, **SIZES)
         config.attention_dropout = dropout
-        model = LlamaForCausalLM(config).train()
+        if device == "cuda":
+            config._attn_implementation = "eager"  # the others may add gradients in any order there
+        model = LlamaForCausalLM(config).train().to(device)
         if budget is not None:
             checkpoint_layers(model.model.layers, budget, **options)
-        ids = torch.randint(64, (2, LENGTH))
+        ids = torch.randint(64, (2, LENGTH)).to(device)
+        hidden = torch.randn(2, LENGTH, SIZES["hidden_size"]).to(device).requires_grad_()
         model(ids).logits.sum().backward()
         model.zero_grad()
-        hidden = torch.randn(2, LENGTH, SIZES["hidden_size"], requires_grad=True)
-        with Watched() as watched:
+        with Watched(device) as watched:
             output = model.model(inputs_embeds=hidden).last_hidden_state
             self.kept_bytes = watched.living_bytes()
             forward = watched.counts.copy()
@@ -116,8 +120,15 @@ def test_selective_keeps_the_costliest_results_within_its_budget(
     )  # of the model around the layers something stays
 
 
-def test_offloaded_inputs_come_back_as_they_were(plain: Step) -> None:
-    assert torch.equal(Step(0, offloads=True).loss, plain.loss)
+@pytest.mark.cuda
+def test_offloaded_inputs_come_back_as_they_were() -> None:
+    stays, moves = (Step(0, device="cuda", offloads=offloads) for offloads in (False, True))
+    num_moved = LAYERS - 2  # the first layer's input is not counted, and the last one's is on its way
+    assert moves.kept_bytes == stays.kept_bytes - num_moved * 4 * 2 * LENGTH * SIZES["hidden_size"]
+    assert torch.equal(moves.loss, stays.loss)
+    for gradient, expected in zip(moves.gradients, stays.gradients, strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, expected)
 
 
 def test_evaluation_recomputes_and_plans_nothing() -> None:

@@ -1,24 +1,30 @@
 """Compiled layers compute the same as uncompiled ones: for any length, under every parallelism, after a kill."""
 
+import importlib
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
+from fabric_train.data.batch import Documents, isolate
 from fabric_train.distributed.compile import compile_layers
 from fabric_train.model.hf_model import load_model, read_shape
+from fabric_train.model.packed_forward import VARLEN
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.loss import summed_loss
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Course, Training, differences, train_at_once, train_through
 from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
 from tests.support.unequal_rows import ROWS_PER_WINDOW, metrics, write_model, write_rows
+from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +50,9 @@ SETTINGS = {
 
 @pytest.fixture
 def settings_as_they_were() -> Iterator[None]:
-    with torch._functorch.config.patch(activation_memory_budget=1.0), torch._dynamo.config.patch(optimize_ddp=True):
+    sources: Any = importlib.import_module("torch.compiler.config")
+    budget = torch._functorch.config.patch(activation_memory_budget=1.0)
+    with budget, sources.patch(dynamic_sources=""), torch._dynamo.config.patch(optimize_ddp=True):
         yield
     torch.compiler.reset()
 
@@ -67,9 +75,34 @@ def test_layers_are_compiled_once_for_rows_of_many_lengths(tiny_model_dir: Path)
     assert graphs[-1] == graphs[0]
 
 
-def loss_and_gradients(model: Any, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+@pytest.mark.usefixtures("settings_as_they_were")
+def test_all_layers_and_any_documents_share_one_compilation(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no code is generated
+    model: Any = load_model(read_shape(str(tiny_model_dir), attention=VARLEN), torch.float32).train()
+    assert len(model.model.layers) > 1
+    ids = np.random.default_rng(0).integers(3, 1000, (2, 24))
+    starts = [[0, 3, 12], [7]], [[0], [10]], [[0, 1, 2, 3, 20], [3, 4, 5, 23]]
+    batches = [isolate(ids, ids.copy(), [np.array(row) for row in rows]) for rows in starts]
+    with varlen_kernel_on_cpu():
+        expected = [loss_and_gradients(model, batch.input_ids, batch.documents) for batch in batches]
+        compile_layers(model.model.layers, any_length=False)
+        counters.clear()
+        for batch, (loss, gradients) in zip(batches, expected, strict=True):
+            found, found_gradients = loss_and_gradients(model, batch.input_ids, batch.documents)
+            assert found == pytest.approx(loss, rel=1e-6)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def loss_and_gradients(
+    model: Any, ids: torch.Tensor, documents: Documents | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = summed_loss(model, ids, ids)
+    loss = summed_loss(model, ids, ids, documents)
     loss.backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 

@@ -196,12 +196,30 @@ def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_the_loss_is_that_of_the_logits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setitem(chunked_loss._CHUNK_BYTES, "cuda", 7 * 6 * VOCABULARY)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to("cuda", dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to("cuda", dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator).cuda()
+    loss = summed_cross_entropy(hidden, weight, None, torch.arange(LENGTH, device="cuda"), targets)
+    expected = F.cross_entropy(F.linear(hidden, weight)[0].float(), targets, reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-5
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected, [hidden, weight]), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance)
+
+
 def test_ligers_kernel_gives_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # on the CPU
     pytest.importorskip("liger_kernel.ops.cross_entropy")
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 299, 3, 3, 150])
-    losses, gradients = chunked_loss._liger_losses(logits.clone(), targets, True)
+    gradients = logits.clone()
+    losses = chunked_loss._liger_losses(gradients, targets, True)
     logits.requires_grad_()
     expected = F.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-6)

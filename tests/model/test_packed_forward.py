@@ -37,10 +37,11 @@ from fabric_train.data.token_dataset import Rows
 from fabric_train.model.attention import check_attention, check_isolation
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.model.packed_forward import forward
+from fabric_train.model.packed_forward import VARLEN, forward
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loop import accumulate
 from fabric_train.training.loss import summed_loss
+from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
 ROW_LENGTH = 40
 PAD = 1
@@ -51,7 +52,6 @@ BEGINS_WITHIN = 1
 pytestmark = pytest.mark.filterwarnings(
     "ignore:_compile flag on create_block_mask:DeprecationWarning", "ignore:flex_attention called without torch.compile"
 )
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 no_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
 
 
@@ -125,6 +125,10 @@ def flash_attention_by_definition(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.fixture
 def model(request: pytest.FixtureRequest, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The tiny model with the implementation of attention that the test names."""
+    if request.param == VARLEN:
+        with varlen_kernel_on_cpu():
+            yield load(tiny_model_dir, request.param)
+        return
     if request.param != "flash_attention_2":
         with torch.compiler.set_stance("force_eager" if request.param == "flex_attention" else "default"):
             yield load(tiny_model_dir, request.param)
@@ -159,7 +163,7 @@ def assert_same(one: Any, other: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(gradient, other[1][name], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("model", ["sdpa", "eager", "flash_attention_2"], indirect=True)
+@pytest.mark.parametrize("model", ["sdpa", "eager", "flash_attention_2", VARLEN], indirect=True)
 def test_packed_documents_have_loss_and_gradient_of_the_documents_alone(
     model: Any, documents: list[list[torch.Tensor]], split: datasets.Dataset
 ) -> None:
@@ -196,7 +200,7 @@ def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
     torch.testing.assert_close(loss / count_supervised(batch.labels), expected / count_supervised(batch.labels))
 
 
-@no_gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("attention", "dtype", "tolerance"),
     [
@@ -220,7 +224,7 @@ def test_on_cuda_packed_documents_have_the_loss_of_single_documents(
     assert_same(loss_and_gradient(model, [packed(split)]), expected, tolerance)
 
 
-@pytest.mark.parametrize("model", ["sdpa", "eager", "flex_attention", "flash_attention_2"], indirect=True)
+@pytest.mark.parametrize("model", ["sdpa", "eager", "flex_attention", "flash_attention_2", VARLEN], indirect=True)
 def test_other_tokens_in_one_document_change_no_logits_of_another(model: Any, split: datasets.Dataset) -> None:
     batch = packed(split)
     model.requires_grad_(False)

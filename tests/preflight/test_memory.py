@@ -16,7 +16,7 @@ from fabric_train.model.hf_model import ModelShape, read_shape
 from fabric_train.preflight.memory.activations import MicroBatch, _trace, trace_activations
 from fabric_train.preflight.memory.fitting import faults_of
 from fabric_train.preflight.memory.forecast import RunRequest
-from fabric_train.preflight.memory.model_layout import Layout, Units
+from fabric_train.preflight.memory.model_layout import Layout, Units, offloaded_bytes
 from fabric_train.preflight.memory.traffic import collectives_of_step
 from fabric_train.training.prepared_run import StepPlan
 from tests.support import plan_accuracy
@@ -197,6 +197,25 @@ def test_sizes_are_read_as_people_write_them() -> None:
     assert parse_size("1.5GiB") == 3 * 2**29
     assert parse_size("450 GB/s") == 450_000_000_000
     assert [parse_size(text) for text in ("80", "GB", "80Gb", "-1GB", "0GB", "1e3GB")] == [None] * 6
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "pinned"),
+    [
+        # by unit: 60,821,504 × 2 / 8 bytes are 15,205,376, and those of the rest 65,667,584
+        ("fsdp", 16 * 2**24 + 2**26),
+        # by parameter: q and o, k and v, three of the MLP, two norms; embedding and norm
+        ("fsdp2", 16 * (2 * 2**20 + 2 * 2**18 + 3 * 2**22 + 2 * 512) + 2**26 + 512),
+    ],
+)
+def test_offloaded_weights_and_gradients_count_as_torch_pins_them(
+    llama: ModelShape, parallelism: str, pinned: int
+) -> None:
+    """Each allocation takes a power of two. Moments are not pinned."""
+    request = wanted(llama, 8, 80, "--parallelism", parallelism, "--cpu_offload", "true")
+    assert offloaded_bytes(llama, request.layout()) == 2 * pinned + 4 * 1_235_814_400 // 8
+    layout = wanted(llama, 8, 80, "--parallelism", parallelism).layout()
+    assert offloaded_bytes(llama, layout) == 0
 
 
 # -------------------------------------------------------------------------------------------------- the whole program

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from arguments import TokenizeArguments, TrainArguments, parse
 from benchmarks import gpu, packages, plan, precision, report
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
-from benchmarks.measure import ROOT
+from benchmarks.measure import ROOT, Spread
 from benchmarks.peers import train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
@@ -128,8 +129,24 @@ def test_commands_of_precisions_differ_only_in_the_precision() -> None:
 def test_every_gpu_training_command_is_valid(name: str) -> None:
     preset, options = gpu.WAYS[name]
     given = parse(TrainArguments, list(gpu.our_command(preset, options, Path("rows"), Path("run")).words[3:]))
-    assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile else ''}"
+    assert name == f"{preset}, {given.fsdp.parallelism}{', compiled' if given.fsdp.compile is True else ''}"
     assert given.model.family == "llama"
+
+
+def test_gpu_without_a_known_peak_has_speeds_and_no_mfu(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("tokens_per_second,mfu,peak_memory_gb\n" + "100,,1.5\n" * gpu.STEPS)
+    ours = gpu.read_run(tmp_path)
+    peer = gpu.GpuRun([50.0] * gpu.STEPS, None, 1)
+    name, peer_name = next(iter(gpu.WAYS)), next(iter(gpu.PEERS))
+    summary = gpu.summarize({name: [ours], peer_name: [peer]}, {}, "a GPU of tomorrow")
+    assert summary.ways[name] == gpu.WaySummary(Spread(100, 100, 100), None, Spread(*[1_500_000_000] * 3))
+    assert summary.ways[peer_name].mfu is None
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(gpu.table(report.Report("gpu", {}, {}, {}, summary)))
+    assert "no MFU: the peak of this device is not in fabric_train/model/flops.py" in captured.get()
+    with pytest.raises(ChildProcessError, match="out of memory"):
+        gpu.summarize({peer_name: [peer]}, {name: "out of memory"}, "a GPU of tomorrow")
 
 
 @pytest.mark.parametrize(("shipped", "learns"), [(2.009, True), (1.991, True), (2.011, False), (1.98, False)])

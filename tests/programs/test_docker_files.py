@@ -1,4 +1,4 @@
-"""What the Dockerfile copies is in the build context: .dockerignore lets it through."""
+"""The build context has what the Dockerfile copies, and the image what the programs need there."""
 
 import fnmatch
 import re
@@ -31,3 +31,20 @@ def test_nothing_else_is_in_the_build_context() -> None:
     """A model, a data set or a token in the project's folder does not get into an image."""
     others = {path.name for path in ROOT.iterdir()} - set(copied())
     assert [name for name in others if is_let_through(name)] == []
+
+
+def test_the_image_can_compile_and_reach_other_machines() -> None:
+    """Triton needs a compiler and Python.h; NCCL needs libibverbs for InfiniBand."""
+    text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    installed = re.search(r"apt-get install .*$", text, re.MULTILINE)
+    assert installed is not None
+    assert {"g++", "python3-dev", "libibverbs1", "ibverbs-providers"} <= set(installed.group().split())
+
+
+def test_the_images_user_can_write_to_every_cache() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    caches = re.findall(r"(?:HF_HOME|[A-Z]+_CACHE_DIR)=(\S+)", text)
+    owned = re.search(r"install -d -o 1000 -g 1000 (.*)$", text, re.MULTILINE)
+    assert owned is not None
+    assert len(caches) == 3
+    assert [cache for cache in caches if not any(cache.startswith(folder) for folder in owned.group(1).split())] == []

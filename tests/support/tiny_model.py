@@ -12,7 +12,7 @@ def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = _write_tokenizer(folder, texts)
+    size = write_tokenizer(folder, texts)
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=64,
@@ -31,7 +31,7 @@ def write_tiny_model(folder: Path, texts: Iterable[str]) -> None:
         LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
+def write_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     """Train and write the tokenizer; return its number of ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -115,12 +115,18 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
     )
 
 
+def between(full: Activations, none: Activations, budget: float) -> Activations:
+    """Return the activations with selective checkpointing, from those with full checkpointing and without."""
+    pairs = zip(astuple(full), astuple(none), strict=True)
+    return Activations(*(round(less + budget * (more - less)) for less, more in pairs))
+
+
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
     with ExitStack() as kernels, FakeTensorMode():
         if batch.on_gpu:
             kernels.enter_context(traced_as("cuda"))
             kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
-        # flash and flex attention keep the same tensors as sdpa's fused kernel, without its mask
+        # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
         attention = "eager" if arguments.model.attention == "eager" else "sdpa"
         config = _cut(shape.config, num_layers)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
@@ -137,7 +143,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
-        _give_mask(model, layers, batch, batch.has_borders and arguments.model.attention == attention)
+        _give_mask(model, layers, batch, batch.has_borders and shape.config._attn_implementation == attention)
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):

@@ -1,12 +1,12 @@
 """The forecast of a run: parameters, memory, traffic and FLOPs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
 from fabric_train.preflight.memory.activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory.device_memory import Budget, make_budget
-from fabric_train.preflight.memory.model_layout import Layout, Units, make_layout, read_units
+from fabric_train.preflight.memory.model_layout import Layout, Units, make_layout, offloaded_bytes, read_units
 from fabric_train.preflight.memory.resources import process_memory
 from fabric_train.preflight.memory.traffic import Collective, collectives_of_step
 
@@ -24,7 +24,11 @@ LATER_BYTES = 60_000_000
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run needs. ``process`` is the bytes of a process without a model: on the GPU, or resident on CPU."""
+    """What a run needs.
+
+    ``process`` is the bytes of a process without a model: on the GPU, or resident on CPU. ``offloaded`` is what
+    ``--cpu_offload`` keeps in a rank's host memory.
+    """
 
     units: Units
     layout: Layout
@@ -33,6 +37,7 @@ class Forecast:
     collectives: tuple[Collective, ...]
     flops_of_step: float
     process: int
+    offloaded: int
     on_gpu: bool
 
     @property
@@ -43,10 +48,9 @@ class Forecast:
     @property
     def host_bytes(self) -> int:
         """The peak of all ranks of one machine in host memory."""
-        layout, of_rank = self.layout, self.device_bytes
+        of_rank = self.device_bytes
         if self.on_gpu:
-            bytes_offloaded = (2 * layout.held + layout.states) * layout.offloads
-            of_rank = process_memory() + self.budget.staging + bytes_offloaded * self.units.total // layout.num_shards
+            of_rank = process_memory() + self.budget.staging + self.offloaded
         return of_rank * (self.layout.world_size // self.layout.num_nodes)
 
 
@@ -79,18 +83,27 @@ class RunRequest:
         """
         units, layout, plan = read_units(self.shape), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
-        save = self.arguments.save
-        saves_in_background = save.async_save and save.save_step_interval < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
-            budget=make_budget(units, layout, activations, saves_in_background),
+            budget=self._budget(units, layout, activations),
             collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
             flops_of_step=self.shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
+            offloaded=offloaded_bytes(self.shape, layout),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
         )
+
+    def with_activations(self, forecast: Forecast, activations: Activations) -> Forecast:
+        """Return a forecast of this run as it is with other activations."""
+        budget = self._budget(forecast.units, forecast.layout, activations)
+        return replace(forecast, activations=activations, budget=budget)
+
+    def _budget(self, units: Units, layout: Layout, activations: Activations) -> Budget:
+        save = self.arguments.save
+        saves_in_background = save.async_save and save.save_step_interval < self.plan.num_steps
+        return make_budget(units, layout, activations, saves_in_background)
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""

@@ -89,9 +89,7 @@ class Layout:
 
 def read_units(shape: "ModelShape") -> Units:
     """Count a model's parameters per unit, on the meta device."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(shape.config)
-    layers = [module for module in model.modules() if type(module) in shape.layer_classes]
+    model, layers = _build_on_meta(shape)
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
     inside = sum(_numel(layer) for layer in layers)
     head = model.get_output_embeddings()
@@ -99,6 +97,25 @@ def read_units(shape: "ModelShape") -> Units:
     is_tied = head is not None and head.weight is embedding.weight
     head_numel = 0 if head is None else _numel(head)
     return Units(len(layers), largest, _numel(model) - inside, head_numel, _numel(embedding), is_tied)
+
+
+def offloaded_bytes(shape: "ModelShape", layout: Layout) -> int:
+    """Return the bytes of weights, gradients and optimizer that ``--cpu_offload`` keeps in a rank's host memory.
+
+    Weights and gradients are pinned: FSDP1's by unit, FSDP2's by parameter. torch rounds each such allocation up to a
+    power of two.
+    """
+    if not layout.offloads:
+        return 0
+    model, layers = _build_on_meta(shape)
+    if layout.name == "fsdp2":
+        numels = [parameter.numel() for parameter in model.parameters()]
+    else:
+        numels = [_numel(layer) for layer in layers]
+        numels.append(_numel(model) - sum(numels))
+    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    shards = [-(-numel // num_parts) for numel in numels]
+    return sum(2 * _power_of_two(layout.held * numel) + layout.states * numel for numel in shards)
 
 
 def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
@@ -125,6 +142,18 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
         offloads=arguments.fsdp.cpu_offload,
         reduces_each=arguments.fsdp.gradient_reduction == "micro_batch",
     )
+
+
+def _build_on_meta(shape: "ModelShape") -> tuple[Any, list[nn.Module]]:
+    """Return the model and its layers."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(shape.config)
+    return model, [module for module in model.modules() if type(module) in shape.layer_classes]
+
+
+def _power_of_two(size: int) -> int:
+    """Return the least power of two that is not below ``size``."""
+    return 1 << (size - 1).bit_length()
 
 
 def _numel(module: nn.Module) -> int:

@@ -18,7 +18,7 @@ def print_plan(run: PreparedRun) -> None:
     Raises:
         InputError: the run does not fit, or the model cannot be traced.
     """
-    request, given = request_of(run), run.arguments.planning
+    request, given = make_request(run), run.arguments.planning
     try:
         forecast = request.forecast()
     except RuntimeError as error:
@@ -40,12 +40,13 @@ def check_memory(run: PreparedRun) -> None:
     Raises:
         InputError: the run would certainly end for lack of memory or disk.
     """
-    faults = faults_without_trace(request_of(run))
+    faults = faults_without_trace(make_request(run))
     if faults:
         raise InputError(*faults)
 
 
-def request_of(run: PreparedRun) -> RunRequest:
+def make_request(run: PreparedRun) -> RunRequest:
+    """Return what the forecast of a run needs to know."""
     arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
     given = parse_size(arguments.planning.device_memory or "")
     share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)

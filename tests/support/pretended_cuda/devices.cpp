@@ -248,7 +248,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     note("wait event.synchronize");
-    if (!queryEvent(event)) std::this_thread::sleep_for(std::chrono::microseconds(copy_delay));
+    const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(copy_delay);
+    while (!queryEvent(event) && std::chrono::steady_clock::now() < end)  // another stream may wait for it meanwhile
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     arrive(event);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {

@@ -37,7 +37,7 @@ def begin() -> None:
     """
     devices = _devices
     assert devices is not None
-    devices.begin(int(os.environ["PRETENDED_CUDA_DEVICES"]), float(os.environ.get("PRETENDED_CUDA_COPY_DELAY", "0")))
+    devices.begin(_num_devices(), float(os.environ.get("PRETENDED_CUDA_COPY_DELAY", "0")))
     folder, process, leave = os.environ.get("PRETENDED_CUDA_NOTES"), os.getpid(), os._exit
     if folder is None:
         return
@@ -55,6 +55,12 @@ def begin() -> None:
     atexit.register(write)
 
 
+def _num_devices() -> int:
+    """Return the number of devices, of which CUDA_VISIBLE_DEVICES may leave out some."""
+    number, visible = int(os.environ["PRETENDED_CUDA_DEVICES"]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return number if visible is None else min(number, len(visible.split(",")))
+
+
 def _add_devices(c: Any) -> None:
     """Give ``torch._C`` the functions of a build with CUDA."""
     from tests.support.pretended_cuda import torch_c, torch_nccl
@@ -67,7 +73,7 @@ def _add_devices(c: Any) -> None:
 
 def _load_library() -> None:
     global _devices
-    _devices = Devices(os.environ["PRETENDED_CUDA_LIBRARY"], int(os.environ["PRETENDED_CUDA_DEVICES"]))
+    _devices = Devices(os.environ["PRETENDED_CUDA_LIBRARY"], _num_devices())
     atexit.register(_devices["stop_notes"])
 
 

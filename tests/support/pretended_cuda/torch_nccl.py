@@ -12,7 +12,8 @@ def add_nccl(c: Any) -> None:
         c10d = c._distributed_c10d
         c10d.ProcessGroupNCCL = _nccl_class(c10d)
         gloo = c10d.ProcessGroupGloo
-        # torch copies the options of a group that it splits: NCCL's have both, gloo's neither
+        # what NCCL's backends have, and torch uses: it copies the options of a group that it splits
+        c10d.Backend._set_default_timeout = lambda backend, timeout: backend.set_timeout(timeout)
         c10d.Backend.options = property(lambda backend: _new_options(gloo))
         gloo._Options.__deepcopy__ = lambda options, memo: _new_options(gloo)
         return result

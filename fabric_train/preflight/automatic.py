@@ -1,0 +1,111 @@
+"""Decide what ``auto`` means for a run: how much its layers recompute, and whether they are compiled."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fabric_train.distributed.compile import missing_compiler
+from fabric_train.distributed.precision import compute_dtype
+from fabric_train.files.sizes import show_size
+from fabric_train.model.flops import peak_flops
+from fabric_train.preflight.memory.activations import between
+from fabric_train.preflight.memory.forecast import Forecast
+from fabric_train.preflight.memory.plan import make_request
+from fabric_train.training.prepared_run import PreparedRun
+
+_USABLE_SHARE = 0.9
+"""Of a device's memory. The rest is for what the plan does not know, such as gaps between the allocator's blocks."""
+_BUDGETS = [tenths / 10 for tenths in range(9, 0, -1)]
+
+# Estimates for a GPU, not measured. An H100 spends about an eighth of an uncompiled step of Llama-3-8B in kernels that
+# compiling fuses. The layers take about a minute to compile, and again for evaluation.
+_SECONDS_TO_COMPILE = 120.0
+_SHARE_SAVED = 0.1
+_UTILIZATION = 0.4
+_PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
+
+
+def resolve_automatic(run: PreparedRun) -> PreparedRun:
+    """Return the run with ``auto`` replaced in its arguments, and a note on each choice.
+
+    Nothing is recomputed or compiled on a CPU, or for evaluation alone, and there is no note.
+    """
+    fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
+    is_trivial = run.devices.accelerator == "cpu" or evaluation.eval_only
+    if fsdp.activation_checkpointing == "auto":
+        run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
+    if fsdp.compile == "auto":
+        run = _with(run, compile=False) if is_trivial or evaluation.self_check else _choose_compile(run)
+    return run
+
+
+def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
+    """Take the least recomputation with which the plan fits into the memory of a device."""
+    usable = round(_USABLE_SHARE * make_request(run).device_memory)
+    tried = []
+    try:
+        for options, forecast in _forecasts(run):
+            tried.append((options, forecast.device_bytes))
+            if forecast.device_bytes <= usable:
+                break
+    except RuntimeError:
+        reason = "the memory of the model's activations cannot be computed"
+        return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
+    options, needed = tried[-1]
+    chosen = " --activation_memory_budget ".join(map(str, options.values()))
+    reason = f"which needs {show_size(needed)} of the {show_size(usable)} that a run may take of a device"
+    more = f"; none would need {show_size(tried[0][1])}" if len(tried) > 1 else ""
+    return _with(run, f"--activation_checkpointing auto: {chosen}, {reason}{more}", **options)
+
+
+def _forecasts(run: PreparedRun) -> Iterator[tuple[dict[str, Any], Forecast]]:
+    """Return the run's forecasts with more and more recomputation, and the arguments for it."""
+    requests = {kind: make_request(_with(run, activation_checkpointing=kind)) for kind in ("none", "full")}
+    none = requests["none"].forecast()
+    yield {"activation_checkpointing": "none"}, none
+    full = requests["full"].forecast()
+    for budget in _BUDGETS:
+        options = {"activation_checkpointing": "selective", "activation_memory_budget": budget}
+        yield options, requests["none"].with_activations(none, between(full.activations, none.activations, budget))
+    yield {"activation_checkpointing": "full"}, full
+
+
+def _choose_compile(run: PreparedRun) -> PreparedRun:
+    """Compile if that saves more time than it takes."""
+    if run.arguments.model.float8:
+        return _with(run, "--compile auto: true, since float8 needs it", compile=True)
+    missing = _missing_for_compile(run)
+    if missing:
+        return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)
+    seconds = _seconds_of_training(run)
+    pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
+    reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
+    return _with(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
+
+
+def _missing_for_compile(run: PreparedRun) -> str | None:
+    if run.arguments.planning.plans_for_others:
+        return None
+    return missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
+
+
+def _seconds_of_training(run: PreparedRun) -> float:
+    """Estimate how long the run's steps take without compiling, also those before a resume: nothing changes by it."""
+    plan, precision = run.plan, run.arguments.model.precision
+    name = "" if run.arguments.planning.plans_for_others else torch.cuda.get_device_name()
+    peak = peak_flops(name, compute_dtype(precision)) or _PEAK_OF_A100
+    flops_of_step = run.model.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size
+    return plan.num_steps * flops_of_step / (peak * _UTILIZATION)
+
+
+def _show_time(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"
+
+
+def _with(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
+    """Return the run with other arguments, and a note if given."""
+    arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
+    return replace(run, arguments=arguments, notes=(*run.notes, *([note] if note else [])))

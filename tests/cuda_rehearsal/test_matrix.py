@@ -1,0 +1,135 @@
+"""The whole matrix on pretended CUDA devices: ``make test-cuda-rehearsal``, which also writes its table."""
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.pretended_cuda.matrix import Case, cases
+from tests.support.pretended_cuda.rehearsal import (
+    LATE,
+    STEP_WAITS,
+    Rehearsal,
+    foreign_contexts,
+    losses,
+    tensor_files,
+    waits_in_steps,
+)
+
+pytestmark = pytest.mark.cuda_rehearsal
+TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 4e-3, "bf16-true": 4e-3, "16-mixed": 4e-3}
+SECONDS = 600
+# waits of torch itself: FSDP1's limit of gathered layers, DDP's first forward pass, GradScaler's look at the gradients
+TORCH_WAITS = {"event.synchronize", "copy from pageable memory in forward", "copy to host in forward", "item in step"}
+INTRODUCTION = """\
+# Rehearsal on pretended CUDA devices
+
+`make test-cuda-rehearsal` runs the program on CUDA devices whose memory is the host's and whose kernels are the CPU's
+(`tests/support/pretended_cuda/`), and writes this page. Each pair of values of two factors that the program takes
+together is in at least one case. Values that a case does not name are the first ones: {defaults}.
+
+A case trains four steps with background saves whose copies arrive as late as CUDA's streams allow, trains again with
+synchronous saves, trains on CPU ranks, and resumes from step 2. *Loss* is the last training loss, *CPU* that of the CPU
+ranks (16-mixed: in fp32), *largest difference* is over losses and gradient norms of all steps. *Saves* compares the
+files with weights and optimizer states of both kinds of saves byte for byte. *Resumed* is the largest difference of
+the resumed run's losses from the first run's. A case also fails if a rank makes a context on the device of another, or
+if the host waits for the device in a step at a line that `tests/support/pretended_cuda/rehearsal.py` does not name.
+Each kind of check is seen to fail on a deliberate defect: `tests/cuda_rehearsal/test_training_on_cuda.py`.
+
+The devices say nothing about CUDA's own kernels, NCCL, Inductor's code for CUDA, or time.
+
+{machine}
+
+| case | loss | CPU | largest difference | saves | resumed | result |
+|---|---|---|---|---|---|---|
+"""
+ROWS: list[tuple[str, ...]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Write the table into the file that ``CUDA_REHEARSAL_TABLE`` names, after the last case."""
+    started = time.monotonic()
+    yield
+    file = os.environ.get("CUDA_REHEARSAL_TABLE")
+    if file:
+        minutes = (time.monotonic() - started) / 60
+        machine = (
+            f"{datetime.date.today():%d %B %Y}: {len(ROWS)} cases in {minutes:.0f} minutes on {os.cpu_count()} cores "
+            f"({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}."
+        )
+        first = "2 devices, 32-true, no offload, no checkpointing, gradients reduced once a step, full saves"
+        text = INTRODUCTION.format(defaults=first, machine=machine)
+        Path(file).write_text(text + "".join(f"| {' | '.join(row)} |\n" for row in ROWS), encoding="utf-8")
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_case(rehearsal: Rehearsal, case: Case) -> None:
+    row = [case.name, "", "", "", "", ""]
+    try:
+        rehearse(rehearsal, case, row)
+        row.append("passed")
+    finally:
+        ROWS.append(tuple(row if row[-1] == "passed" else [*row, "**failed**"]))
+
+
+def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
+    """Run one case and fill in its row of the table."""
+    name, devices, options = case.name, case.num_devices, dict(case.options)
+    if case["data"] == "stream":
+        options |= {"streaming_dataset": rehearsal.tokens.parent / "slice.jsonl", "max_length": 64}
+    late = rehearsal.run(f"{name}, late", options, devices, copy_delay=LATE, timeout=SECONDS)
+    on_devices = losses(rehearsal.folder / f"{name}, late")
+    on_cpu = rehearsal.cpu_losses(f"{name}, cpu", options, devices)
+    row[1], row[2], row[3] = f"{on_devices[-3]:.5f}", f"{on_cpu[-3]:.5f}", largest_difference(on_devices, on_cpu)
+    assert on_devices == pytest.approx(on_cpu, abs=TOLERANCE[case["precision"]])
+
+    rehearsal.run(f"{name}, synchronous", {**options, "async_save": "false"}, devices, timeout=SECONDS)
+    saved = {
+        step: [tensor_files(rehearsal.checkpoint(f"{name}, {kind}", step)) for kind in ("late", "synchronous")]
+        for step in (2, 4)
+    }
+    row[4] = "equal" if all(one == other for one, other in saved.values()) else "differ"
+    assert row[4] == "equal"
+    if devices > 1:
+        assert any(notes.late_copies for notes in late.notes.values())
+
+    after = {**options, "checkpoint": rehearsal.checkpoint(f"{name}, late", 2)}
+    rehearsal.run(f"{name}, resumed", after, case.num_devices_after, timeout=SECONDS)
+    resumed = losses(rehearsal.folder / f"{name}, resumed")
+    row[5] = largest_difference(resumed, on_devices[-len(resumed) :])
+    exact = case.num_devices_after == devices
+    assert resumed == pytest.approx(on_devices[-len(resumed) :], abs=0 if exact else TOLERANCE[case["precision"]])
+
+    assert not foreign_contexts(late)
+    unnamed = waits_in_steps(late) - STEP_WAITS
+    assert not {wait for wait in unnamed if not any(wait.startswith(known) for known in TORCH_WAITS)}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp", "single"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_evaluation_and_self_check(rehearsal: Rehearsal, strategy: str, precision: str) -> None:
+    name, devices = f"{strategy} {precision}", 1 if strategy == "single" else 2
+    options = {"parallelism": strategy, "precision": precision}
+    checked = rehearsal.run(f"{name}, self-check", {**options, "self_check": "true"}, devices)
+    assert checked.returncode == 0
+    rehearsal.run(f"{name}, evaluated", {**options, "eval_only": "true"}, devices)
+    rehearsal.cpu_losses(f"{name}, evaluated on CPU", {**options, "eval_only": "true"}, devices)
+    loss, expected = (
+        json.loads((rehearsal.folder / f"{name}, evaluated{where}" / "evaluation.json").read_text())["loss"]
+        for where in ("", " on CPU")
+    )
+    assert loss == pytest.approx(expected, abs=TOLERANCE[precision])
+    case, difference = f"{devices} x {strategy}, {precision}: --eval_only and --self_check", abs(loss - expected)
+    ROWS.append((case, f"{loss:.5f}", f"{expected:.5f}", f"{difference:.0e}", "", "", "passed"))
+
+
+def largest_difference(one: list[float], other: list[float]) -> str:
+    """Return the largest difference of two lists of numbers, as text."""
+    return f"{max(abs(first - second) for first, second in zip(one, other, strict=True)):.0e}"

@@ -1,0 +1,136 @@
+"""Training and saving on pretended CUDA devices: the cases that catch the most, each kind of check with its defect."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.support.pretended_cuda.rehearsal import (
+    LATE,
+    STEP_WAITS,
+    Rehearsal,
+    foreign_contexts,
+    losses,
+    tensor_files,
+    waits_in_steps,
+)
+from tests.support.pretended_cuda.run import run_pretended
+
+pytestmark = pytest.mark.slow
+SAVES = {"parallelism": "fsdp", "state_dict_type": "sharded", "max_step": 3, "lr_decay": "false"}
+OFFLOADED = {"parallelism": "fsdp2", "cpu_offload": "true", "precision": "bf16-mixed"}
+# the optimizer's step no longer waits for the copies of a background save
+NO_WAIT = """
+from fabric_train.checkpoint.writer import RankWriter
+RankWriter.wait_until_copied = lambda self: self._is_copied.wait()
+"""
+ITEM = """
+from fabric_train.training import loop
+clip = loop.clip_grad_norm
+def clip_and_read(*arguments):
+    norm = clip(*arguments)
+    norm.item()
+    return norm
+loop.clip_grad_norm = clip_and_read
+"""
+CPU_TENSOR = """
+import torch
+from fabric_train.training import loop
+gather = loop.gather_over_data_ranks
+def gather_and_more(*arguments):
+    torch.distributed.all_reduce(torch.ones(1))
+    return gather(*arguments)
+loop.gather_over_data_ranks = gather_and_more
+"""
+FIRST_DEVICE = """
+import torch
+from fabric_train.training import loop
+seed_step = loop.seed_step
+def seed_step_on_first(*arguments):
+    with torch.cuda.device(0):
+        torch.empty(1, device="cuda")
+    seed_step(*arguments)
+loop.seed_step = seed_step_on_first
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ({"parallelism": "fsdp", "limit_all_gathers": "false"}, 2),
+        ({"parallelism": "ddp", "activation_checkpointing": "full", "activation_offload": "true"}, 3),
+        ({"parallelism": "single", "compile": "true", "max_step": 1}, 1),
+    ],
+    ids=["fsdp", "ddp", "compiled"],
+)
+def test_losses_on_devices_are_those_on_cpu_ranks(
+    rehearsal: Rehearsal, options: Mapping[str, object], devices: int
+) -> None:
+    name = f"{options['parallelism']}-losses"
+    run = rehearsal.run(name, options, devices)
+    expected = rehearsal.cpu_losses(f"{name}-cpu", options, devices)
+    assert losses(rehearsal.folder / name) == pytest.approx(expected, abs=1e-5)
+    assert len(run.notes) == devices
+    assert not foreign_contexts(run)
+
+
+def test_host_waits_in_a_step_at_the_named_lines_only(rehearsal: Rehearsal) -> None:
+    run = rehearsal.run("waits", {"parallelism": "fsdp2", "max_step": 2})
+    assert waits_in_steps(run) == STEP_WAITS
+    read = rehearsal.run("reads", {"parallelism": "fsdp2", "max_step": 2}, before=ITEM)
+    assert waits_in_steps(read) == {*STEP_WAITS, "item in clip_and_read"}
+
+
+def test_background_saves_with_late_copies_equal_synchronous_ones(rehearsal: Rehearsal) -> None:
+    rehearsal.run("synchronous", {**SAVES, "async_save": "false"})
+    late = rehearsal.run("background", SAVES, copy_delay=LATE)
+    assert all(notes.late_copies for notes in late.notes.values())
+    rehearsal.run("not waited", SAVES, copy_delay=LATE, before=NO_WAIT)
+    expected = tensor_files(rehearsal.checkpoint("synchronous", 2))
+    assert tensor_files(rehearsal.checkpoint("background", 2)) == expected
+    assert tensor_files(rehearsal.checkpoint("not waited", 2)) != expected
+    rehearsal.run("offloaded-shards", {**SAVES, "cpu_offload": "true", "max_step": 2})
+    assert tensor_files(rehearsal.checkpoint("offloaded-shards", 2)) == expected
+
+
+def test_offloaded_run_resumes_on_devices_as_if_never_stopped(rehearsal: Rehearsal) -> None:
+    rehearsal.run("offloaded", OFFLOADED)
+    rehearsal.run("resumed", {**OFFLOADED, "checkpoint": rehearsal.checkpoint("offloaded", 2)})
+    whole = losses(rehearsal.folder / "offloaded")
+    assert losses(rehearsal.folder / "resumed") == whole[-len(losses(rehearsal.folder / "resumed")) :]
+    expected = tensor_files(rehearsal.checkpoint("offloaded", 4))
+    assert tensor_files(rehearsal.checkpoint("resumed", 4)) == expected
+
+
+def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal: Rehearsal) -> None:
+    options = {"parallelism": "fsdp2", "tensor_parallel_size": 2, "max_step": 2}
+    rehearsal.run("tensor-parallel", options)
+    rehearsal.run("tensor-parallel-offloaded", {**options, "cpu_offload": "true"}, copy_delay=LATE)
+    on_cpu = pytest.approx(rehearsal.cpu_losses("tensor-parallel-cpu", options), abs=1e-5)
+    assert losses(rehearsal.folder / "tensor-parallel") == on_cpu
+    expected = tensor_files(rehearsal.checkpoint("tensor-parallel", 2))
+    assert tensor_files(rehearsal.checkpoint("tensor-parallel-offloaded", 2)) == expected
+
+
+def test_cpu_tensor_given_to_nccl_ends_the_run(rehearsal: Rehearsal) -> None:
+    run = rehearsal.start("cpu-tensor", {"parallelism": "ddp"}, before=CPU_TENSOR)
+    assert run.returncode == 1
+    assert "No backend type associated with device type cpu" in run.stderr
+
+
+def test_context_on_the_device_of_another_rank_is_noted(rehearsal: Rehearsal) -> None:
+    run = rehearsal.run("first-device", {"parallelism": "ddp", "max_step": 1}, before=FIRST_DEVICE)
+    assert list(foreign_contexts(run)) == [1]
+    assert "seed_step_on_first" in foreign_contexts(run)[1][0]
+
+
+def test_evaluation_export_and_generation_run_on_a_device(rehearsal: Rehearsal) -> None:
+    rehearsal.run("trained", {"parallelism": "fsdp2", "precision": "bf16-true", "max_step": 2})
+    trained, export = rehearsal.checkpoint("trained", 2), rehearsal.folder / "export"
+    evaluated = rehearsal.run("evaluated", {"eval_only": "true", "checkpoint": trained, "precision": "bf16-true"})
+    assert "validation loss" in evaluated.stdout
+    converted = run_pretended(["convert_to_hf", "--checkpoint", trained, "--output_dir", export], 1)
+    assert converted.returncode == 0, converted.stderr
+    generated = run_pretended(["generate", "--model_name", export, "--prompt", "To be", "--num_tokens", 8], 1)
+    assert generated.returncode == 0, generated.stderr
+    assert "(cuda, bfloat16)" in generated.stderr
+    assert generated.stdout.startswith("To be")

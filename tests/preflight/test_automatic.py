@@ -1,0 +1,152 @@
+"""``auto`` recomputes no more than a device's memory asks for, and compiles where that pays."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from arguments import TrainArguments, parse
+from fabric_train.checkpoint import TrainerState
+from fabric_train.cli.errors import InputError
+from fabric_train.model.hf_model import ModelShape, shape_from_config
+from fabric_train.preflight.automatic import resolve_automatic
+from fabric_train.preflight.memory.forecast import RunRequest
+from fabric_train.preflight.memory.plan import make_request
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
+from tests.support.forked_runs import ForkedRuns
+from tests.support.unequal_rows import argv, metrics, write_model, write_rows
+
+REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
+LENGTH = 8192
+
+
+@pytest.fixture(scope="module")
+def shape() -> ModelShape:
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
+    return shape_from_config(config, "model", "LlamaDecoderLayer", "sdpa", is_new=True)
+
+
+def prepared(shape: ModelShape, *options: str, accelerator: str = "cuda", num_steps: int = 10) -> PreparedRun:
+    arguments = parse(TrainArguments, [*REQUIRED, *options])
+    data: Any = SimpleNamespace(isolates=True)
+    order: Any = None
+    return PreparedRun(
+        given=arguments,
+        arguments=arguments,
+        folder=Path("run"),
+        devices=DevicePlan(accelerator, 8, "fsdp2"),
+        start=StartingPoint(None, TrainerState()),
+        data=data,
+        model=shape,
+        plan=StepPlan(None, 8, 8, 1, 4, 32, None, num_steps, LENGTH),
+        order=order,
+        versions={},
+        notes=(),
+    )
+
+
+def device_bytes(run: PreparedRun, **options: Any) -> int:
+    arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
+    return make_request(replace(run, arguments=arguments)).forecast().device_bytes
+
+
+def test_least_recomputation_that_fits_is_chosen(shape: ModelShape) -> None:
+    run = prepared(shape, "--plan", "true", "--device_memory", "80GB", "--compile", "false")
+    none, full = (device_bytes(run, activation_checkpointing=kind) for kind in ("none", "full"))
+    assert full < 0.5 * none
+    between = (none + full) // 2
+    for usable, kind in {none + 1_000_000: "none", between: "selective", 1: "full"}.items():
+        memory = f"{usable / 0.9 / 1e9 + 1e-9:.9f}GB"
+        resolved = resolve_automatic(prepared(shape, "--plan", "true", "--device_memory", memory, "--compile", "false"))
+        chosen = resolved.arguments.fsdp
+        assert chosen.activation_checkpointing == kind
+        (note,) = resolved.notes
+        assert note.startswith(f"--activation_checkpointing auto: {kind}")
+        if kind == "selective":
+            budget = chosen.activation_memory_budget
+            assert device_bytes(resolved) <= usable < device_bytes(resolved, activation_memory_budget=budget + 0.1)
+        assert resolved.given.fsdp.activation_checkpointing == "auto"
+
+
+def test_what_is_given_stays_and_a_cpu_does_neither(shape: ModelShape) -> None:
+    given = ("--activation_checkpointing", "full", "--compile", "true")
+    run = prepared(shape, *given)
+    assert resolve_automatic(run) == run
+    for options, accelerator in (([], "cpu"), (["--eval_only", "true"], "cuda")):
+        resolved = resolve_automatic(prepared(shape, *options, accelerator=accelerator))
+        assert resolved.arguments.fsdp.activation_checkpointing == "none"
+        assert resolved.arguments.fsdp.compile is False
+        assert resolved.notes == ()
+
+
+def test_model_that_cannot_be_traced_keeps_everything(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: RunRequest) -> None:
+        raise RuntimeError("it reads the content of tensors")
+
+    monkeypatch.setattr(RunRequest, "forecast", fail)
+    run = resolve_automatic(prepared(shape, "--plan", "true", "--device_memory", "80GB", "--compile", "false"))
+    assert run.arguments.fsdp.activation_checkpointing == "none"
+    assert run.notes == (
+        "--activation_checkpointing auto: none, since the memory of the model's activations cannot be computed",
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "options", "compiles", "reason"),
+    [
+        (10, [], False, "since the run takes about "),
+        (100_000, [], True, " hours and compiling about 2.0 minutes"),
+        (10, ["--float8", "true"], True, "since float8 needs it"),
+    ],
+)
+def test_long_runs_are_compiled(
+    shape: ModelShape,
+    monkeypatch: pytest.MonkeyPatch,
+    num_steps: int,
+    options: list[str],
+    compiles: bool,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    kept = ["--activation_checkpointing", "none"]
+    run = resolve_automatic(prepared(shape, *kept, *options, num_steps=num_steps))
+    assert run.arguments.fsdp.compile is compiles
+    assert reason in run.notes[0]
+    if "--float8" in options:
+        return  # preflight refuses it without a compiler
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = resolve_automatic(prepared(shape, *kept, *options, num_steps=num_steps))
+    assert run.arguments.fsdp.compile is False
+    assert run.notes == ("--compile auto: false, since there is no compiler no-such-compiler",)
+
+
+def test_compile_takes_auto_true_and_false(tmp_path: Path) -> None:
+    assert parse(TrainArguments, REQUIRED).fsdp.compile == "auto"
+    for text, value in (("auto", "auto"), ("true", True), ("false", False)):
+        (tmp_path / "config.yaml").write_text(f"compile: {text}\n")
+        config = ["--config", str(tmp_path / "config.yaml")]
+        for given in (["--compile", text], config):
+            found = parse(TrainArguments, [*REQUIRED, *given]).fsdp.compile
+            assert (found, type(found)) == (value, type(value))
+    with pytest.raises(InputError, match="--compile: expected true or false or auto, got 'maybe'"):
+        parse(TrainArguments, [*REQUIRED, "--compile", "maybe"])
+
+
+def test_resumed_run_says_what_is_recomputed_now(forked_runs: ForkedRuns, tmp_path: Path) -> None:
+    model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
+    forked_runs.start(argv(model, tokens, tmp_path / "run", max_step=4, save_step_interval=2), 1).finish()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert json.loads((checkpoint / "trainer.json").read_text())["arguments"]["activation_checkpointing"] == "none"
+    assert "activation_checkpointing: auto" in (tmp_path / "run" / "config.yaml").read_text()
+    options = {"max_step": 4, "checkpoint": checkpoint, "activation_checkpointing": "full"}
+    resumed = forked_runs.start(argv(model, tokens, tmp_path / "resumed", **options), 1)
+    resumed.finish()
+    assert "activation_checkpointing: none -> full" in resumed.stdout()
+    after = [row["train_loss"] for row in metrics(tmp_path / "run")[2:]]
+    assert [row["train_loss"] for row in metrics(tmp_path / "resumed")] == after

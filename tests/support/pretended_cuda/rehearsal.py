@@ -1,0 +1,113 @@
+"""Train the tiny model on pretended CUDA devices, and compare with CPU ranks and with synchronous saves."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.forked_runs import ForkedRuns
+from tests.support.pretended_cuda.run import PretendedRun, run_pretended
+from tests.support.short_runs import argv, metrics
+
+LATE = 5.0
+"""Seconds that a copy is late if nothing else waits for it: the optimizer would change what is not copied yet."""
+SETTINGS = {"max_step": 4, "total_batch_size": 12, "eval_step_interval": 4, "save_step_interval": 2}
+STEP_WAITS = {
+    "barrier in gather_over_ranks",  # Fabric's all_reduce has one
+    "copy to host in check",
+    "copy to host in _take_step",
+    "copy to host in result",
+}
+"""Where the host waits for the device in a step: these and no others."""
+_CUDA_ONLY = ("cpu_offload", "activation_offload", "compile", "limit_all_gathers")
+# without Inductor, which would write kernels for CUDA
+_EAGER_COMPILER = """
+import functools, torch
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+
+
+class Rehearsal:
+    """Starts runs of the tiny model on the tiny token dataset, each into a folder of its own."""
+
+    def __init__(self, folder: Path, model: Path, tokens: Path, cpu_runs: ForkedRuns) -> None:
+        self.folder, self.model, self.tokens, self._cpu_runs = folder, model, tokens, cpu_runs
+
+    def start(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        devices: int = 2,
+        *,
+        copy_delay: float = 0.0,
+        before: str = "",
+        timeout: float = 120,
+    ) -> PretendedRun:
+        """Run on devices into the folder ``name``, whatever the exit code."""
+        words = argv(self.model, self.tokens, self.folder / name, **{**SETTINGS, "accelerator": "cuda", **options})
+        before = (_EAGER_COMPILER if options.get("compile") else "") + before
+        return run_pretended(["fabric_train", *words], devices, copy_delay, before, timeout=timeout)
+
+    def run(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        devices: int = 2,
+        *,
+        copy_delay: float = 0.0,
+        before: str = "",
+        timeout: float = 120,
+    ) -> PretendedRun:
+        """Run on devices into the folder ``name``.
+
+        Raises:
+            AssertionError: the exit code is not 0.
+        """
+        run = self.start(name, options, devices, copy_delay=copy_delay, before=before, timeout=timeout)
+        assert run.returncode == 0, run.stderr or run.stdout
+        return run
+
+    def cpu_losses(self, name: str, options: Mapping[str, object], ranks: int = 2) -> list[float]:
+        """Return ``losses`` of a run on CPU ranks, without the options that only GPUs have."""
+        given = {option: value for option, value in options.items() if option not in _CUDA_ONLY}
+        if given.get("precision") == "16-mixed":
+            given["precision"] = "32-true"
+        words = argv(self.model, self.tokens, self.folder / name, **{**SETTINGS, **given})
+        self._cpu_runs.start(words, ranks).finish()
+        return losses(self.folder / name)
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        """Return the folder of a checkpoint of a run."""
+        return self.folder / name / "checkpoints" / f"step-{step:08d}"
+
+
+def losses(run: Path) -> list[float]:
+    """Return training loss and gradient norm of each step, and the validation losses."""
+    return [float(row[index]) for row in metrics(run) for index in (2, 3, 6) if row[index]]
+
+
+def tensor_files(checkpoint: Path) -> dict[str, bytes]:
+    """Return the content of the files with weights and optimizer states."""
+    files = {str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*.safetensors")}
+    assert files, f"{checkpoint} has no tensors"
+    return files
+
+
+def waits_in_steps(run: PretendedRun) -> set[str]:
+    """Return where the hosts waited for a device in a step, as "item in FUNCTION"."""
+    return {
+        f"{what} in {functions.split(' < ')[0]}"
+        for notes in run.notes.values()
+        for what, functions in (
+            re.sub(r" at \S+ ", "\n", place, count=1).split("\n")[:2] for place in notes.waits if " < " in place
+        )
+        if "_take_step" in functions.split(" < ") or functions.startswith("result < train")
+    }
+
+
+def foreign_contexts(run: PretendedRun) -> dict[int, list[str]]:
+    """Return where ranks made contexts on devices of other ranks, by rank."""
+    return {
+        rank: [place for device, place in notes.contexts.items() if device != str(rank)]
+        for rank, notes in run.notes.items()
+        if notes.contexts.keys() != {str(rank)}
+    }
