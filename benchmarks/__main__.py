@@ -22,6 +22,7 @@ from benchmarks import (
     overhead,
     plan,
     precision,
+    rehearsal,
     tokenization,
     training,
 )
@@ -57,7 +58,9 @@ BENCHMARKS = {
     "plan": Benchmark(plan.measure, plan.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
+    "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
 }
+_ONLY_BY_NAME = [name for name, benchmark in BENCHMARKS.items() if benchmark.only_by_name]
 _IDLE_LOAD = 0.25  # load average per core
 
 
@@ -72,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        help=f"what to measure: {', '.join(BENCHMARKS)}; default: all except gpu, faults, plan, memory and precision",
+        help=f"what to measure: {', '.join(BENCHMARKS)}; default: all except {', '.join(_ONLY_BY_NAME)}",
     )
     parser.add_argument(
         "--first_hour",
@@ -105,7 +108,7 @@ def main() -> None:
     if given.first_hour:
         first_hour.run_first_hour(given.sizes, given.work, machine, commit)
         return
-    for name in names or [name for name, benchmark in BENCHMARKS.items() if not benchmark.only_by_name]:
+    for name in names or [name for name in BENCHMARKS if name not in _ONLY_BY_NAME]:
         # on the project's own disk, because the systems write their output there
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
             try:

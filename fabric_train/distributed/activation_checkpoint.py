@@ -233,5 +233,5 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, which its views share."""
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's storage, which its views share. A fake tensor has one as well."""
+    return tensor.untyped_storage()._cdata

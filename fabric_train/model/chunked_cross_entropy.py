@@ -9,6 +9,8 @@ Shapes: N supervised tokens, H hidden size, V vocabulary.
 
 import functools
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,19 @@ _CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 """The most bytes that a chunk's logits and their fp32 log-probabilities take. Each chunk reads the weight, and reads
 and writes its gradient. So a few large chunks are faster, as long as their logits fit in memory.
 """
+
+_traced_device: str | None = None
+
+
+@contextmanager
+def traced_as(device_type: str) -> Iterator[None]:
+    """Let fake CPU tensors take the memory that tensors on a device of this type would take."""
+    global _traced_device
+    _traced_device = device_type
+    try:
+        yield
+    finally:
+        _traced_device = None
 
 
 def summed_cross_entropy(
@@ -83,7 +98,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         total = grad_weight if in_place is None else weight.grad
         cast_weight = weight.to(dtype)
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        chunk_size = _chunk_size(len(targets), len(weight), hidden.device.type, dtype)
+        chunk_size = _chunk_size(len(targets), len(weight), _device_type(hidden), dtype)
         buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
         for begin in range(0, len(targets), chunk_size):
             chunk = slice(begin, begin + chunk_size)
@@ -122,6 +137,10 @@ def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch
     most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (bytes_per_logit * vocab_size))
     num_chunks = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_chunks))
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    return _traced_device or tensor.device.type
 
 
 def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -201,7 +220,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """Add ``left @ right`` to an fp32 total."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif _device_type(total) == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

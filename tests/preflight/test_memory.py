@@ -24,7 +24,7 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.plan_accuracy import Case
 from tests.support.unequal_rows import argv, write_model, write_rows
 
-UNITS = Units(num_layers=10, layer=100, rest=200, head=90, is_tied=False)
+UNITS = Units(num_layers=10, layer=100, rest=200, head=90, embedding=90, is_tied=False)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,13 @@ def wanted(shape: ModelShape, world_size: int, gigabytes: float, *options: str, 
 # ------------------------------------------------------------------------------------------------------- activations
 
 
-def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape) -> None:
+@pytest.mark.parametrize(("on_gpu", "by_unit"), [(False, False), (True, True)])
+def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape, on_gpu: bool, by_unit: bool) -> None:
     plain, full = (
         trace_activations(
             llama,
             parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y", "--activation_checkpointing", kind]),
-            MicroBatch(1, 1024, torch.bfloat16, None, has_borders=False),
+            MicroBatch(1, 1024, torch.bfloat16, None, has_borders=False, on_gpu=on_gpu, by_unit=by_unit),
         )
         for kind in ("none", "full")
     )
@@ -78,7 +79,7 @@ def test_traced_memory_is_what_layers_or_checkpointing_keep(llama: ModelShape) -
 
 def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> None:
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
-    batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False)
+    batch = MicroBatch(1, 2048, torch.float32, None, has_borders=False, on_gpu=False, by_unit=True)
     traced = trace_activations(llama, arguments, batch)
     assert astuple(traced) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
 
@@ -86,7 +87,9 @@ def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> No
 def test_isolated_documents_cost_their_mask(llama: ModelShape) -> None:
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
     plain, masked = (
-        trace_activations(llama, arguments, MicroBatch(1, 1024, torch.bfloat16, None, has_borders=borders))
+        trace_activations(
+            llama, arguments, MicroBatch(1, 1024, torch.bfloat16, None, borders, on_gpu=True, by_unit=True)
+        )
         for borders in (False, True)
     )
     assert masked.kept - plain.kept >= 1024 * 1024
@@ -172,13 +175,13 @@ def test_gradients_reduced_each_micro_batch_are_held_in_shards(llama: ModelShape
 
 def test_tied_vocabulary_gradients_count_as_the_strategy_holds_them(llama: ModelShape) -> None:
     """Beside what is held, single has the embedding's until it is added, ddp the sum as well until a bucket has it."""
-    at_end = {
-        name: wanted(llama, ranks, 80, "--parallelism", name, "--precision", "32-true").forecast().budget.phases[1]
-        for name, ranks in (("fsdp", 2), ("single", 1), ("ddp", 2))
-    }
-    layers_alone, single, ddp = (phase.parts["activations"] for phase in at_end.values())
+    forecasts = [
+        wanted(llama, ranks, 80, "--parallelism", name, "--precision", "32-true").forecast()
+        for name, ranks in (("single", 1), ("ddp", 2))
+    ]
     matrix = 4 * 128_256 * 2048
-    assert (single - layers_alone, ddp - layers_alone) == (matrix, 2 * matrix)
+    extra = [each.budget.phases[1].parts["activations"] - each.activations.at_end for each in forecasts]
+    assert extra == [matrix, 2 * matrix]
 
 
 def test_checkpoints_are_counted_as_a_run_leaves_them(llama: ModelShape) -> None:

@@ -4,11 +4,15 @@ Every layer costs the same. So a model of three and one of two layers are traced
 """
 
 import copy
-import weakref
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +21,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Targets
 from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from fabric_train.model.chunked_cross_entropy import traced_as
 from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.preflight.memory.gpu_attention import attention_on_gpu
+from fabric_train.preflight.memory.live_bytes import LiveBytes
 from fabric_train.training.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -32,7 +39,8 @@ class MicroBatch:
     """The rows of one forward pass on one device.
 
     ``dtype`` is the type of the weights in the pass. ``autocast`` is the type that matrix products are cast to, None if
-    it is ``dtype``. ``has_borders``: several documents share a row and are isolated.
+    it is ``dtype``. ``has_borders``: several documents share a row and are isolated. ``on_gpu``: the kernels are those
+    of a GPU. ``by_unit``: the strategy reduces the gradients of a layer together, when all are computed.
     """
 
     num_rows: int
@@ -40,50 +48,71 @@ class MicroBatch:
     dtype: torch.dtype
     autocast: torch.dtype | None
     has_borders: bool
+    on_gpu: bool
+    by_unit: bool
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of one micro-batch on one device.
 
-    They include the gradient of one parameter at a time, but not those of embedding and head, which
-    ``device_memory.py`` counts. ``kept`` is what all layers keep from the forward to the backward pass. ``most`` is the
-    peak, usually at the loss. ``at_end`` is the peak in the backward pass of the first layer.
+    With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and those outside of the
+    layers until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time,
+    but not those of embedding and head, which ``device_memory.py`` counts.
+
+    Attributes:
+        kept: what all layers keep from the forward to the backward pass.
+        most: the peak of the forward pass, usually at the loss.
+        at_head: the peak in the head's backward pass; 0 without ``by_unit``, or if the head is also the embedding.
+        at_last: the peak in the backward pass of the last layer, which is the first in it.
+        after_last: the bytes at its end.
+        at_end: the peak in the backward pass of the first layer.
+        after_end: the bytes at its end.
     """
 
     kept: int
     most: int
+    at_head: int
+    at_last: int
+    after_last: int
     at_end: int
+    after_end: int
 
 
 def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    """Trace a micro-batch of the model.
-
-    Selective checkpointing is interpolated between none and full by its budget. Offloaded activations are not counted.
+    """Trace a micro-batch of the model. Offloaded activations are not counted.
 
     Raises:
         RuntimeError: the model asks for the content of tensors.
     """
     fsdp = arguments.fsdp
-    if fsdp.activation_checkpointing == "selective":
-        full, none = (
-            trace_activations(shape, replace(arguments, fsdp=replace(fsdp, activation_checkpointing=kind)), batch)
-            for kind in ("full", "none")
-        )
-        return between(full, none, fsdp.activation_memory_budget)
     if fsdp.activation_offload:
         stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))
         full = trace_activations(shape, stays, batch)
-        return Activations(0, full.most - full.kept, full.at_end)
+        return replace(
+            full,
+            kept=0,
+            most=full.most - full.kept,
+            at_head=max(0, full.at_head - full.kept),
+            at_last=full.at_last - full.kept,
+            after_last=full.after_last - full.kept,
+        )
     depth = shape.config.get_text_config().num_hidden_layers
     if depth <= _TRACED_LAYERS:
         return _trace(shape, depth, arguments, batch)
     more, fewer = (_trace(shape, layers, arguments, batch) for layers in (_TRACED_LAYERS, _TRACED_LAYERS - 1))
     left = depth - _TRACED_LAYERS
-    kept = more.kept + left * (more.kept - fewer.kept)
-    # with few layers the peak may be in the backward pass, with many it is at the loss
-    most = max(more.most + left * (more.most - fewer.most), kept)
-    return Activations(kept, most, more.at_end)
+    of_layer = more.kept - fewer.kept
+    kept = more.kept + left * of_layer
+    return replace(
+        more,
+        kept=kept,
+        # with few layers the peak may be in a layer's forward pass, with many it is at the loss
+        most=max(more.most + left * (more.most - fewer.most), kept),
+        at_head=more.at_head and more.at_head + left * of_layer,
+        at_last=more.at_last + left * of_layer,
+        after_last=more.after_last + left * of_layer,
+    )
 
 
 def between(full: Activations, none: Activations, budget: float) -> Activations:
@@ -93,30 +122,45 @@ def between(full: Activations, none: Activations, budget: float) -> Activations:
 
 
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    with FakeTensorMode():
+    with ExitStack() as kernels, FakeTensorMode():
+        if batch.on_gpu:
+            kernels.enter_context(traced_as("cuda"))
+            kernels.enter_context(patch.object(F, "scaled_dot_product_attention", attention_on_gpu))
         # flash, flex and variable-length attention keep the same tensors as sdpa's fused kernel, without its mask
         attention = "eager" if arguments.model.attention == "eager" else "sdpa"
         config = _cut(shape.config, num_layers)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
         model.train()
         layers = [module for module in model.modules() if type(module) in shape.layer_classes]
-        live = _LiveBytes(model)
-        _freeze_vocabulary(model)
-        _drop_gradients(model, layers, live)
+        live = _LiveMode(model)
         if arguments.model.precision != "16-mixed":  # as model.parallelize.setup_model does
             compute_loss_in_head(model)
-        if arguments.fsdp.activation_checkpointing == "full":
-            checkpoint_layers(layers)
+        budget = {"none": 1.0, "full": 0.0}.get(
+            arguments.fsdp.activation_checkpointing, arguments.fsdp.activation_memory_budget
+        )
+        if budget < 1:
+            checkpoint_layers(layers, budget)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
         positions = torch.arange(batch.num_rows * (batch.length - 1))
         targets = Targets(positions, torch.zeros_like(positions))
         _give_mask(model, layers, batch, batch.has_borders and shape.config._attn_implementation == attention)
-        with live:
+
+        def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
-                loss = summed_loss(model, ids, ids, targets=targets)
-                kept = live.now
+                return summed_loss(model, ids, ids, targets=targets)
+
+        if 0 < budget < 1:
+            forward()  # the first pass chooses what is kept
+        peaks = _drop_gradients(model, layers, live.bytes, batch.by_unit)
+        with live:
+            loss = forward()
+            kept, most = live.bytes.now, live.bytes.most
+            live.bytes.restart()
             loss.backward()
-    return Activations(kept, live.most, live.most_since)
+    if not batch.by_unit:
+        end = live.bytes.most
+        return Activations(kept, max(most, end, peaks.get("most", 0)), 0, 0, 0, end, 0)
+    return Activations(kept, most, *(peaks.get(name, 0) for name in _PEAKS))
 
 
 def _cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
@@ -136,23 +180,67 @@ def _freeze_vocabulary(model: Any) -> None:
     model.get_input_embeddings().register_forward_hook(lambda _, args, hidden: hidden.requires_grad_())
 
 
-def _drop_gradients(model: nn.Module, layers: list[nn.Module], live: "_LiveBytes") -> None:
-    """Drop each gradient when it is complete: ``device_memory.py`` counts gradients by strategy.
+_PEAKS = ("at_head", "at_last", "after_last", "at_end", "after_end")
 
-    Restart the peak when the backward pass reaches the first layer.
-    """
-    left = {id(parameter) for layer in layers[1:] for parameter in layer.parameters()}
 
-    def drop(parameter: nn.Parameter) -> None:
-        parameter.grad = None
-        if id(parameter) in left:
-            left.discard(id(parameter))
-            if not left:
-                live.restart()
+def _drop_gradients(model: Any, layers: list[nn.Module], live: LiveBytes, by_unit: bool) -> dict[str, int]:
+    """Drop gradients as a strategy takes them away, and return a dict that gets the peaks of the backward pass."""
+    peaks: dict[str, int] = {}
+    if not by_unit:
+        _freeze_vocabulary(model)
+        left = {id(parameter) for layer in layers[1:] for parameter in layer.parameters()}
 
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop)
+        def drop(parameter: nn.Parameter) -> None:
+            parameter.grad = None
+            if id(parameter) in left:
+                left.discard(id(parameter))
+                if not left:
+                    peaks["most"] = live.most
+                    live.restart()
+
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(drop)
+        return peaks
+
+    def end_of_layer(index: int, parameters: list[nn.Parameter]) -> None:
+        name = "end" if index == 0 else "last"
+        if index in (0, len(layers) - 1):
+            peaks.update({f"at_{name}": live.most, f"after_{name}": live.now})
+        if len(layers) == 1:
+            peaks.update({"at_last": live.most, "after_last": live.now})
+        for parameter in parameters:
+            parameter.grad = None
+        live.restart()
+
+    for index, layer in enumerate(layers):
+        _call_when_all_have_gradients(
+            [parameter for parameter in layer.parameters() if parameter.requires_grad],
+            functools.partial(end_of_layer, index),
+        )
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+
+        def end_of_head(_: nn.Parameter) -> None:
+            peaks["at_head"] = live.most
+            live.restart()
+
+        head.weight.register_post_accumulate_grad_hook(end_of_head)
+    return peaks
+
+
+def _call_when_all_have_gradients(
+    parameters: list[nn.Parameter], function: Callable[[list[nn.Parameter]], None]
+) -> None:
+    left = {id(parameter) for parameter in parameters}
+
+    def count(parameter: nn.Parameter) -> None:
+        left.discard(id(parameter))
+        if not left:
+            function(parameters)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(count)
 
 
 def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, needs_mask: bool) -> None:
@@ -175,33 +263,16 @@ def _give_mask(model: nn.Module, layers: list[nn.Module], batch: MicroBatch, nee
             layer.register_forward_pre_hook(take, with_kwargs=True)
 
 
-class _LiveBytes(TorchDispatchMode):
-    """A count of the bytes in storages that operations have made and that are still alive."""
+class _LiveMode(TorchDispatchMode):
+    """Add up the tensors that operations make, without the model's own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.now = self.most = self.most_since = 0
-        held = [*model.parameters(), *model.buffers()]
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in held}
-
-    def restart(self) -> None:
-        """Restart ``most_since`` from here."""
-        self.most_since = self.now
+        self.bytes = LiveBytes(ignored=[*model.parameters(), *model.buffers()])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
-        self.most, self.most_since = max(self.most, self.now), max(self.most_since, self.now)
+                self.bytes.add(tensor.untyped_storage())
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)

@@ -125,4 +125,6 @@ class RunRequest:
             dtype=computed if casts_whole_units else held,
             autocast=computed if computed != held and not casts_whole_units else None,
             has_borders=self.isolates,
+            on_gpu=self.on_gpu,
+            by_unit=self.layout().is_sharded,
         )

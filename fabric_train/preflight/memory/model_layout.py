@@ -24,19 +24,22 @@ _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # 8bit has one scale f
 class Units:
     """Numbers of parameters: of each of ``num_layers`` layers, and of the ``rest`` outside of them.
 
-    The rest includes the ``head``, which is also the embedding if ``is_tied``.
+    The rest includes the ``head`` and the input ``embedding``, which are the same if ``is_tied``.
     """
 
     num_layers: int
     layer: int
     rest: int
     head: int
+    embedding: int
     is_tied: bool
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
-        layer, rest, head = (numel // num_parts for numel in (self.layer, self.rest, self.head))
-        return Units(self.num_layers, layer, rest, head, self.is_tied)
+        layer, rest, head, embedding = (
+            numel // num_parts for numel in (self.layer, self.rest, self.head, self.embedding)
+        )
+        return Units(self.num_layers, layer, rest, head, embedding, self.is_tied)
 
     @property
     def total(self) -> int:
@@ -90,8 +93,10 @@ def read_units(shape: "ModelShape") -> Units:
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
     inside = sum(_numel(layer) for layer in layers)
     head = model.get_output_embeddings()
-    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    return Units(len(layers), largest, _numel(model) - inside, 0 if head is None else _numel(head), is_tied)
+    embedding = model.get_input_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    head_numel = 0 if head is None else _numel(head)
+    return Units(len(layers), largest, _numel(model) - inside, head_numel, _numel(embedding), is_tied)
 
 
 def offloaded_bytes(shape: "ModelShape", layout: Layout) -> int:

@@ -1,0 +1,296 @@
+"""Count the operations of a training step on CUDA tensors, real or fake, by the part of the step that runs them.
+
+The part of an operation is told from the Python function that runs it. A backward pass runs no Python function of the
+model, so there the part is that of the forward operation whose gradient is computed.
+"""
+
+import math
+import os
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fabric_train.preflight.memory.live_bytes import LiveBytes
+
+PRODUCTS, COLLECTIVES, OTHERS = "matrix products", "collectives", "others"
+PARTS = (
+    "attention",
+    PRODUCTS,
+    "norm",
+    "rotary",
+    "mlp",
+    "residual",
+    "embedding",
+    "head",
+    "casts and copies of FSDP",
+    "clip",
+    "optimizer",
+    COLLECTIVES,
+    OTHERS,
+)
+"""``attention`` is without its four products. ``head`` is with its products and the loss."""
+
+_PART_OF_FILE = {
+    "/fabric_train/model/chunked_cross_entropy.py": "head",
+    "/fabric_train/distributed/grad_norm.py": "clip",
+    "/fabric_train/optim/": "optimizer",
+    "/torch/optim/": "optimizer",
+    "/torch/distributed/fsdp/": "casts and copies of FSDP",
+    "/torch/nn/attention/": "attention",
+    "/transformers/masking_utils.py": "attention",
+    "/transformers/integrations/": "attention",
+    "/fabric_train/data/": OTHERS,
+    "/fabric_train/training/": OTHERS,
+    "/fabric_train/distributed/": OTHERS,
+}
+_PART_OF_CLASS = {
+    "Norm": "norm",
+    "Rotary": "rotary",
+    "Attention": "attention",
+    "MLP": "mlp",
+    "Embedding": "embedding",
+    "Linear": PRODUCTS,
+    "Layer": "residual",
+}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+_NO_KERNELS = {"_unsafe_view", "resize_", "set_", "record_stream", "_local_scalar_dense"}  # and empty*, and views
+_ONLY_WRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
+_READ_ROWS = {"embedding", "index_select", "gather", "index"}  # of their first argument, as many as the result has
+_WAIT = {"nonzero", "masked_select", "_unique2", "equal", "barrier"}
+_BLOCK = 512  # CUDA's allocator rounds up to it
+
+
+@dataclass
+class Work:
+    """Kernels that CUDA launches, or collectives, and the bytes of the tensors that they read and write."""
+
+    number: int = 0
+    read: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The counts of a step.
+
+    Attributes:
+        parts: kernels by part; an operation on a list of tensors counts as one kernel.
+        collectives: by name. ``read`` is the bytes of this rank's inputs, ``written`` those of its outputs.
+        host_waits: how often the host waits for the device, by the function of this project that makes it wait.
+        peak_bytes: the most memory that tensors on the device take at once.
+        peak_kinds: of it, the bytes by the part that made the tensor.
+    """
+
+    parts: dict[str, Work]
+    collectives: dict[str, Work]
+    host_waits: dict[str, int]
+    peak_bytes: int
+    peak_kinds: dict[str, int]
+
+
+@dataclass
+class _Counts:
+    parts: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    collectives: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    waits: Counter[str] = field(default_factory=Counter)
+
+
+class StepCounter(TorchDispatchMode):
+    """Count operations until :meth:`take`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveBytes(_BLOCK)
+        self.pinned: list[torch.UntypedStorage] = []
+        """Page-locked memory. A copy from other host memory makes the host wait."""
+        self._counts = _Counts()
+        self._codes: dict[CodeType, str | None] = {}
+        self._part_of_node: dict[int, str] = {}
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "StepCounter":
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            self.live.resized(storage)  # FSDP frees and allocates gathered weights so
+            return storage
+
+        self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_count))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def know_modules(self, model: nn.Module) -> None:
+        """Tell parts of the model by the classes of its modules."""
+        for kind in {type(module) for module in model.modules()}:
+            for word, part in _PART_OF_CLASS.items():
+                if word in kind.__name__:
+                    self._codes[kind.forward.__code__] = part
+                    break
+
+    def take(self) -> StepCounts:
+        """Return the counts since the last call, and begin again."""
+        counts, self._counts = self._counts, _Counts()
+        taken = StepCounts(
+            dict(counts.parts), dict(counts.collectives), dict(counts.waits), self.live.most, self.live.most_kinds
+        )
+        self.live.restart()
+        self._part_of_node.clear()
+        return taken
+
+    def note_wait(self, what: str) -> None:
+        """Count that the host waits for the device here."""
+        files = [frame for frame in traceback.extract_stack() if "/fabric_train/" in frame.filename]
+        place = f"{os.path.basename(files[-1].filename)}, {files[-1].name}" if files else "elsewhere"
+        self._counts.waits[f"{what} in {place}"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the local tensors
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name == "_local_scalar_dense" and _on_device(given):
+            self.note_wait("item")
+            return 0.0 if args[0].dtype.is_floating_point else 0
+        if (name in _WAIT and _on_device(given)) or name == "barrier":
+            self.note_wait(name)
+        result = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if name in ("_to_copy", "copy_"):
+            self._note_copy(name, args, kwargs, result)
+        if _on_device([*given, *results]):
+            self._count(func, name, args, kwargs, result, results)
+        return result
+
+    def _note_copy(self, name: str, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+        source, positional = (args[1], args[2:3]) if name == "copy_" else (args[0], ())
+        if _is_cuda(source) == _is_cuda(result):
+            return
+        non_blocking = kwargs.get("non_blocking", positional == (True,))
+        host = result if _is_cuda(source) else source
+        is_pinned = any(host.untyped_storage()._cdata == storage._cdata for storage in self.pinned)
+        if not (non_blocking and is_pinned):
+            self.note_wait("copy from the device" if _is_cuda(source) else "copy from unpinned memory")
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, results: list[torch.Tensor]) -> None:
+        part = self._part(name)
+        for tensor in results:
+            if _is_cuda(tensor):
+                self.live.add(tensor.untyped_storage(), part)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            if name not in ("barrier", "wait_tensor"):
+                _add_collective(self._counts.collectives[name.strip("_")], name, args, results)
+            return
+        if name in _NO_KERNELS or "empty" in name:
+            return
+        read, written = _traffic(func, name, args, kwargs, result)
+        if not written:  # a view
+            return
+        self.add_kernel(part, read, written)
+
+    def add_kernel(self, part: str, read: int, written: int) -> None:
+        """Count a kernel."""
+        work = self._counts.parts[part]
+        work.number, work.read, work.written = work.number + 1, work.read + read, work.written + written
+
+    def _part(self, name: str) -> str:
+        node = torch._C._current_autograd_node()
+        part = self._part_of_frames()
+        if node is None:
+            self._part_of_node[torch.autograd._get_sequence_nr() - 1] = part
+        elif part == OTHERS:
+            part = self._part_of_node.get(node._sequence_nr(), OTHERS)
+        if part == "head":
+            return part
+        if name in _PRODUCTS and part not in ("clip", "optimizer"):
+            return PRODUCTS
+        return "attention" if "attention" in name or "varlen_attn" in name else part
+
+    def _part_of_frames(self) -> str:
+        """Return the part of the innermost function that belongs to one."""
+        frame: FrameType | None = traceback.sys._getframe(3)  # type: ignore[attr-defined]
+        while frame is not None:
+            code = frame.f_code
+            if code not in self._codes:
+                self._codes[code] = _part_of_code(code)
+            part = self._codes[code]
+            if part is not None:
+                return part
+            frame = frame.f_back
+        return OTHERS
+
+
+def _part_of_code(code: CodeType) -> str | None:
+    if "/transformers/models/" in code.co_filename:
+        return "rotary" if "rotary" in code.co_name else None
+    return next((part for path, part in _PART_OF_FILE.items() if path in code.co_filename), None)
+
+
+def _on_device(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(map(_is_cuda, tensors))
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device  # a fake one's is an operation
+    return device.type == "cuda"
+
+
+def _traffic(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
+    """Return the bytes that a kernel reads and writes."""
+    inputs: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        tensors = {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and _is_cuda(leaf)}
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            outputs |= tensors
+        if not (is_written and (name in _ONLY_WRITE or argument.is_out)):
+            inputs |= tensors
+    returned = result if isinstance(result, tuple) else (result,)
+    for declared, value in zip(func._schema.returns, returned, strict=False):
+        if declared.alias_info is None:
+            outputs |= {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    written = sum(map(_bytes, outputs.values()))
+    sizes = {key: _bytes(tensor) for key, tensor in inputs.items()}
+    if name in _READ_ROWS and id(args[0]) in sizes:
+        sizes[id(args[0])] = written
+    return sum(sizes.values()), written
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's different elements; an expanded dimension is read once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.itemsize if tensor.numel() else 0
+
+
+def _add_collective(work: Work, name: str, args: Any, results: list[torch.Tensor]) -> None:
+    tensors = [sum(map(_bytes, _tensors(value))) for value in args[:2] if _tensors(value)]
+    # c10d's operations take outputs first, then inputs; an all-reduce takes one list
+    written, read = tensors[0], tensors[-1]
+    if name.startswith(("all_gather_into_tensor", "reduce_scatter_tensor")):  # functional ones take inputs alone
+        written = sum(map(_bytes, results))
+    work.number, work.read, work.written = work.number + 1, work.read + read, work.written + written
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,110 @@
+"""Count kernels, bytes, collectives, host waits and peak memory of a step of real Llamas as rank 0 of many ranks.
+
+Nothing is measured in time, and no GPU is needed: ``fake_rank`` runs the program on tensors without content.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.fake_rank import DOCUMENTS, LENGTH, FakeRun
+from benchmarks.measure import Command, run
+from benchmarks.op_counts import PARTS, StepCounts, Work
+from benchmarks.report import Report
+
+TOLERANCE = 0.05
+"""Of the plan's peak memory, relative to the counted one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset on ``num_nodes`` machines of 8 devices."""
+
+    preset: str
+    num_nodes: int
+    parallelism: str
+    checkpointing: str
+
+    def __str__(self) -> str:
+        return f"{self.preset} of {8 * self.num_nodes}, {self.parallelism}, {self.checkpointing}"
+
+    @property
+    def argv(self) -> list[str]:
+        """The arguments of the run: micro-batches of one row, one per step."""
+        words = f"--config configs/{self.preset}.yaml --devices 8 --num_nodes {self.num_nodes}"
+        words += f" --parallelism {self.parallelism} --activation_checkpointing {self.checkpointing}"
+        words += " --micro_batch_size 1 --gradient_accumulation_steps 1"
+        return words.split()
+
+
+CASES = [
+    Case(preset, num_nodes, parallelism, checkpointing)
+    for preset, num_nodes in (("llama-3-8b", 1), ("llama-3-8b", 32), ("llama-3-70b", 8))
+    for parallelism in ("fsdp", "fsdp2")
+    for checkpointing in ("none", "selective", "full")
+]
+
+
+@dataclass(frozen=True)
+class RehearsalSummary:
+    """``plan_errors``: of the plan's peak memory, relative to the counted one, by case."""
+
+    plan_errors: dict[str, float]
+
+
+def measure(work: Path) -> Report:
+    """Count every case.
+
+    Args:
+        work: not used: every case has a temporary folder.
+
+    Raises:
+        ChildProcessError: a case failed.
+    """
+    del work
+    commands = {str(case): Command(("python", "-m", "benchmarks.fake_rank", *case.argv)) for case in CASES}
+    runs = {}
+    for name, command in commands.items():
+        print(f"rehearsal: {name}", flush=True)
+        runs[name] = [read_fake_run(run(command).output.splitlines()[-1])]
+    settings = {"length": LENGTH, "documents of a row": DOCUMENTS, "rows of a rank": 1}
+    errors = {name: plan_error(found) for name, (found,) in runs.items()}
+    return Report("rehearsal", settings, commands, runs, RehearsalSummary(errors))
+
+
+def read_fake_run(line: str) -> FakeRun:
+    """Return what ``fake_rank`` prints."""
+    content = json.loads(line)
+    step: dict[str, Any] = content["step"]
+    for kind in ("parts", "collectives"):
+        step[kind] = {name: Work(**work) for name, work in step[kind].items()}
+    return FakeRun(StepCounts(**step), content["planned"])
+
+
+def plan_error(found: FakeRun) -> float:
+    """Return the error of the plan's peak memory, relative to the counted one."""
+    return sum(found.planned.values()) / found.step.peak_bytes - 1
+
+
+def table(report: Report) -> Table:
+    """Return a table of all cases."""
+    title = "Rank 0, a step of one row of 8,192 tokens: kernels and GB read and written by part; GB of peak memory"
+    columns = ("case", *PARTS, "waits", "peak", "error of the plan")
+    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
+    for name, (found,) in report.runs.items():
+        step = found.step
+        collectives = list(step.collectives.values())
+        together = Work(*(sum(getattr(work, key) for work in collectives) for key in ("number", "read", "written")))
+        parts = [(step.parts | {"collectives": together}).get(part) for part in PARTS]
+        shown.add_row(
+            name,
+            *(f"{part.number:,} {(part.read + part.written) / 1e9:,.1f}" if part else "" for part in parts),
+            str(sum(step.host_waits.values())),
+            f"{step.peak_bytes / 1e9:.2f}",
+            f"{plan_error(found):+.1%}",
+        )
+    return shown

@@ -1,0 +1,43 @@
+"""What a step on a GPU may take: kernels, host waits, memory. Counted on fake tensors, which have no content."""
+
+import pytest
+
+from benchmarks.fake_rank import FakeRun
+from benchmarks.measure import ROOT
+from benchmarks.rehearsal import CASES, TOLERANCE, Case, plan_error, read_fake_run
+from tests.support.pretended_cuda.run import run_pretended
+
+LAYERS = 3
+MOST_KERNELS = {
+    "optimizer": 4,  # one launch for the weights of each kind of storage, and the counts of steps
+    "clip": 50,  # operations on lists of gradients, not on each one
+    "head": 103,  # twelve for each chunk of the logits
+}
+MOST_WAITS = 2
+"""The reading of the step's results, and one number that the model's forward pass copies to the device."""
+
+
+def fake_step(case: Case, *options: str) -> FakeRun:
+    argv = ["benchmarks.fake_rank", *case.argv, *options]
+    run = run_pretended(argv, devices=8, ranks=1, cwd=ROOT, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return read_fake_run(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallelism", "checkpointing"), [("fsdp", "full"), ("fsdp2", "none")])
+def test_step_takes_no_more_than_its_budget(parallelism: str, checkpointing: str) -> None:
+    case = Case("llama-3-8b", 1, parallelism, checkpointing)
+    found = fake_step(case, "--num_layers", str(LAYERS))
+    kernels = {part: found.step.parts[part].number for part in MOST_KERNELS}
+    over = {part: number for part, number in kernels.items() if number > MOST_KERNELS[part]}
+    assert over == {}
+    assert sum(found.step.host_waits.values()) <= MOST_WAITS, found.step.host_waits
+    assert plan_error(found) == pytest.approx(0, abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_rehearsal
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plan_is_within_5_percent_of_tensors_on_a_gpu(case: Case) -> None:
+    assert plan_error(fake_step(case)) == pytest.approx(0, abs=TOLERANCE)
