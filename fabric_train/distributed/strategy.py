@@ -88,6 +88,9 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
                 raise InputError(f"--{name} true: there is nothing to offload from on CPU; leave it out")
     if fsdp.cpu_offload and parallelism == "single":
         raise InputError("--cpu_offload true needs FSDP on several devices; leave it out")
+    if fsdp.cpu_offload and arguments.model.precision == "16-mixed":
+        # torch's GradScaler copies the scale to the host without waiting for the copy, and uses it at once
+        raise InputError("--precision 16-mixed: --cpu_offload true gives wrong gradients with it; use bf16-mixed")
     if fsdp.cpu_offload and parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
         # torch's FSDP1 keeps the gradient of the last micro-batch only
         raise InputError(

@@ -38,6 +38,14 @@ def test_fsdp1_is_refused_where_it_would_lose_gradients(parallelism: str) -> Non
         resolve_parallelism(parse(TrainArguments, accepted), 2, "cuda")
 
 
+def test_fp16_is_refused_where_its_scale_may_arrive_too_late() -> None:
+    """GradScaler's copy of the scale for gradients in host memory is used before it has arrived."""
+    given = ["--train_data_dir", "unused", "--output_dir", "unused", "--parallelism", "fsdp", "--precision", "16-mixed"]
+    with pytest.raises(InputError, match="use bf16-mixed"):
+        resolve_parallelism(parse(TrainArguments, [*given, "--cpu_offload", "true"]), 2, "cuda")
+    resolve_parallelism(parse(TrainArguments, given), 2, "cuda")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallelism", "others"), [("fsdp", "16-mixed or 32-true"), ("fsdp2", "32-true")])
 def test_bf16_is_refused_on_gpus_without_it(
