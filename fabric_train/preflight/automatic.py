@@ -1,8 +1,9 @@
 """Decide what ``auto`` means for a run: how much its layers recompute, and whether they are compiled."""
 
 import importlib.util
-from collections.abc import Iterator
+from bisect import bisect_left
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,14 +12,17 @@ from fabric_train.distributed.compile import missing_compiler
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.files.sizes import show_size
 from fabric_train.model.flops import peak_flops
-from fabric_train.preflight.memory.activations import between
-from fabric_train.preflight.memory.forecast import Forecast
 from fabric_train.preflight.memory.plan import make_request
 from fabric_train.training.prepared_run import PreparedRun
 
 _USABLE_SHARE = 0.9
 """Of a device's memory. The rest is for what the plan does not know, such as gaps between the allocator's blocks."""
-_BUDGETS = [tenths / 10 for tenths in range(9, 0, -1)]
+_CHOICES: list[dict[str, Any]] = [
+    {"activation_checkpointing": "none"},
+    *({"activation_checkpointing": "selective", "activation_memory_budget": tenths / 10} for tenths in range(9, 0, -1)),
+    {"activation_checkpointing": "full"},
+]
+"""What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
 
 # Estimates for a GPU, not measured. An H100 spends about an eighth of an uncompiled step of Llama-3-8B in kernels that
 # compiling fuses. The layers take about a minute to compile, and again for evaluation.
@@ -45,32 +49,23 @@ def resolve_automatic(run: PreparedRun) -> PreparedRun:
 def _choose_checkpointing(run: PreparedRun) -> PreparedRun:
     """Take the least recomputation with which the plan fits into the memory of a device."""
     usable = round(_USABLE_SHARE * make_request(run).device_memory)
-    tried = []
+
+    @cache
+    def needed(choice: int) -> int:
+        return make_request(_with(run, **_CHOICES[choice])).forecast().device_bytes
+
     try:
-        for options, forecast in _forecasts(run):
-            tried.append((options, forecast.device_bytes))
-            if forecast.device_bytes <= usable:
-                break
+        choice = 0
+        if needed(0) > usable:  # the last one is taken if nothing fits
+            choice = 1 + bisect_left(range(1, len(_CHOICES) - 1), True, key=lambda each: needed(each) <= usable)
+        reason = f"which needs {show_size(needed(choice))} of the {show_size(usable)} that a run may take of a device"
+        more = f"; none would need {show_size(needed(0))}" if choice else ""
     except RuntimeError:
         reason = "the memory of the model's activations cannot be computed"
         return _with(run, f"--activation_checkpointing auto: none, since {reason}", activation_checkpointing="none")
-    options, needed = tried[-1]
+    options = _CHOICES[choice]
     chosen = " --activation_memory_budget ".join(map(str, options.values()))
-    reason = f"which needs {show_size(needed)} of the {show_size(usable)} that a run may take of a device"
-    more = f"; none would need {show_size(tried[0][1])}" if len(tried) > 1 else ""
     return _with(run, f"--activation_checkpointing auto: {chosen}, {reason}{more}", **options)
-
-
-def _forecasts(run: PreparedRun) -> Iterator[tuple[dict[str, Any], Forecast]]:
-    """Return the run's forecasts with more and more recomputation, and the arguments for it."""
-    requests = {kind: make_request(_with(run, activation_checkpointing=kind)) for kind in ("none", "full")}
-    none = requests["none"].forecast()
-    yield {"activation_checkpointing": "none"}, none
-    full = requests["full"].forecast()
-    for budget in _BUDGETS:
-        options = {"activation_checkpointing": "selective", "activation_memory_budget": budget}
-        yield options, requests["none"].with_activations(none, between(full.activations, none.activations, budget))
-    yield {"activation_checkpointing": "full"}, full
 
 
 def _choose_compile(run: PreparedRun) -> PreparedRun:

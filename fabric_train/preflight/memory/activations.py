@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -113,12 +113,6 @@ def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: M
         at_last=more.at_last + left * of_layer,
         after_last=more.after_last + left * of_layer,
     )
-
-
-def between(full: Activations, none: Activations, budget: float) -> Activations:
-    """Return the activations with selective checkpointing, from those with full checkpointing and without."""
-    pairs = zip(astuple(full), astuple(none), strict=True)
-    return Activations(*(round(less + budget * (more - less)) for less, more in pairs))
 
 
 def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", batch: MicroBatch) -> Activations:

@@ -1,6 +1,6 @@
 """The forecast of a run: parameters, memory, traffic and FLOPs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
@@ -83,27 +83,19 @@ class RunRequest:
         """
         units, layout, plan = read_units(self.shape), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
+        save = self.arguments.save
+        saves_in_background = save.async_save and save.save_step_interval < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
             activations=activations,
-            budget=self._budget(units, layout, activations),
+            budget=make_budget(units, layout, activations, saves_in_background),
             collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
             flops_of_step=self.shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
             offloaded=offloaded_bytes(self.shape, layout),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
         )
-
-    def with_activations(self, forecast: Forecast, activations: Activations) -> Forecast:
-        """Return a forecast of this run as it is with other activations."""
-        budget = self._budget(forecast.units, forecast.layout, activations)
-        return replace(forecast, activations=activations, budget=budget)
-
-    def _budget(self, units: Units, layout: Layout, activations: Activations) -> Budget:
-        save = self.arguments.save
-        saves_in_background = save.async_save and save.save_step_interval < self.plan.num_steps
-        return make_budget(units, layout, activations, saves_in_background)
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
