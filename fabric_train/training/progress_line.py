@@ -87,7 +87,7 @@ class _Bar:
 
 def _clock(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds."""
-    minutes, seconds = divmod(int(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
