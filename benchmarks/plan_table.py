@@ -42,7 +42,7 @@ class Row:
 
 
 TABLE = (
-    Row("8B", 1, 4),
+    Row("8B", 1, 4, "--activation_checkpointing none"),
     Row("8B", 1, 4, "--activation_checkpointing full"),
     Row("8B", 1, 4, "--activation_checkpointing full --gradient_reduction micro_batch"),
     Row("8B", 1, 4, "--activation_checkpointing full --gradient_reduction micro_batch --precision bf16-mixed"),
