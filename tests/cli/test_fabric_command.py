@@ -60,6 +60,7 @@ def test_other_scripts_and_commands_are_lightnings(tmp_path: Path) -> None:
     assert "ChildFailedError" in ended.stderr
 
 
+@pytest.mark.launchers
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

@@ -124,7 +124,8 @@ def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path:
     assert "stopped by SIGHUP (or its launcher's end)" in run.stdout() + run.stderr()
 
 
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(4.0, marks=pytest.mark.launchers)])
+@pytest.mark.launchers
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
 def test_no_rank_outlives_a_launcher_killed_at_the_start(
     tmp_path: Path, arguments: Arguments, free_port: Callable[[], int], seconds: float
 ) -> None:

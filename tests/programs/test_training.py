@@ -190,6 +190,7 @@ def test_checkpoint_is_complete_and_a_plain_hugging_face_folder(trainer: Trainer
     assert column(uninterrupted, "val_loss")[-1] == pytest.approx(float(held_out), abs=1e-5)
 
 
+@pytest.mark.launchers
 def test_launched_run_killed_by_sigkill_resumes_bit_for_bit(trainer: Trainer, uninterrupted: Path) -> None:
     process = trainer.launch("killed")
     wanted = trainer.folder / "killed" / "checkpoints" / "step-00000004"
