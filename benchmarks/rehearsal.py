@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from benchmarks.fake_rank import DOCUMENTS, LENGTH, FakeRun
@@ -90,21 +91,31 @@ def plan_error(found: FakeRun) -> float:
     return sum(found.planned.values()) / found.step.peak_bytes - 1
 
 
-def table(report: Report) -> Table:
-    """Return a table of all cases."""
-    title = "Rank 0, a step of one row of 8,192 tokens: kernels and GB read and written by part; GB of peak memory"
-    columns = ("case", *PARTS, "waits", "peak", "error of the plan")
-    shown = Table(*columns, title=title, title_justify="left", box=box.SIMPLE)
-    for name, (found,) in report.runs.items():
-        step = found.step
-        collectives = list(step.collectives.values())
-        together = Work(*(sum(getattr(work, key) for work in collectives) for key in ("number", "read", "written")))
-        parts = [(step.parts | {"collectives": together}).get(part) for part in PARTS]
-        shown.add_row(
-            name,
-            *(f"{part.number:,} {(part.read + part.written) / 1e9:,.1f}" if part else "" for part in parts),
-            str(sum(step.host_waits.values())),
-            f"{step.peak_bytes / 1e9:.2f}",
-            f"{plan_error(found):+.1%}",
-        )
+def table(report: Report) -> Group:
+    """Return a table for each model and number of ranks."""
+    places = dict.fromkeys(name.partition(", ")[0] for name in report.runs)
+    return Group(*(_table_of(place, report) for place in places))
+
+
+def _table_of(place: str, report: Report) -> Table:
+    runs = {name.partition(", ")[2]: found for name, (found,) in report.runs.items() if name.startswith(f"{place}, ")}
+    title = f"{place}, rank 0, a step of one row of 8,192 tokens: kernels, and GB read and written, by part"
+    shown = Table("", *runs, title=title, title_justify="left", box=box.SIMPLE)
+    steps = [found.step for found in runs.values()]
+    for part in PARTS:
+        shown.add_row(part, *(_cell(_parts(step).get(part)) for step in steps))
+    shown.add_row("host waits", *(str(sum(step.host_waits.values())) for step in steps))
+    shown.add_row("peak memory, GB", *(f"{step.peak_bytes / 1e9:.2f}" for step in steps))
+    shown.add_row("error of the plan", *(f"{plan_error(found):+.1%}" for found in runs.values()))
     return shown
+
+
+def _parts(step: StepCounts) -> dict[str, Work]:
+    """Return the parts of a step, with all collectives as one."""
+    collectives = list(step.collectives.values())
+    together = Work(*(sum(getattr(work, key) for work in collectives) for key in ("number", "read", "written")))
+    return step.parts | {"collectives": together}
+
+
+def _cell(part: Work | None) -> str:
+    return f"{part.number:,} {(part.read + part.written) / 1e9:,.1f}" if part else ""

@@ -97,6 +97,10 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             "--gradient_reduction micro_batch: fsdp cannot add gradients that --cpu_offload true keeps in host memory; "
             "use --parallelism fsdp2, or leave one of them out"
         )
+    sharding, precision = fsdp.sharding_strategy, arguments.model.precision
+    if parallelism == "fsdp" and sharding == "NO_SHARD" and precision == "bf16-mixed":
+        # torch's FSDP1 gives fp32 weights gradients in bf16 then, which torch refuses in the second step
+        raise InputError("--sharding_strategy NO_SHARD does not work in bf16-mixed; use --parallelism ddp")
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:
         raise InputError(

@@ -38,6 +38,15 @@ def test_fsdp1_is_refused_where_it_would_lose_gradients(parallelism: str) -> Non
         resolve_parallelism(parse(TrainArguments, accepted), 2, "cuda")
 
 
+def test_replicas_in_bf16_mixed_are_left_to_ddp() -> None:
+    """FSDP1 trains one step so, and fails in the second one."""
+    given = ["--train_data_dir", "unused", "--output_dir", "unused", "--sharding_strategy", "NO_SHARD"]
+    for precision in ("32-true", "16-mixed", "bf16-true"):
+        resolve_parallelism(parse(TrainArguments, [*given, "--precision", precision]), 2, "cuda")
+    with pytest.raises(InputError, match="use --parallelism ddp"):
+        resolve_parallelism(parse(TrainArguments, [*given, "--precision", "bf16-mixed"]), 2, "cuda")
+
+
 def test_fp16_is_refused_where_its_scale_may_arrive_too_late() -> None:
     """GradScaler's copy of the scale for gradients in host memory is used before it has arrived."""
     given = ["--train_data_dir", "unused", "--output_dir", "unused", "--parallelism", "fsdp", "--precision", "16-mixed"]
