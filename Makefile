@@ -34,8 +34,8 @@ test-cuda: $(STAMP) ## run the tests that need a GPU
 test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec
 	@$(BIN)/python -m pytest -n 0 -m launchers
 
-test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices; writes docs/cuda_rehearsal.md
-	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal/test_matrix.py
+test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts
+	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal/test_matrix.py tests/cuda_rehearsal/test_step_budgets.py
 
 check: $(STAMP) ## run one test file in one process: make check FILE=tests/data/test_batch.py
 	@$(BIN)/python -m pytest -n 0 -q $(or $(FILE),$(error no test file; name one: make check FILE=tests/data/test_batch.py))
