@@ -70,6 +70,11 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
     return parallelism
 
 
+def compiles_with(gradient_reduction: str, parallelism: str) -> bool:
+    """Return whether layers can be compiled: not if FSDP1's weights have sharded gradients in a forward pass."""
+    return not (parallelism == "fsdp" and gradient_reduction == "micro_batch")
+
+
 def check_parallelism(parallelism: str, arguments: "TrainArguments", num_processes: int, accelerator: str) -> None:
     """Check that a parallelism can run with these arguments on so many processes.
 
@@ -97,10 +102,15 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
             "--gradient_reduction micro_batch: fsdp cannot add gradients that --cpu_offload true keeps in host memory; "
             "use --parallelism fsdp2, or leave one of them out"
         )
-    sharding, precision = fsdp.sharding_strategy, arguments.model.precision
-    if parallelism == "fsdp" and sharding == "NO_SHARD" and precision == "bf16-mixed":
-        # torch's FSDP1 gives fp32 weights gradients in bf16 then, which torch refuses in the second step
-        raise InputError("--sharding_strategy NO_SHARD does not work in bf16-mixed; use --parallelism ddp")
+    precision = arguments.model.precision
+    if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD" and precision.endswith("-mixed"):
+        # torch's FSDP1 gives fp32 weights gradients in 16 bits then, which torch refuses in the second micro-batch
+        raise InputError(f"--sharding_strategy NO_SHARD does not work in {precision}; use --parallelism ddp")
+    if fsdp.compile is True and not compiles_with(fsdp.gradient_reduction, parallelism):
+        raise InputError(
+            "--gradient_reduction micro_batch: fsdp cannot compile layers with it; use --parallelism fsdp2, or "
+            "leave one of them out"
+        )
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:
         raise InputError(

@@ -38,13 +38,23 @@ def test_fsdp1_is_refused_where_it_would_lose_gradients(parallelism: str) -> Non
         resolve_parallelism(parse(TrainArguments, accepted), 2, "cuda")
 
 
-def test_replicas_in_bf16_mixed_are_left_to_ddp() -> None:
-    """FSDP1 trains one step so, and fails in the second one."""
+def test_replicas_in_mixed_precision_are_left_to_ddp() -> None:
+    """FSDP1 would end in the second micro-batch."""
     given = ["--train_data_dir", "unused", "--output_dir", "unused", "--sharding_strategy", "NO_SHARD"]
-    for precision in ("32-true", "16-mixed", "bf16-true"):
+    for precision in ("32-true", "bf16-true"):
         resolve_parallelism(parse(TrainArguments, [*given, "--precision", precision]), 2, "cuda")
-    with pytest.raises(InputError, match="use --parallelism ddp"):
-        resolve_parallelism(parse(TrainArguments, [*given, "--precision", "bf16-mixed"]), 2, "cuda")
+    for precision in ("16-mixed", "bf16-mixed"):
+        with pytest.raises(InputError, match="use --parallelism ddp"):
+            resolve_parallelism(parse(TrainArguments, [*given, "--precision", precision]), 2, "cuda")
+
+
+def test_compiled_layers_whose_gradients_are_reduced_each_time_need_fsdp2() -> None:
+    """FSDP1 would end in the second micro-batch."""
+    given = ["--train_data_dir", "unused", "--output_dir", "unused", "--gradient_reduction", "micro_batch"]
+    for options in (["--parallelism", "fsdp"], ["--parallelism", "fsdp2", "--compile", "true"]):
+        resolve_parallelism(parse(TrainArguments, [*given, *options]), 2, "cuda")
+    with pytest.raises(InputError, match="use --parallelism fsdp2"):
+        resolve_parallelism(parse(TrainArguments, [*given, "--parallelism", "fsdp", "--compile", "true"]), 2, "cuda")
 
 
 def test_fp16_is_refused_where_its_scale_may_arrive_too_late() -> None:

@@ -23,6 +23,7 @@ from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]
 LENGTH = 8192
+PLANNED = ("--plan", "true", "--device_memory", "80GB", "--activation_checkpointing", "full")
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +151,10 @@ def test_resumed_run_says_what_is_recomputed_now(forked_runs: ForkedRuns, tmp_pa
     assert "activation_checkpointing: none -> full" in resumed.stdout()
     after = [row["train_loss"] for row in metrics(tmp_path / "run")[2:]]
     assert [row["train_loss"] for row in metrics(tmp_path / "resumed")] == after
+
+
+def test_layers_are_not_compiled_where_fsdp_cannot(shape: ModelShape) -> None:
+    for parallelism, compiles in (("fsdp", False), ("fsdp2", True)):
+        run = prepared(shape, *PLANNED, "--gradient_reduction", "micro_batch", num_steps=10**6)
+        run = replace(run, devices=replace(run.devices, parallelism=parallelism))
+        assert resolve_automatic(run).arguments.fsdp.compile is compiles

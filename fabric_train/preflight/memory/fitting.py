@@ -77,7 +77,11 @@ def _change_that_fits(request: RunRequest) -> str:
         if _apply(request, others).forecast().device_bytes <= request.device_memory:
             changes = others
     needed = _apply(request, changes).forecast().device_bytes
-    options = " ".join(f"--{name} {value}" for change in changes for name, value in change.shown)
+    options = " ".join(
+        f"--{name} {str(value).lower() if value is False else value}"
+        for change in changes
+        for name, value in change.shown
+    )
     return f"with {options} it would need {show_size(needed)}"
 
 
@@ -119,7 +123,9 @@ def _changes(request: RunRequest) -> Iterator[_Change]:
     if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
         yield _Change((("sharding_strategy", "FULL_SHARD"),))
     if world_size > 1 and not (arguments.fsdp.cpu_offload and request.parallelism == "fsdp"):
-        yield _Change((("gradient_reduction", "micro_batch"),))
+        cannot_compile = arguments.fsdp.compile is True and request.parallelism != "fsdp2"
+        eager = (("compile", False),) if cannot_compile else ()
+        yield _Change((("gradient_reduction", "micro_batch"), *eager))
     if arguments.fsdp.activation_checkpointing != "full":
         yield _Change((("activation_checkpointing", "full"),))
     size = arguments.training.micro_batch_size

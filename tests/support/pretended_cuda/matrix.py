@@ -90,12 +90,17 @@ def can_run(given: Mapping[str, str]) -> bool:
         or (strategy.startswith("fsdp2") and given.get("precision") == "16-mixed")
         or (given.get("offload") == "parameters" and (not shards or devices == "1"))
         or (given.get("offload") == "parameters" and strategy == "fsdp no_shard")
-        or (given.get("precision") == "bf16-mixed" and strategy == "fsdp no_shard")
+        or (given.get("precision", "").endswith("-mixed") and strategy == "fsdp no_shard")
         or (given.get("offload") == "parameters" and given.get("precision") == "16-mixed")
         or (given.get("offload") == "activations" and given.get("checkpointing", "full") != "full")
         or (given.get("reduction") == "micro_batch" and (not shards or devices == "1"))
         or (
             {given.get("offload"), given.get("reduction")} == {"parameters", "micro_batch"}
+            and not strategy.startswith("fsdp2")
+        )
+        or (
+            (given.get("compile"), given.get("reduction")) == ("aot_eager", "micro_batch")
+            and strategy.startswith("fsdp")
             and not strategy.startswith("fsdp2")
         )
         or (given.get("resumed on") == "one less" and (devices == "1" or strategy in ("single", "fsdp2 tensor")))
