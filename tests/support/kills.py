@@ -272,6 +272,8 @@ def _start_and_kill(
     seconds = time.monotonic() - started
     process.kill()
     codes = process.wait(30)
+    if not any(codes):  # it ended just before the kill
+        return None
     died = -signal.SIGKILL in codes if rank is None else codes[rank] == -signal.SIGKILL
     assert died, f"{moment}: exit codes {codes}\n{process.report()}"
     return Kill(moment, rank, round(seconds, 3), table.last_step(), _last_saved_step(run))
