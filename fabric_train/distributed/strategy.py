@@ -18,7 +18,7 @@ from fabric_train.distributed.rendezvous import init_process_group
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import FSDPArguments, TrainArguments
 
 LayerClasses = frozenset[type[nn.Module]]
 
@@ -70,9 +70,16 @@ def resolve_parallelism(arguments: "TrainArguments", num_processes: int, acceler
     return parallelism
 
 
-def compiles_with(gradient_reduction: str, parallelism: str) -> bool:
-    """Return whether layers can be compiled: not if FSDP1's weights have sharded gradients in a forward pass."""
-    return not (parallelism == "fsdp" and gradient_reduction == "micro_batch")
+def why_not_compiled(fsdp: "FSDPArguments", parallelism: str) -> str | None:
+    """Return the option with which layers cannot be compiled, None if they can.
+
+    FSDP1's weights then have gradients of another shape or device when the next micro-batch begins.
+    """
+    if parallelism == "fsdp" and fsdp.gradient_reduction == "micro_batch":
+        return "--gradient_reduction micro_batch"
+    if parallelism == "fsdp" and fsdp.cpu_offload:
+        return "--cpu_offload true"
+    return None
 
 
 def check_parallelism(parallelism: str, arguments: "TrainArguments", num_processes: int, accelerator: str) -> None:
@@ -106,10 +113,10 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD" and precision.endswith("-mixed"):
         # torch's FSDP1 gives fp32 weights gradients in 16 bits then, which torch refuses in the second micro-batch
         raise InputError(f"--sharding_strategy NO_SHARD does not work in {precision}; use --parallelism ddp")
-    if fsdp.compile is True and not compiles_with(fsdp.gradient_reduction, parallelism):
+    obstacle = why_not_compiled(fsdp, parallelism)
+    if fsdp.compile is True and obstacle:
         raise InputError(
-            "--gradient_reduction micro_batch: fsdp cannot compile layers with it; use --parallelism fsdp2, or "
-            "leave one of them out"
+            f"--compile true: fsdp cannot with {obstacle}; use --parallelism fsdp2, or leave one of them out"
         )
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:

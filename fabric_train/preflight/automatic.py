@@ -10,7 +10,7 @@ import torch
 
 from fabric_train.distributed.compile import missing_compiler
 from fabric_train.distributed.precision import compute_dtype
-from fabric_train.distributed.strategy import compiles_with
+from fabric_train.distributed.strategy import why_not_compiled
 from fabric_train.files.sizes import show_size
 from fabric_train.model.flops import peak_flops
 from fabric_train.preflight.memory.plan import make_request
@@ -74,9 +74,9 @@ def _choose_compile(run: PreparedRun) -> PreparedRun:
     fsdp = run.arguments.fsdp
     if run.arguments.model.float8:
         return _with(run, "--compile auto: true, since float8 needs it", compile=True)
-    if not compiles_with(fsdp.gradient_reduction, run.devices.parallelism):
-        reason = "fsdp cannot with --gradient_reduction micro_batch, but fsdp2 can"
-        return _with(run, f"--compile auto: false, since {reason}", compile=False)
+    obstacle = why_not_compiled(fsdp, run.devices.parallelism)
+    if obstacle:
+        return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
     missing = _missing_for_compile(run)
     if missing:
         return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)

@@ -48,9 +48,10 @@ def test_replicas_in_mixed_precision_are_left_to_ddp() -> None:
             resolve_parallelism(parse(TrainArguments, [*given, "--precision", precision]), 2, "cuda")
 
 
-def test_compiled_layers_whose_gradients_are_reduced_each_time_need_fsdp2() -> None:
+@pytest.mark.parametrize("option", [("--gradient_reduction", "micro_batch"), ("--cpu_offload", "true")])
+def test_compiled_layers_with_gradients_elsewhere_need_fsdp2(option: tuple[str, str]) -> None:
     """FSDP1 would end in the second micro-batch."""
-    given = ["--train_data_dir", "unused", "--output_dir", "unused", "--gradient_reduction", "micro_batch"]
+    given = ["--train_data_dir", "unused", "--output_dir", "unused", *option]
     for options in (["--parallelism", "fsdp"], ["--parallelism", "fsdp2", "--compile", "true"]):
         resolve_parallelism(parse(TrainArguments, [*given, *options]), 2, "cuda")
     with pytest.raises(InputError, match="use --parallelism fsdp2"):

@@ -99,7 +99,8 @@ def can_run(given: Mapping[str, str]) -> bool:
             and not strategy.startswith("fsdp2")
         )
         or (
-            (given.get("compile"), given.get("reduction")) == ("aot_eager", "micro_batch")
+            given.get("compile") == "aot_eager"
+            and (given.get("reduction") == "micro_batch" or given.get("offload") == "parameters")
             and strategy.startswith("fsdp")
             and not strategy.startswith("fsdp2")
         )
