@@ -25,7 +25,7 @@ install: $(STAMP) ## set up .venv with the pinned requirements
 demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes on 2 cores)
 	@$(BIN)/python -m demo
 
-test: $(STAMP) ## run all tests
+test: $(STAMP) ## run the tests that CI runs (ten minutes on 2 cores)
 	@$(BIN)/python -m pytest
 
 test-cuda: $(STAMP) ## run the tests that need a GPU

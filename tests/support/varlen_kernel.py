@@ -101,7 +101,7 @@ def _of_each(function: Callable[..., Any], borders: torch.Tensor, *tensors: torc
 
 @contextmanager
 def varlen_kernel_on_cpu() -> Iterator[None]:
-    """Register the stand-in as the CPU's kernel, and begin :data:`CALLS` anew."""
+    """Use the stand-in as the CPU's kernel, and clear :data:`CALLS`."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")
     library.impl("_flash_attention_backward", _backward, "CPU")
