@@ -107,8 +107,8 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
     rehearsal.run(f"{name}, resumed", after, case.num_devices_after, timeout=SECONDS)
     resumed = losses(rehearsal.folder / f"{name}, resumed")
     row[5] = largest_difference(resumed, on_devices[-len(resumed) :])
-    # DDP adds in another order in the first step of a process
-    exact = case.num_devices_after == devices and case["strategy"] != "ddp"
+    # from three ranks on, the order of additions depends on the place in a bucket; DDP orders buckets anew after a step
+    exact = case.num_devices_after == devices and not (case["strategy"] == "ddp" and devices > 2)
     assert resumed == pytest.approx(on_devices[-len(resumed) :], abs=0 if exact else TOLERANCE[case["precision"]])
 
     assert not foreign_contexts(late)
