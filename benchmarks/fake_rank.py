@@ -94,6 +94,9 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes, counter:
         model, decayed = set_up_model(fabric, run)
+        for module in model.modules():  # FSDP moves them by assigning to .data, which fake tensors do not follow
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(fabric.device)
         counter.know_modules(model)
         optimizer = set_up_optimizer(fabric, model, decayed, run)
     outputs = Outputs([], arguments.logging.log_model)
