@@ -7,6 +7,7 @@ Modules that are slow to import are imported where they are used.
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from arguments import TokenizeArguments
     from fabric_train.tokenization.build import Outcome
     from fabric_train.tokenization.manifest import SourceRecord
+
+_WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,10 +67,10 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
     ledger, tokenizer = outcome.manifest.ledger, outcome.manifest.tokenizer
     columns = ("documents", "tokens", "rows", "supervised", "padding", "left over")
-    table = Table("split", *columns, box=box.SIMPLE)
+    table = Table("split", *columns, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, split in ledger.splits.items():

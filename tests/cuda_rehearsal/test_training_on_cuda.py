@@ -112,8 +112,7 @@ def test_offloaded_tensor_parallel_run_trains_and_saves_as_on_devices(rehearsal:
 
 
 def test_cpu_tensor_given_to_nccl_ends_the_run(rehearsal: Rehearsal) -> None:
-    run = rehearsal.start("cpu-tensor", {"parallelism": "ddp"}, before=CPU_TENSOR)
-    assert run.returncode == 1
+    run = rehearsal.run("cpu-tensor", {"parallelism": "ddp"}, before=CPU_TENSOR, returncode=1)
     assert "No backend type associated with device type cpu" in run.stderr
 
 

@@ -27,21 +27,6 @@ class Rehearsal:
     def __init__(self, folder: Path, model: Path, tokens: Path, cpu_runs: ForkedRuns) -> None:
         self.folder, self.model, self.tokens, self._cpu_runs = folder, model, tokens, cpu_runs
 
-    def start(
-        self,
-        name: str,
-        options: Mapping[str, object],
-        devices: int = 2,
-        *,
-        copy_delay: float = 0.0,
-        before: str = "",
-        timeout: float = 120,
-    ) -> PretendedRun:
-        """Run on devices into the folder ``name``, whatever the exit code."""
-        words = argv(self.model, self.tokens, self.folder / name, **{**SETTINGS, "accelerator": "cuda", **options})
-        before = (_EAGER_COMPILER if options.get("compile") else "") + before
-        return run_pretended(["fabric_train", *words], devices, copy_delay, before, timeout=timeout)
-
     def run(
         self,
         name: str,
@@ -51,14 +36,17 @@ class Rehearsal:
         copy_delay: float = 0.0,
         before: str = "",
         timeout: float = 120,
+        returncode: int = 0,
     ) -> PretendedRun:
         """Run on devices into the folder ``name``.
 
         Raises:
-            AssertionError: the exit code is not 0.
+            AssertionError: the exit code is not ``returncode``.
         """
-        run = self.start(name, options, devices, copy_delay=copy_delay, before=before, timeout=timeout)
-        assert run.returncode == 0, run.stderr or run.stdout
+        words = argv(self.model, self.tokens, self.folder / name, **{**SETTINGS, "accelerator": "cuda", **options})
+        before = (_EAGER_COMPILER if options.get("compile") else "") + before
+        run = run_pretended(["fabric_train", *words], devices, copy_delay, before, timeout=timeout)
+        assert run.returncode == returncode, run.stderr or run.stdout
         return run
 
     def cpu_losses(self, name: str, options: Mapping[str, object], ranks: int = 2) -> list[float]:
