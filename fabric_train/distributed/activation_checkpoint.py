@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,9 +24,17 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
+if TYPE_CHECKING:
+    from arguments import FSDPArguments
+
 Forward = Callable[..., Any]
 Call = tuple[Any, int]
 """An operation, and the index of this call among the operation's calls in a layer's forward pass."""
+
+
+def kept_share(fsdp: "FSDPArguments") -> float:
+    """Return the share of a layer's activations that is kept: 1 without checkpointing, 0 for its input only."""
+    return {"full": 0.0, "selective": fsdp.activation_memory_budget}.get(fsdp.activation_checkpointing, 1.0)
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], budget: float = 0.0, offloads: bool = False) -> None:

@@ -113,10 +113,12 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
     if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD" and precision.endswith("-mixed"):
         # torch's FSDP1 gives fp32 weights gradients in 16 bits then, which torch refuses in the second micro-batch
         raise InputError(f"--sharding_strategy NO_SHARD does not work in {precision}; use --parallelism ddp")
+    compiled = "float8" if arguments.model.float8 else "compile" if fsdp.compile is True else None
     obstacle = why_not_compiled(fsdp, parallelism)
-    if fsdp.compile is True and obstacle:
+    if compiled and obstacle:
         raise InputError(
-            f"--compile true: fsdp cannot with {obstacle}; use --parallelism fsdp2, or leave one of them out"
+            f"--{compiled} true: fsdp cannot compile layers with {obstacle}; use --parallelism fsdp2, or leave one of "
+            "them out"
         )
     devices_per_node = num_processes // arguments.device.num_nodes
     if devices_per_node % fsdp.tensor_parallel_size:

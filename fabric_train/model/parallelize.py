@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from fabric_train.distributed.activation_checkpoint import checkpoint_layers, kept_share
 from fabric_train.distributed.compile import compile_layers
 from fabric_train.distributed.float8 import check_gpu_has_float8, convert_to_float8
 from fabric_train.distributed.fsdp import FSDP2Strategy, ParameterMaterializer
@@ -90,11 +90,11 @@ def _set_up_layers(layers: list[nn.Module], arguments: "FSDPArguments", any_leng
     With selective checkpointing, the compiler itself chooses what to keep. Full checkpointing runs the compiled layer
     again.
     """
-    compiles, kind = arguments.compile is True, arguments.activation_checkpointing
-    budget = {"full": 0.0, "selective": arguments.activation_memory_budget}.get(kind, 1.0)
+    budget, compiles = kept_share(arguments), arguments.compile is True
+    is_selective = 0 < budget < 1
     if compiles:
-        compile_layers(layers, any_length, budget if kind == "selective" else 1.0)
-    if budget < 1 and not (compiles and kind == "selective"):
+        compile_layers(layers, any_length, budget if is_selective else 1.0)
+    if budget < 1 and not (compiles and is_selective):
         checkpoint_layers(layers, budget, arguments.activation_offload)
 
 

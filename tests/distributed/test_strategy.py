@@ -54,8 +54,11 @@ def test_compiled_layers_with_gradients_elsewhere_need_fsdp2(option: tuple[str, 
     given = ["--train_data_dir", "unused", "--output_dir", "unused", *option]
     for options in (["--parallelism", "fsdp"], ["--parallelism", "fsdp2", "--compile", "true"]):
         resolve_parallelism(parse(TrainArguments, [*given, *options]), 2, "cuda")
-    with pytest.raises(InputError, match="use --parallelism fsdp2"):
-        resolve_parallelism(parse(TrainArguments, [*given, "--parallelism", "fsdp", "--compile", "true"]), 2, "cuda")
+    for compiled in ("compile", "float8"):  # float8 compiles by itself
+        with pytest.raises(InputError, match=f"--{compiled} true: .*; use --parallelism fsdp2"):
+            resolve_parallelism(
+                parse(TrainArguments, [*given, "--parallelism", "fsdp", f"--{compiled}", "true"]), 2, "cuda"
+            )
 
 
 def test_fp16_is_refused_where_its_scale_may_arrive_too_late() -> None:

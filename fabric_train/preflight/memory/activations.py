@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Targets
-from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from fabric_train.distributed.activation_checkpoint import checkpoint_layers, kept_share
 from fabric_train.model.chunked_cross_entropy import traced_as
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.preflight.memory.gpu_attention import attention_on_gpu
@@ -129,9 +129,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
         live = _LiveMode(model)
         if arguments.model.precision != "16-mixed":  # as model.parallelize.setup_model does
             compute_loss_in_head(model)
-        budget = {"none": 1.0, "full": 0.0}.get(
-            arguments.fsdp.activation_checkpointing, arguments.fsdp.activation_memory_budget
-        )
+        budget = kept_share(arguments.fsdp)
         if budget < 1:
             checkpoint_layers(layers, budget)
         ids = torch.zeros(batch.num_rows, batch.length, dtype=torch.int64)
