@@ -122,9 +122,9 @@ def _changes(request: RunRequest) -> Iterator[_Change]:
         yield _Change((("parallelism", "fsdp"),))
     if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
         yield _Change((("sharding_strategy", "FULL_SHARD"),))
-    if world_size > 1 and not (arguments.fsdp.cpu_offload and request.parallelism == "fsdp"):
-        cannot_compile = arguments.fsdp.compile is True and request.parallelism != "fsdp2"
-        eager = (("compile", False),) if cannot_compile else ()
+    is_fsdp2 = request.parallelism == "fsdp2"
+    if world_size > 1 and (is_fsdp2 or not (arguments.fsdp.cpu_offload or arguments.model.float8)):
+        eager = (("compile", False),) if arguments.fsdp.compile is True and not is_fsdp2 else ()
         yield _Change((("gradient_reduction", "micro_batch"), *eager))
     if arguments.fsdp.activation_checkpointing != "full":
         yield _Change((("activation_checkpointing", "full"),))
