@@ -84,7 +84,7 @@ def test_a_few_traced_layers_tell_what_all_of_them_hold(llama: ModelShape) -> No
     assert astuple(traced) == pytest.approx(astuple(_trace(llama, 16, arguments, batch)), rel=0.01)
 
 
-def test_isolated_documents_cost_their_mask(llama: ModelShape) -> None:
+def test_a_mask_costs_itself_and_copies_of_the_heads(llama: ModelShape) -> None:
     arguments = parse(TrainArguments, ["--train_data_dir", "x", "--output_dir", "y"])
     plain, masked = (
         trace_activations(
@@ -92,7 +92,11 @@ def test_isolated_documents_cost_their_mask(llama: ModelShape) -> None:
         )
         for borders in (False, True)
     )
-    assert masked.kept - plain.kept == pytest.approx(1024 * 1024, rel=0.01)
+    config = llama.config
+    mask = 2 * 1024 * 1024  # in bf16
+    copied_heads = 2 * 2 * 1024 * config.head_dim * (config.num_attention_heads - config.num_key_value_heads)
+    expected = config.num_hidden_layers * (mask + copied_heads)
+    assert masked.kept - plain.kept == pytest.approx(expected, rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------- traffic
