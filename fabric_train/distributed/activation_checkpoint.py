@@ -228,11 +228,11 @@ def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     if "_varlen_attn" in func.name():  # at most; torch's own count reads the borders, and waits for the device
         query, longest = args[0], args[6]
         return 4 * query.numel() * longest
-    if func.overloadpacket in flop_registry:
-        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
-    if "scaled_dot_product" in func.name():  # the CPU's attention, which torch does not count
+    if "scaled_dot_product" in func.name():  # torch does not count the CPU's, nor grouped heads before torch 2.12
         query, key = args[:2]
         return 4 * query.numel() * key.shape[-2]
+    if func.overloadpacket in flop_registry:
+        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=output)
     return 0
 
 

@@ -220,7 +220,9 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     """Add ``left @ right`` to an fp32 total."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif _device_type(total) == "cuda":
+    elif _traced_device == "cuda":
+        pass  # takes no memory; torch 2.11 fails at this product of fake tensors
+    elif total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

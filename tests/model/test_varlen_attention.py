@@ -205,8 +205,11 @@ def test_torch_without_a_flag_for_grouped_heads_gets_none() -> None:
     def of_torch_2_11(query: Any, *_: Any, return_aux: Any = None, scale: Any = None, window_size: Any = None) -> None:
         pass
 
+    def of_torch_2_12(query: Any, *_: Any, enable_gqa: bool = False) -> None:
+        pass
+
     assert varlen_attention.grouped_heads(of_torch_2_11) == {}
-    assert varlen_attention.grouped_heads(varlen_attention.varlen_attn) == {"enable_gqa": True}
+    assert varlen_attention.grouped_heads(of_torch_2_12) == {"enable_gqa": True}
 
 
 def test_run_says_why_it_needs_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
