@@ -251,13 +251,15 @@ def train_ours(preset: str) -> Measure:
     """Return the part that trains a preset with ``fabric_train`` and compares its memory with the plan."""
 
     def measure(attempt: Attempt) -> None:
-        def train(layers: int) -> tuple[GpuRun, dict[str, float]]:
+        def train(layers: int) -> tuple[GpuRun, dict[str, Any]]:
             target = attempt.folder("run")
             command = training_command(attempt.sizes, preset, layers, rows, target)
             planned = _plan(attempt, command, layers)
             attempt.run(f"{layers} layers", " ".join(command.words))
             found = read_run(target)
-            return found, {"planned_bytes": planned, "plan_error": planned / found.peak_bytes - 1}
+            log = (ROOT / target / "run.log").read_text(encoding="utf-8")
+            notes = re.findall("note: (.*)", log)  # such as the kernels that were chosen
+            return found, {"planned_bytes": planned, "plan_error": planned / found.peak_bytes - 1, "notes": notes}
 
         rows = _rows(attempt)
         _train_as_many_layers_as_fit(attempt, preset, train)
@@ -269,7 +271,7 @@ def train_peer(preset: str, trainer: str) -> Measure:
     """Return the part that trains a preset with ``transformers`` or ``trl``, on the same rows."""
 
     def measure(attempt: Attempt) -> None:
-        def train(layers: int) -> tuple[GpuRun, dict[str, float]]:
+        def train(layers: int) -> tuple[GpuRun, dict[str, Any]]:
             config = attempt.folder("config")
             _shape(attempt.sizes, preset, layers).config.save_pretrained(ROOT / config)
             write_tokenizer(ROOT / config, [_sums(1)])  # trl asks for one; the rows are token ids
@@ -321,7 +323,7 @@ def _losses(attempt: Attempt, training: str, name: str, options: str) -> list[fl
 
 
 def _train_as_many_layers_as_fit(
-    attempt: Attempt, preset: str, train: Callable[[int], tuple[GpuRun, dict[str, float]]]
+    attempt: Attempt, preset: str, train: Callable[[int], tuple[GpuRun, dict[str, Any]]]
 ) -> None:
     """Measure speed, MFU and memory of the largest number of layers that fits, among ``SHARES_OF_LAYERS``.
 

@@ -16,7 +16,7 @@ DOCUMENTS = [
     if path.is_file()
 ]
 FOLDERS = ("fabric_train", "tests", "configs", "docs", "benchmarks", "launch", "docker", "demo", "sample_data")
-FOREIGN_OPTIONS = {"help", "main-port", "max-restarts", "time", "init", "rm", "dest"}  # of others
+FOREIGN_OPTIONS = {"help", "first_hour", "main-port", "max-restarts", "time", "init", "rm", "dest"}  # of others
 
 _TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
