@@ -5,6 +5,7 @@ What is built is kept in ``.cache/containers``. Only root can build there.
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from fabric_train.files.atomic_folder import complete_folder
 from sample_data import real_data
 from tests.support.programs import ROOT
 
-CACHE = real_data.CACHE / "containers"
+CACHE = (real_data.CACHE / "containers").resolve()  # podman's storage knows its own path
+STORAGE = ["--root", str(CACHE / "storage"), "--runroot", str(CACHE / "run")]
+PODMAN = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=file", "--runtime=/usr/sbin/runc", *STORAGE]
 _CERTIFICATES = "/etc/pip-certificates.crt"
 _SUITE = "bookworm"  # its Python 3.11 is one that the project supports
 
@@ -48,11 +51,10 @@ def need_packages(**packages: str) -> None:
 @cache
 def base_folder() -> Path:
     """Return the root of a Debian with the user 1000 of Ubuntu's image, and mount points for pip's settings."""
-    need_packages(debootstrap="debootstrap")
     target = CACHE / "base"
     if not target.exists():
         with complete_folder(target) as folder:
-            _run("debootstrap", "--variant=minbase", _SUITE, str(folder))
+            debootstrap(_SUITE, folder)
             _run("useradd", "--root", str(folder), "--uid", "1000", "--create-home", "ubuntu")
             shutil.rmtree(folder / "dev")  # device files, which cannot be copied in a user namespace
             (folder / "dev").mkdir()
@@ -60,6 +62,19 @@ def base_folder() -> Path:
                 _make_mount_point(folder, inside)
             folder.chmod(0o755)
     return target
+
+
+def debootstrap(suite: str, folder: Path, *packages: str) -> None:
+    """Install a minimal Debian with some packages into a folder, or skip the test."""
+    need_packages(debootstrap="debootstrap")
+    include = [f"--include={','.join(packages)}"] if packages else []
+    _run("debootstrap", "--variant=minbase", *include, suite, str(folder))
+
+
+def limits(open_files: int | None = None) -> list[str]:
+    """Return podman's options that keep this machine's limits, which podman would raise."""
+    open_files = open_files or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return [f"--ulimit=nofile={open_files}:{open_files}", "--ulimit=nproc=4096:4096"]
 
 
 def run_logged(log: Path, *command: str) -> str:
