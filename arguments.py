@@ -674,6 +674,21 @@ class MergeArguments:
         return []
 
 
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Check this machine for what stops or slows runs; the exit code is 0, or 1 if something would stop one
+
+    PROGRAM
+    PROGRAM --output_dir /scratch/runs
+    PROGRAM --json
+    """
+
+    output_dir: str | None = None
+    """Folder that runs will write into, to be checked as well; it need not exist yet."""
+    json: bool = False
+    """Print the results as JSON."""
+
+
 # ---------------------------------------------------------------------------------------------------- parsing
 
 

@@ -22,8 +22,8 @@ FROM_THE_TOP = (
 )
 """A subpackage imports only those after it."""
 
-TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus"}
-PROGRAMS = {"__main__", "tokenization.inspect.__main__", "tokenization.merge", "export.model_card"}
+TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus", "doctor"}
+PROGRAMS = {"__main__", "doctor", "tokenization.inspect.__main__", "tokenization.merge", "export.model_card"}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 

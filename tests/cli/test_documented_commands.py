@@ -8,6 +8,7 @@ import pytest
 
 from arguments import (
     ConvertArguments,
+    DoctorArguments,
     DownloadArguments,
     GenerateArguments,
     InspectArguments,
@@ -25,6 +26,7 @@ PROGRAMS = {
     "python download_model.py": DownloadArguments,
     "python -m fabric_train.tokenization.inspect": InspectArguments,
     "python -m fabric_train.tokenization.merge": MergeArguments,
+    "python -m fabric_train.doctor": DoctorArguments,
     "fabric run fabric_train": TrainArguments,
     "python -m fabric_train": TrainArguments,
 }

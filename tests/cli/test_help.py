@@ -15,6 +15,7 @@ import pytest
 
 from arguments import (
     ConvertArguments,
+    DoctorArguments,
     DownloadArguments,
     GenerateArguments,
     InspectArguments,
@@ -36,6 +37,7 @@ PROGRAMS: dict[str, Any] = {
     "download_model.py": DownloadArguments,
     "-m fabric_train.tokenization.inspect": InspectArguments,
     "-m fabric_train.tokenization.merge": MergeArguments,
+    "-m fabric_train.doctor": DoctorArguments,
 }
 SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb")
 SECONDS = 2.0

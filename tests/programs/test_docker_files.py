@@ -1,15 +1,26 @@
-"""The build context has what the Dockerfile copies, and the image what the programs need there."""
+"""The build context has what the Dockerfile copies, the image what the programs need, and the entry point no effect.
+
+``tests/launchers/test_container.py`` and ``test_apptainer.py`` build and run them.
+"""
 
 import fnmatch
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
 
 from tests.support.programs import ROOT
 
 
 def copied() -> list[str]:
-    """Return the sources of every COPY of the Dockerfile."""
+    """Return the sources of every COPY of the Dockerfile from the build context."""
     text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
-    lines = re.findall(r"^COPY (.*)$", text, re.MULTILINE)
+    lines = re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE)
     return [word for line in lines for word in line.split()[:-1] if not word.startswith("--")]
 
 
@@ -48,3 +59,55 @@ def test_the_images_user_can_write_to_every_cache() -> None:
     assert owned is not None
     assert len(caches) == 3
     assert [cache for cache in caches if not any(cache.startswith(folder) for folder in owned.group(1).split())] == []
+
+
+def test_compose_and_apptainer_start_the_entry_point() -> None:
+    docker = ROOT / "docker"
+    entry = re.search(r'^ENTRYPOINT \["(.*)"\]$', (docker / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert entry is not None
+    services = yaml.safe_load((docker / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    assert {service["entrypoint"][0] for service in services.values()} == {entry[1]}
+    assert f'exec {entry[1]} "$@"' in (docker / "apptainer.def").read_text(encoding="utf-8")
+
+
+def test_apptainer_has_the_base_packages_and_files_of_the_image() -> None:
+    docker, apptainer = (
+        (ROOT / "docker" / name).read_text(encoding="utf-8") for name in ("Dockerfile", "apptainer.def")
+    )
+    image = re.search(r"^FROM (\S+) AS system$", docker, re.MULTILINE)
+    packages = re.search(r"apt-get install (.*) \\$", docker, re.MULTILINE)
+    assert image is not None
+    assert packages is not None
+    assert f"\nFrom: {image[1]}\n" in apptainer
+    assert f"apt-get install {packages[1]}\n" in apptainer
+    files = re.search(r"%files\n(.*?)\n\n", apptainer, re.DOTALL)
+    assert files is not None
+    assert sorted(line.split()[0] for line in files[1].splitlines()) == sorted(set(copied()) | {"pyproject.toml"})
+
+
+def start_entry_point(folder: Path, *command: str) -> "subprocess.Popen[str]":
+    """Start the entry point where 200 open files are allowed, which the doctor calls a fault."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    limited = ["bash", "-c", 'ulimit -n 200; exec "$@"', "-", str(ROOT / "docker" / "entrypoint"), *command]
+    return subprocess.Popen(limited, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_the_entry_point_prints_what_is_wrong_and_keeps_the_exit_code(tmp_path: Path) -> None:
+    process = start_entry_point(tmp_path, "bash", "-c", "echo started; exit 7")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (7, "started\n")
+    assert "fault    open files: limit of 200 for each process; " in errors
+    assert not re.search("^ok ", errors, re.MULTILINE)
+
+
+def test_a_signal_reaches_the_command_behind_the_entry_point(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    process = start_entry_point(
+        tmp_path, "bash", "-c", f"trap 'exit 75' TERM; touch {ready}; while :; do sleep 0.1; done"
+    )
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)  # to this process alone, as a container does
+    process.communicate(timeout=60)
+    assert process.returncode == 75
