@@ -59,7 +59,7 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
         environment = MpiexecEnvironment(launcher, num_nodes)
     else:
         return LightningEnvironment()
-    check_address(environment.main_address, launcher.name, num_nodes)
+    check_address(environment.main_address, launcher.name)
     if num_nodes > 1:
         _check_is_rank_0(environment)
         if accelerator == "cpu":
@@ -141,7 +141,7 @@ class MpiexecEnvironment(MPIEnvironment):
             return int(probe.getsockname()[1])
 
 
-def check_address(address: str, launcher: str, num_nodes: int) -> None:
+def check_address(address: str, launcher: str) -> None:
     """Check that the address of rank 0 resolves on this machine; the ranks would wait for it for minutes.
 
     Raises:
