@@ -188,7 +188,8 @@ def _incomplete(environment: Mapping[str, str]) -> list[str]:
     missing = [name for name in own if name not in environment]
     if missing:
         return [
-            f"{started}, but {' and '.join(missing)} is not set: pass the launcher's environment on, all or nothing"
+            f"{started}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: pass on all of the "
+            "launcher's variables, or unset them all"
         ]
     if launcher in MPI and int(environment[launcher.size]) > 1 and importlib.util.find_spec("mpi4py") is None:
         return [

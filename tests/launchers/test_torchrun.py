@@ -132,7 +132,7 @@ def test_a_machine_that_joins_late_takes_part(
     """torchrun stops the first machine's rank, which saves, and starts both; the windows stay the same."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else torchrun's newcomer waits for an address
     run = tmp_path / "run"
-    options = {**LONG, "max_step": 300, "total_batch_size": 64, "number_epochs": 999, "lr": 1e-5}
+    options = {**LONG, "max_step": 100, "total_batch_size": 64, "number_epochs": 999, "lr": 1e-5}
     words = ["--max-restarts", "2", "--local-addr"]
     first, second = (c10d(machine, "1:2", conf=",last_call_timeout=1") for machine in (0, 1))
     early = start(0, "torchrun", *first, *words, ADDRESSES[0], resume="true", **options)
