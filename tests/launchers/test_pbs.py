@@ -24,7 +24,7 @@ from tests.support.two_machines import ADDRESSES, two_machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
-OPTIONS = {"max_step": 400, "number_epochs": 999, "eval_step_interval": 100, "save_step_interval": 100}
+OPTIONS = {"max_step": 200, "number_epochs": 999, "eval_step_interval": 100, "save_step_interval": 100}
 
 
 class Job:
@@ -122,7 +122,7 @@ def test_a_job_saves_ahead_of_its_walltime_and_the_next_goes_on(
     assert "2 × fsdp" in second.output()
     assert second.resubmissions() == []
     forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, whole, **OPTIONS)).finish(300)
-    assert len(metrics(run)) == 400
+    assert len(metrics(run)) == 200
     assert metrics(run) == metrics(whole)
 
 
