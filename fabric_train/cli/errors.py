@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from fabric_train.cli.launcher import end_children, end_mpi, global_rank, report_to_torchrun
+from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
 from fabric_train.cli.output import keep_streams_writable
 from fabric_train.cli.redaction import redact
 
@@ -133,7 +133,6 @@ def exit_process(code: int) -> NoReturn:
     ``keep_streams_writable``.
     """
     end_children()
-    end_mpi(code, all_end=code in (0, STOPPED))
     os._exit(code)
 
 

@@ -1,6 +1,7 @@
 """Environment variables of the launcher (``fabric run``, torchrun, srun, mpiexec), and child ranks without one.
 
-:func:`check_environment` is the one place that decides whether they make sense; everything else reads them as checked.
+:func:`find_launcher` recognises it. :func:`check_environment` and :func:`find_other_world` are the one place that
+decides whether its variables make sense; everything else reads them as checked.
 
 ``fabric run`` removes ``--accelerator --strategy --devices --num-nodes --precision`` from anywhere on the command line
 and passes them on as ``LT_*`` variables; torchrun sets the number of processes. Fabric would read the ``LT_*``
@@ -12,7 +13,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -24,25 +24,81 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, and its variables with the rank and the number of the processes that it has started."""
+    """A launcher, the variables that it is recognised by, and those with what it has started.
+
+    ``rank`` and ``size`` count in the whole run, ``local_rank`` and ``local_size`` on this process's machine.
+    """
 
     name: str
+    recognised_by: tuple[str, ...]
     rank: str
     size: str
+    local_rank: str = ""
+    local_size: str = ""
+    options: tuple[str, str] = ("processes per machine", "machines")
+    """How the launcher is given the number of processes on each machine, and the number of machines."""
+
+    @property
+    def evidence(self) -> str:
+        """The variables that it is recognised by."""
+        return " and ".join(self.recognised_by)
 
 
-_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE")
-_MPI = (
-    Launcher("mpiexec (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    Launcher("mpiexec (MPICH)", "PMI_RANK", "PMI_SIZE"),
+TORCHRUN = Launcher(
+    "torchrun",
+    ("TORCHELASTIC_RUN_ID",),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    options=("--nproc-per-node", "--nnodes"),
 )
-_BY_HAND = Launcher("whoever set LOCAL_RANK", "LOCAL_RANK", "WORLD_SIZE")  # Fabric's own launcher too
-_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
+OPEN_MPI = Launcher(
+    "mpiexec (Open MPI)",
+    ("OMPI_COMM_WORLD_SIZE",),
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+MPICH = Launcher(
+    "mpiexec (MPICH)",
+    ("PMI_SIZE", "MPI_LOCALNRANKS"),
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+)
+SRUN = Launcher(
+    "srun",
+    ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    options=("--ntasks-per-node", "--nodes"),
+)
+JSRUN = Launcher(
+    "jsrun",
+    ("LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_SIZE"),
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+)
+OTHER_MPI = Launcher("mpiexec", ("PMI_SIZE",), "PMI_RANK", "PMI_SIZE")
+BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE")  # Fabric's own launcher too
+MPI = (OPEN_MPI, MPICH, OTHER_MPI)
+# the innermost first: torchrun and mpiexec can run inside a Slurm job; srun --mpi=pmi2 sets PMI_SIZE itself
+_LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, JSRUN, OTHER_MPI, BY_HAND)
+_SHELL_JOBS = ("bash", "interactive")  # names of Slurm's jobs for a shell
+_HIGHEST_STEP = 10**9  # beyond it are the numbers of Slurm's steps that no srun has started
 _LEAST = {
     "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "NODE_RANK": 0,
     "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_PORT": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
     "SLURM_NTASKS": 1, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 1,
-    "OMPI_COMM_WORLD_LOCAL_RANK": 0, "PMI_RANK": 0, "PMI_SIZE": 1,
+    "OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "PMI_RANK": 0, "PMI_SIZE": 1,
+    "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1, "JSM_NAMESPACE_RANK": 0, "JSM_NAMESPACE_SIZE": 1,
+    "JSM_NAMESPACE_LOCAL_RANK": 0,
 }  # fmt: skip
 """Variables that have to be whole numbers, and their least values."""
 
@@ -53,6 +109,7 @@ _RANK_BELOW_SIZE = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 _PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
@@ -74,10 +131,30 @@ class GivenValue:
     is_default: bool = False
 
 
+def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
+    """Return the launcher that has started this process; None if it starts the ranks of its machine itself."""
+    for launcher in _LAUNCHERS:
+        if all(name in environment for name in launcher.recognised_by):
+            if launcher == SRUN and _is_slurm_shell(environment):
+                continue
+            return launcher
+    return None
+
+
+def _is_slurm_shell(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm has started a shell, in which this process was started by hand: ``srun --pty bash``, ``salloc``."""
+    step = environment["SLURM_STEP_ID"]
+    if step.isdecimal() and int(step) > _HIGHEST_STEP:
+        return True
+    is_shell = "SLURM_PTY_PORT" in environment or environment.get("SLURM_JOB_NAME") in _SHELL_JOBS
+    return is_shell and environment["SLURM_STEP_NUM_TASKS"] == "1"
+
+
 def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Return this process's global rank; 0 if no launcher has set one."""
-    ranks = [environment[name] for name in _RANK_VARIABLES if re.fullmatch("[0-9]{1,6}", environment.get(name, ""))]
-    return int(ranks[0]) if ranks else 0
+    launcher = find_launcher(environment)
+    rank = environment.get(launcher.rank if launcher else "RANK", "")
+    return int(rank) if re.fullmatch("[0-9]{1,6}", rank) else 0
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -102,51 +179,90 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _incomplete(environment: Mapping[str, str]) -> list[str]:
-    """Return a line if variables of a launcher are there that would leave every process training alone."""
-    if is_torchrun(environment):
-        return []
-    mpi = next((mpi for mpi in _MPI if int(environment.get(mpi.size, "1")) > 1), None)
-    if mpi and importlib.util.find_spec("mpi4py") is None:
+    """Return a line if something is missing without which processes would train alone, or wait for others forever."""
+    launcher = find_launcher(environment)
+    if launcher is None:
+        return _unfinished_launch(environment)
+    started = f"{launcher.name} has started this process ({launcher.evidence} in the environment)"
+    own = (name for name in (launcher.rank, launcher.size, launcher.local_rank) if name and launcher != BY_HAND)
+    missing = [name for name in own if name not in environment]
+    if missing:
         return [
-            f"{mpi.name} has started {environment[mpi.size]} processes ({mpi.size}), which find each other by mpi4py, "
-            "and it is not installed: pip install mpi4py, or start one process with python -m fabric_train --devices N"
+            f"{started}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: pass on all of the "
+            "launcher's variables, or unset them all"
         ]
+    if launcher in MPI and int(environment[launcher.size]) > 1 and importlib.util.find_spec("mpi4py") is None:
+        return [
+            f"{launcher.name} has started {environment[launcher.size]} processes ({launcher.size}), which find each "
+            "other by mpi4py, and it is not installed: pip install mpi4py, or start one process with python -m "
+            "fabric_train --devices N"
+        ]
+    if launcher == SRUN and not _num_local(launcher, environment):
+        return [
+            f"srun has not started the same number of tasks on every node ({SRUN.local_size}="
+            f"{environment.get(SRUN.local_size)!r}); give it --ntasks-per-node"
+        ]
+    return []
+
+
+def _unfinished_launch(environment: Mapping[str, str]) -> list[str]:
+    """Return a line if there are variables for several processes, but this one was not started as one of them."""
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-    if given and not mpi and "SLURM_PROCID" not in environment and "LOCAL_RANK" not in environment:
+    if given:
         shown = " and ".join(f"{name}={environment[name]}" for name in given)
         return [
             f"{shown} in the environment without a launcher (no TORCHELASTIC_RUN_ID): this process would train alone; "
             f"unset {' and '.join(given)}, or start the processes with torchrun or fabric run"
         ]
+    num_tasks = environment.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in environment and int(num_tasks) > 1:
+        return [
+            f"this Slurm job has {num_tasks} tasks (SLURM_NTASKS), but srun has not started this process (no "
+            "SLURM_STEP_ID): put srun before the command, or give the job one task on each node"
+        ]
     return []
 
 
-def find_other_world_size(asked: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a line if a launcher has started another number of processes than the run has.
+def _num_local(launcher: Launcher, environment: Mapping[str, str]) -> int:
+    """Return the number of processes on each machine; 0 if it is unknown, or not the same on all.
+
+    Slurm writes "4" or "4(x2)", and "4,3" if nodes differ.
+    """
+    found = re.fullmatch(r"([0-9]{1,6})(\(x[0-9]+\))?", environment.get(launcher.local_size, ""))
+    return int(found[1]) if found else 0
+
+
+def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a line if the processes that were started are not those that the run has.
 
     Args:
-        asked: processes of the run: --devices times --num_nodes.
+        num_devices: processes of the run on each machine.
+        num_nodes: machines.
         environment: with the launcher's variables.
     """
-    launchers = (_TORCHRUN,) if is_torchrun(environment) else (*_MPI, _BY_HAND)
-    launcher = next((launcher for launcher in launchers if launcher.rank in environment), None)
+    launcher, asked = find_launcher(environment), num_devices * num_nodes
     started = int(environment.get(launcher.size, asked)) if launcher else asked
-    if launcher is None or started == asked:
+    if launcher and started != asked:
+        return (
+            f"{launcher.name} has started {started} process{'es' * (started > 1)} ({launcher.size}), but --devices "
+            f"times --num_nodes is {asked}; make them agree"
+        )
+    if num_nodes == 1 or launcher not in (None, BY_HAND):
         return None
+    job = ""
+    if "PBS_JOBID" in environment:
+        job = ", which PBS does not do (PBS_JOBID): use launch/pbs.sh, or mpiexec"
+    elif "SLURM_JOB_ID" in environment:
+        job = ", which Slurm does only with srun (no SLURM_STEP_ID)"
     return (
-        f"{launcher.name} has started {started} processes ({launcher.size}), but --devices times --num_nodes is "
-        f"{asked}; make them agree"
+        f"--num_nodes {num_nodes}: start the run on every machine{job}, with torchrun --nnodes {num_nodes}, srun, or "
+        f"fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
     )
 
 
 def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torchrun started this process, or ``fabric run``, which is torchrun with other options."""
     return "TORCHELASTIC_RUN_ID" in environment
-
-
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher of any kind has set this process's rank."""
-    return any(name in environment for name in _RANK_VARIABLES)
 
 
 def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
@@ -160,14 +276,14 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the id of the process that this rank must not outlive: torchrun, ``fabric run``, or the rank that started
-    it; None if the ranks were started by hand, or by Slurm, which ends them itself.
+    """Return the id of the process that this rank must not outlive: the launcher's on this machine, or the rank that
+    started it; None if the ranks were started by hand.
 
     Call it early: the id is not known any more once the launcher has ended.
     """
     if environment.get(_LAUNCHER, "").isascii() and environment.get(_LAUNCHER, "").isdigit():
         return int(environment[_LAUNCHER])
-    return os.getppid() if is_torchrun(environment) else None
+    return os.getppid() if find_launcher(environment) not in (None, BY_HAND) else None
 
 
 @contextmanager
@@ -208,20 +324,6 @@ def report_to_torchrun(lines: Sequence[str], environment: Mapping[str, str] = os
         json.dump({"message": message}, report)
 
 
-def end_mpi(code: int, *, all_end: bool) -> None:
-    """Finalize MPI if this process uses it: mpiexec takes a process that ends without that for a crash.
-
-    Finalizing waits for the other ranks. Unless ``all_end``, some may never do it, so MPI ends them all with ``code``.
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return
-    if all_end:
-        mpi.Finalize()
-    else:
-        mpi.COMM_WORLD.Abort(code)
-
-
 def end_children() -> None:
     """End the ranks that this process has started and that still run."""
     for child in _children:
@@ -251,11 +353,12 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
         names = ", ".join(f"LT_{name.upper()}" for name in options)
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
     given = {}
-    if "LOCAL_WORLD_SIZE" in environment and not under_fabric_run(environment):
-        processes = int(environment["LOCAL_WORLD_SIZE"])
-        nodes = int(environment.get("WORLD_SIZE", processes)) // processes
-        given["devices"] = GivenValue(str(processes), "torchrun --nproc-per-node", is_default=processes == 1)
-        given["num_nodes"] = GivenValue(str(nodes), "torchrun --nnodes", is_default=nodes == 1)
+    launcher = None if under_fabric_run(environment) else find_launcher(environment)
+    processes = _num_local(launcher, environment) if launcher else 0
+    if launcher and processes:
+        nodes = int(environment[launcher.size]) // processes
+        for name, number, option in zip(("devices", "num_nodes"), (processes, nodes), launcher.options, strict=True):
+            given[name] = GivenValue(str(number), f"{launcher.name} {option}", is_default=number == 1)
     for name, value in options.items():
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":

@@ -6,7 +6,6 @@ import torch
 from lightning.fabric.accelerators import CUDAAccelerator
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.launcher import is_launched, under_fabric_run
 
 _MAX_PROCESSES_PER_CORE = 16  # each process has a model of its own, so a larger number is a mistake
 _MIN_BF16_CAPABILITY = (8, 0)  # Ampere; V100 has 7.0 and T4 has 7.5
@@ -90,19 +89,6 @@ def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
     if used >= available:
         return None
     return f"{used} of this machine's {available} GPUs are used; fabric run uses one unless given --devices {available}"
-
-
-def check_nodes(num_nodes: int) -> None:
-    """Check that a run on several machines was started by a launcher; without one it would wait for the others forever.
-
-    Raises:
-        InputError: no launcher started it and there is no MASTER_ADDR.
-    """
-    if num_nodes > 1 and not (under_fabric_run() or is_launched() or "MASTER_ADDR" in os.environ):
-        raise InputError(
-            f"--num_nodes {num_nodes}: start the run on every machine, with torchrun --nnodes {num_nodes}, srun, or "
-            f"fabric run --num-nodes {num_nodes} --node-rank 0, 1, ... --main-address HOST"
-        )
 
 
 def single_gpu_index(devices: int | str) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
-from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
@@ -29,13 +28,10 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
     Raises:
         InputError: the port that the ranks use to connect is in use.
     """
-    environment = getattr(fabric.strategy, "cluster_environment", None)
-    if isinstance(environment, MPIEnvironment):
-        _share_address(environment)
     _check_port(fabric)
     # Fabric's own observer kills this process without a message, even if all ranks are just ending together
     subprocess_script._launch_process_observer = _watch_children
-    if num_restarts() and num_processes > 1:
+    if num_restarts() and num_processes > 1 and _torchrun_has_store():
         _init_after_restart(accelerator, num_processes, timeout)
     with as_launcher():
         fabric.launch()
@@ -54,11 +50,9 @@ def destroy_process_group(fabric: Fabric) -> None:
         dist.destroy_process_group()
 
 
-def _share_address(environment: MPIEnvironment) -> None:
-    """Let all ranks ask for node, address and port of rank 0 together: Fabric's class sends messages for each."""
-    environment.node_rank()
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
+def _torchrun_has_store() -> bool:
+    """Whether torchrun itself listens on the port, in one store for all of its restarts; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _check_port(fabric: Fabric) -> None:
@@ -68,7 +62,7 @@ def _check_port(fabric: Fabric) -> None:
         InputError: another program uses it.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
-    if environment is None or fabric.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if environment is None or fabric.global_rank or _torchrun_has_store():
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
+from fabric_train.distributed.cluster_environment import find_cluster_environment
 from fabric_train.distributed.devices import count_devices, resolve_accelerator, single_gpu_index
 from fabric_train.distributed.fsdp import FSDP1Strategy, FSDP2Strategy
 from fabric_train.distributed.precision import compute_dtype, precision_plugin
@@ -45,7 +46,10 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
         devices=device.devices if accelerator == "cuda" else num_devices,
         num_nodes=device.num_nodes,
         strategy=_strategy(parallelism, arguments, layer_classes, accelerator),
-        plugins=[precision_plugin(parallelism, arguments.model.precision, accelerator)],
+        plugins=[
+            precision_plugin(parallelism, arguments.model.precision, accelerator),
+            find_cluster_environment(device.num_nodes, accelerator),
+        ],
     )
     if not under_fabric_run():
         init_process_group(fabric, accelerator, num_processes, collective_timeout(arguments))

@@ -25,8 +25,8 @@ _CHOICES: list[dict[str, Any]] = [
 ]
 """What ``--activation_checkpointing auto`` chooses from; each takes less memory than the one before."""
 
-# On an H200 (docs/performance.md, "Measured on a GPU"), compiling took 7 s and a step a fifth less time, at an MFU of 46 %
-# without it. It compiles again for evaluation and for rows of several documents, and not every host is that fast.
+# On an H200 (docs/performance.md, "Measured on a GPU"), compiling took 7 s and a step a fifth less. Without it, MFU
+# was 46 %. Evaluation and rows of several documents are compiled again, and not every host is that fast.
 _SECONDS_TO_COMPILE = 30.0
 _SHARE_SAVED = 0.15
 _UTILIZATION = 0.45

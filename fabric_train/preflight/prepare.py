@@ -11,7 +11,7 @@ from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.launcher import find_other_world_size, num_restarts
+from fabric_train.cli.launcher import find_other_world, num_restarts
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.distributed import devices
@@ -133,10 +133,8 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     else:
         accelerator = devices.resolve_accelerator(device.accelerator)
         num_devices = devices.count_devices(device.devices, accelerator)
-    if not arguments.planning.plan:
-        devices.check_nodes(device.num_nodes)
     world_size = num_devices * device.num_nodes
-    fault = find_other_world_size(world_size)
+    fault = find_other_world(num_devices, device.num_nodes)
     if fault and not arguments.planning.plan:
         raise InputError(fault)
     parallelism = resolve_parallelism(arguments, world_size, accelerator)

