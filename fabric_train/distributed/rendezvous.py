@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
-from lightning.fabric.plugins.environments import MPIEnvironment
+from lightning.fabric.plugins.environments import MPIEnvironment, XLAEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
@@ -68,7 +68,9 @@ def _check_port(fabric: Fabric) -> None:
         InputError: another program uses it.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
-    if environment is None or fabric.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if environment is None or isinstance(environment, XLAEnvironment):  # neither has a port
+        return
+    if fabric.global_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
