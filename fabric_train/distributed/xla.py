@@ -1,7 +1,7 @@
 """Train on one XLA device, a TPU core or XLA's CPU device, with Fabric's ``XLAFSDPStrategy``.
 
 torch-xla works with one release of torch only, so it has an environment of its own (install/xla-requirements.txt), and
-is imported only when a run uses it. What another number of devices would need is described in docs/architecture.md.
+is imported only when a run uses it. What another number of devices would need is described in docs/launch.md.
 """
 
 import importlib.util
