@@ -37,10 +37,9 @@ def check_xla_device() -> None:
             "--accelerator tpu: torch-xla is not in this environment; make install-xla makes one with it, and "
             ".cache/xla/bin/python -m fabric_train starts there"
         )
-    named = os.environ.get("PJRT_DEVICE")  # before the import, which sets it to CPU if there is no TPU
     from torch_xla._internal import tpu
 
-    if named in (None, "TPU") and not tpu.num_available_chips():
+    if os.environ.setdefault("PJRT_DEVICE", "TPU") == "TPU" and not tpu.num_available_chips():
         raise InputError("--accelerator tpu: there is no TPU here; PJRT_DEVICE=CPU tries it on XLA's CPU device")
 
 
