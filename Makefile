@@ -8,19 +8,23 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.10)
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP = $(BIN)/python -m pip --disable-pip-version-check
 # -qq hides pip's warnings about the machine's set-up; it still prints errors
-PIP_INSTALL := $(PIP) install -qq
+PIP_INSTALL = $(PIP) install -qq
 # the stamp exists only if everything in requirements.txt is installed
 STAMP := $(VENV)/installed
+# torch-xla works with one older release of torch, so it has an environment of its own
+XLA := .cache/xla
 
-.PHONY: help install demo test test-cuda test-cuda-rehearsal test-launchers check lint benchmark clean
+.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-launchers test-xla check lint benchmark clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
 	  printf '  make %-20s %s\n' "$$name" "$$what"; done
 
 install: $(STAMP) ## set up .venv with the pinned requirements
+
+install-xla: $(XLA)/installed ## set up .cache/xla for --accelerator tpu: torch-xla with its own torch (8 GB)
 
 demo: $(STAMP) ## tokenize, train, export and generate on real data (6 minutes on 2 cores)
 	@$(BIN)/python -m demo
@@ -33,6 +37,9 @@ test-cuda: $(STAMP) ## run the tests that need a GPU
 
 test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec, a PBS job
 	@$(BIN)/python -m pytest -n 0 -m launchers
+
+test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare with the CPU (4 minutes)
+	@$(BIN)/python -m pytest -n 0 -m xla
 
 test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts
 	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal/test_matrix.py tests/cuda_rehearsal/test_step_budgets.py
@@ -51,11 +58,11 @@ benchmark: $(STAMP) ## run the benchmarks (see benchmarks/README.md)
 clean: ## remove .venv, downloads, caches and the demo's output
 	@rm -rf $(VENV) .cache demo_run .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
-$(VENV)/python: install/create_venv.py
+$(VENV)/python $(XLA)/python: install/create_venv.py
 	@for python in $(CANDIDATES); do \
 	  if "$$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
-	    echo "[1/4] $(VENV) with $$("$$python" --version)"; \
-	    "$$python" install/create_venv.py $(VENV); touch $@; exit 0; \
+	    echo "[1/4] $(@D) with $$("$$python" --version)"; \
+	    "$$python" install/create_venv.py $(@D); touch $@; exit 0; \
 	  fi; \
 	done; \
 	echo 'error: no Python 3.10, 3.11 or 3.12 among: $(CANDIDATES); name one: make install PYTHON=...' >&2; exit 1
@@ -65,5 +72,13 @@ $(STAMP): $(VENV)/python requirements.txt pyproject.toml
 	@torch=$$(grep '^torch==' requirements.txt); echo "[2/4] $$torch (the largest download: minutes on a slow connection)"; \
 	  $(PIP_INSTALL) "$$torch"
 	@echo '[3/4] requirements.txt'; $(PIP_INSTALL) -r requirements.txt
+	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(XLA)/installed: BIN := $(XLA)/bin
+$(XLA)/installed: $(XLA)/python install/xla-requirements.txt requirements.txt pyproject.toml
+	@rm -f $@
+	@echo '[2/4] torch-xla and its torch (the largest download: minutes)'; $(PIP_INSTALL) -r install/xla-requirements.txt
+	@echo '[3/4] requirements.txt without its torch'; $(PIP_INSTALL) -r <(grep -v '^torch==' requirements.txt)
 	@echo '[4/4] fabric_train itself'; $(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@

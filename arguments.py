@@ -35,7 +35,7 @@ from fabric_train.files.sizes import parse_size
 T = TypeVar("T")
 
 Precision = Literal["bf16-true", "bf16-mixed", "32-true", "16-mixed"]
-Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single"]
+Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
@@ -54,25 +54,30 @@ class DeviceArguments:
 
     devices: int | str = "auto"
     """Number of devices on each machine, or their indices (0,2,3); auto or -1 takes all GPUs, or one process on CPU."""
-    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
-    """Device type; auto takes CUDA if there is a GPU, else the CPU."""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu", "tpu"] = "auto"
+    """Device type; auto takes CUDA if there is a GPU, else the CPU. tpu is one device of PyTorch/XLA."""
     num_nodes: PositiveInt = 1
     """Number of machines."""
     tpu: bool = False
-    """Train on TPU; not available yet."""
+    """The same as --accelerator tpu."""
     rank_timeout: Seconds = 120.0
     """Seconds after which the run ends because a rank is silent or keeps the others waiting; ten times as long while
     loading, while saving and in a process's first step. 0 waits forever, for a debugger. A rank that dies ends the run
     at once.
     """
 
+    def __post_init__(self) -> None:
+        """Let --tpu choose the accelerator."""
+        if self.tpu and self.accelerator == "auto":
+            object.__setattr__(self, "accelerator", "tpu")
+
     def faults(self) -> list[str]:
-        """Return invalid values of --devices and --tpu."""
+        """Return invalid values of --devices, and an accelerator that contradicts --tpu."""
         faults = []
         if not re.fullmatch(r"auto|-1|[1-9][0-9]{0,5}|[0-9]{1,4}(,[0-9]{1,4})+", str(self.devices)):
             faults.append(f"--devices: expected auto, a number above 0 or indices such as 0,2,3; got {self.devices!r}")
-        if self.tpu:
-            faults.append("--tpu true: training on TPU is not available; leave it out to train on GPU or CPU")
+        if self.tpu and self.accelerator != "tpu":
+            faults.append(f"--tpu true and --accelerator {self.accelerator}: give one of them")
         return faults
 
 
@@ -187,7 +192,9 @@ class FSDPArguments:
     """FSDP and other parallelism"""
 
     parallelism: Parallelism = "auto"
-    """fsdp is Fabric's FSDPStrategy, fsdp2 is fully_shard; auto takes fsdp for several processes, else single."""
+    """fsdp is Fabric's FSDPStrategy, fsdp2 is fully_shard; auto takes fsdp for several processes, else single. xla is
+    Fabric's XLAFSDPStrategy, the only one with --accelerator tpu.
+    """
     auto_wrap_policy: str = "LlamaDecoderLayer"
     """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = "FULL_SHARD"

@@ -6,6 +6,7 @@ is imported after parsing: help and wrong arguments are shown at once.
 """
 
 import logging
+import os
 import sys
 import warnings
 from contextlib import nullcontext
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     console = start_log()
     arguments = parse(TrainArguments, argv)
+    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
     progress.info("importing torch and transformers")
 
     from fabric_train.distributed.devices import note_on_unused_gpus

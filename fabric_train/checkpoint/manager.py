@@ -121,6 +121,8 @@ class CheckpointManager:
             "optimizer": local_optimizer_state(self._model, self._optimizer.optimizer),
         }
         writes = [write for part, of_part in tensors.items() for write in self._writes(part, of_part)]
+        if self._fabric.device.type == "xla":  # whose tensors only one thread may use
+            writes = [replace(write, data=write.data.cpu()) for write in writes]
         texts = self._texts(state, cursors)
         staging = None if waits else self._staging
         writer = RankWriter(

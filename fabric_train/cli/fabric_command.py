@@ -48,6 +48,11 @@ def _run(words: list[str], place: int) -> NoReturn:
     if "--help" in arguments or "-h" in arguments:
         os.execv(sys.executable, [sys.executable, script, *arguments])
     keep_streams_writable()
+    if "--accelerator=tpu" in words or "--accelerator tpu" in " ".join(words):  # Lightning's shows a traceback
+        print_errors(
+            "error: fabric run --accelerator tpu: one process uses a TPU; start python -m fabric_train --tpu true"
+        )
+        raise SystemExit(INPUT_ERROR)
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torchrun leaves the others to the handler below
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup

@@ -94,10 +94,10 @@ class Batch(PickledAsArrays):
         return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets, self.lengths)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device."""
+        """Return the batch on a device; for XLA, which compiles for each shape, every position has a target."""
         input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
-        targets = (self.targets or find_targets(self.labels)).to(device)
-        return Batch(input_ids, labels, self.documents and self.documents.to(device), targets, self.lengths)
+        targets = targets_everywhere(self.labels) if device.type == "xla" else self.targets or find_targets(self.labels)
+        return Batch(input_ids, labels, self.documents and self.documents.to(device), targets.to(device), self.lengths)
 
 
 def pad_rows(
@@ -198,6 +198,14 @@ def find_targets(labels: torch.Tensor) -> Targets:
     ids = next_token_labels(labels).flatten()
     positions = (ids != IGNORED_LABEL).nonzero()[:, 0]
     return Targets(positions, ids[positions])
+
+
+def targets_everywhere(labels: torch.Tensor) -> Targets:
+    """Return a target for every position of labels [B, T], -100 where none is supervised: cross entropy leaves it out.
+
+    So the shapes do not depend on the labels.
+    """
+    return Targets(torch.arange(labels.numel()), next_token_labels(labels).flatten())
 
 
 def count_supervised(labels: torch.Tensor) -> torch.Tensor:

@@ -6,17 +6,21 @@ import torch
 from lightning.fabric.accelerators import CUDAAccelerator
 
 from fabric_train.cli.errors import InputError
+from fabric_train.distributed.xla import check_xla_device
 
 _MAX_PROCESSES_PER_CORE = 16  # each process has a model of its own, so a larger number is a mistake
 _MIN_BF16_CAPABILITY = (8, 0)  # Ampere; V100 has 7.0 and T4 has 7.5
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """Return "cuda" or "cpu" for ``--accelerator``.
+    """Return "cuda", "cpu" or "tpu" for ``--accelerator``.
 
     Raises:
-        InputError: a GPU is requested and torch finds none.
+        InputError: a GPU or a TPU is requested and there is none.
     """
+    if accelerator == "tpu":
+        check_xla_device()
+        return accelerator
     if accelerator == "auto":
         return "cuda" if CUDAAccelerator.is_available() else "cpu"
     if accelerator in ("cuda", "gpu") and not CUDAAccelerator.is_available():

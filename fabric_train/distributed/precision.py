@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision, XLAPrecision
 from torch import nn
 
 
@@ -27,10 +27,12 @@ def precision_plugin(parallelism: str, precision: str, accelerator: str) -> Prec
     """Return Fabric's precision plugin.
 
     Args:
-        parallelism: "fsdp", "fsdp2", "ddp" or "single".
+        parallelism: "fsdp", "fsdp2", "ddp", "single" or "xla".
         precision: as in ``--precision``.
-        accelerator: "cuda" or "cpu".
+        accelerator: "cuda", "cpu" or "tpu".
     """
+    if parallelism == "xla":
+        return XLAPrecision("32-true")  # torch-xla's FSDP does the rest
     if parallelism == "fsdp":
         return _FSDPPrecisionAsLoaded("16-mixed" if precision == "16-mixed" else "32-true")
     if parallelism != "fsdp2" and precision in ("bf16-mixed", "16-mixed"):

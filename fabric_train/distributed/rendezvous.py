@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning import Fabric
+from lightning.fabric.plugins.environments import XLAEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
@@ -62,7 +63,9 @@ def _check_port(fabric: Fabric) -> None:
         InputError: another program uses it.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
-    if environment is None or fabric.global_rank or _torchrun_has_store():
+    if environment is None or isinstance(environment, XLAEnvironment):  # neither has a port
+        return
+    if fabric.global_rank or _torchrun_has_store():
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,6 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+_WRAPPERS = (
+    "_forward_module.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+    "_fpw_module.",
+    "_fsdp_shard.",
+)
+
 
 @dataclass(frozen=True)
 class FlatShard:
@@ -82,6 +91,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def original_name(name: str) -> str:
     """Return the name of a parameter before Fabric, DDP, FSDP, compile and checkpointing wrapped the model."""
-    for wrapper in ("_forward_module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+    name = name.replace("_FSDP_SHARD_SEPARATOR_", ".")  # torch-xla's FSDP registers a layer's parameters at the layer
+    for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")

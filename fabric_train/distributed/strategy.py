@@ -17,6 +17,7 @@ from fabric_train.distributed.fsdp import FSDP1Strategy, FSDP2Strategy
 from fabric_train.distributed.precision import compute_dtype, precision_plugin
 from fabric_train.distributed.rendezvous import init_process_group
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
+from fabric_train.distributed.xla import OneDeviceXLAStrategy, OneXLADevice, check_xla_arguments
 
 if TYPE_CHECKING:
     from arguments import FSDPArguments, TrainArguments
@@ -42,7 +43,7 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     parallelism = resolve_parallelism(arguments, num_processes, accelerator)
     clear_launcher_options()
     fabric = Fabric(
-        accelerator=accelerator,
+        accelerator=OneXLADevice() if accelerator == "tpu" else accelerator,
         devices=device.devices if accelerator == "cuda" else num_devices,
         num_nodes=device.num_nodes,
         strategy=_strategy(parallelism, arguments, layer_classes, accelerator),
@@ -62,14 +63,14 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
 
 
 def resolve_parallelism(arguments: "TrainArguments", num_processes: int, accelerator: str) -> str:
-    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp" or "single", after checking it.
+    """Return the parallelism of the run, "fsdp", "fsdp2", "ddp", "single" or "xla", after checking it.
 
     Raises:
         InputError: see :func:`check_parallelism`.
     """
     parallelism: str = arguments.fsdp.parallelism
     if parallelism == "auto":
-        parallelism = "fsdp" if num_processes > 1 else "single"
+        parallelism = "xla" if accelerator == "tpu" else "fsdp" if num_processes > 1 else "single"
     check_parallelism(parallelism, arguments, num_processes, accelerator)
     return parallelism
 
@@ -93,6 +94,10 @@ def check_parallelism(parallelism: str, arguments: "TrainArguments", num_process
         InputError: it does not take several processes, or not this precision, offloading or tensor parallel size.
     """
     fsdp = arguments.fsdp
+    if (parallelism == "xla") != (accelerator == "tpu"):
+        raise InputError(f"--parallelism {parallelism}: xla and --accelerator tpu need each other; change one of them")
+    if parallelism == "xla":
+        check_xla_arguments(arguments, num_processes)
     if parallelism == "single" and num_processes > 1:
         raise InputError(f"--parallelism single takes one device, not {num_processes}; use fsdp, fsdp2 or ddp")
     if arguments.model.precision == "16-mixed" and (accelerator == "cpu" or parallelism == "fsdp2"):
@@ -140,6 +145,8 @@ def collective_timeout(arguments: "TrainArguments") -> timedelta:
 def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: LayerClasses, accelerator: str) -> Strategy:
     fsdp = arguments.fsdp
     timeout = collective_timeout(arguments)
+    if parallelism == "xla":
+        return OneDeviceXLAStrategy(set(layer_classes), arguments.model.precision)
     if parallelism == "fsdp":
         return FSDP1Strategy(
             timeout=timeout,

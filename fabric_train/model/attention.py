@@ -24,16 +24,16 @@ def check_attention(arguments: "TrainArguments", accelerator: str) -> None:
         InputError: It does not. The message names an implementation that does.
     """
     chosen = arguments.model.attention
-    if chosen == "flash_attention_2" and accelerator == "cpu":
-        raise InputError("--attention flash_attention_2 needs a GPU; use --attention sdpa on CPU")
+    if chosen == "flash_attention_2" and accelerator != "cuda":
+        raise InputError("--attention flash_attention_2 needs a GPU; use --attention sdpa without one")
     if chosen == "flash_attention_2" and arguments.model.precision == "32-true":
         raise InputError(
             "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true; "
             "use --precision bf16-mixed or --attention sdpa"
         )
-    if chosen == "flex_attention" and accelerator == "cpu" and not arguments.evaluation.eval_only:
+    if chosen == "flex_attention" and accelerator != "cuda" and not arguments.evaluation.eval_only:
         raise InputError(
-            "--attention flex_attention cannot train on CPU: torch has no backward pass for it there; "
+            "--attention flex_attention cannot train without a GPU: torch has no backward pass for it there; "
             "use --attention sdpa"
         )
     if chosen == "flex_attention":

@@ -47,7 +47,8 @@ def setup_model(
     Raises:
         InputError: The GPU is too old for ``--float8``.
     """
-    if arguments.model.precision != "16-mixed":  # fp16 gradients of the logits underflow unless the loss is scaled
+    # fp16 gradients of the logits underflow unless the loss is scaled; XLA would compile for each number of targets
+    if arguments.model.precision != "16-mixed" and fabric.device.type != "xla":
         is_single = isinstance(fabric.strategy, SingleDeviceStrategy)
         if compute_loss_in_head(model, grad_in_place=is_single) and is_single and fabric.device.type == "cpu":
             use_sparse_embedding_grad(model)

@@ -91,18 +91,17 @@ def attend(
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def choose_attention(shape: "ModelShape", arguments: "TrainArguments", accelerator: str) -> str | None:
+def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
     """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works.
 
     Args:
         shape: The model; ``config._attn_implementation`` is changed.
         arguments: The run's arguments.
-        accelerator: "cuda" or "cpu".
 
     Returns:
         Why the model keeps its masks; None if it does not, or is not to be changed.
     """
-    if arguments.model.attention != "sdpa" or accelerator == "cpu":
+    if arguments.model.attention != "sdpa":
         return None
     on_device = None if arguments.planning.plans_for_others else _why_device_cannot()
     reason = on_device or why_model_cannot(shape, compute_dtype(arguments.model.precision))

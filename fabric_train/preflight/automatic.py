@@ -36,10 +36,10 @@ _PEAK_OF_A100 = 312e12  # FLOP/s, taken for a GPU whose peak is not known
 def resolve_automatic(run: PreparedRun) -> PreparedRun:
     """Return the run with ``auto`` replaced in its arguments, and a note on each choice.
 
-    Nothing is recomputed or compiled on a CPU, or for evaluation alone, and there is no note.
+    Nothing is recomputed or compiled without a GPU, or for evaluation alone, and there is no note.
     """
     fsdp, evaluation = run.arguments.fsdp, run.arguments.evaluation
-    is_trivial = run.devices.accelerator == "cpu" or evaluation.eval_only
+    is_trivial = run.devices.accelerator != "cuda" or evaluation.eval_only
     if fsdp.activation_checkpointing == "auto":
         run = _with(run, activation_checkpointing="none") if is_trivial else _choose_checkpointing(run)
     if fsdp.compile == "auto":

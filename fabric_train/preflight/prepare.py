@@ -14,7 +14,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import find_other_world, num_restarts
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
-from fabric_train.distributed import devices
+from fabric_train.distributed import devices, xla
 from fabric_train.distributed.compile import check_compiler
 from fabric_train.distributed.float8 import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
@@ -23,7 +23,6 @@ from fabric_train.files.atomic_folder import check_no_dead_link, check_not_insid
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
-from fabric_train.model.varlen_attention import choose_attention
 from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.resume_check import check_resume, own_versions
 from fabric_train.preflight.step_plan import plan_steps
@@ -62,7 +61,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     )
     data = _open_data(arguments, folder, checkpoint)
     model = _read_model(arguments, checkpoint, data)
-    masks_because = choose_attention(model, arguments, device_plan.accelerator)
+    masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     plan = plan_steps(arguments, model, data, device_plan.world_size)
     order = _data_order(data, plan, arguments.data.seed)
     state = _read_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
@@ -77,7 +76,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         plan=plan,
         order=order,
         versions={name: version(name) for name in _PACKAGES} | own_versions(model),
-        notes=plan.notes,
+        notes=(*plan.notes, *([xla.NOTE] if device_plan.parallelism == "xla" else [])),
     )
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
@@ -147,6 +146,13 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
         if is_compiled:
             check_compiler(f"--{name} true", "leave it out")
     return DevicePlan(accelerator, world_size, parallelism)
+
+
+def _choose_gpu_attention(model: ModelShape, arguments: "TrainArguments") -> str | None:
+    """Call ``choose_attention``, whose module imports what the torch of torch-xla does not have."""
+    from fabric_train.model.varlen_attention import choose_attention
+
+    return choose_attention(model, arguments)
 
 
 def _after_restart(

@@ -65,7 +65,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     """Return the optimizer, with its state from the checkpoint if the run resumes."""
     arguments = run.arguments
     progress.info("building the optimizer")
-    fused = arguments.model.precision != "16-mixed"
+    fused = arguments.model.precision != "16-mixed" and fabric.device.type != "xla"
     named = named_parameters(model)
     cuts = flat_shards(model)
     optimizer: Any = fabric.setup_optimizers(

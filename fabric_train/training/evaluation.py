@@ -10,6 +10,7 @@ from lightning import Fabric
 
 from fabric_train.data.batch import Batch, count_supervised
 from fabric_train.distributed.collectives import sum_over_data_ranks
+from fabric_train.distributed.xla import run_pending
 from fabric_train.training.loss import summed_loss
 
 
@@ -55,6 +56,7 @@ def evaluate(
         batch = batch.to(fabric.device)
         totals[0] += summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets)
         totals[1] += count_supervised(batch.labels)
+        run_pending(fabric.device)
     model.train()
     summed, num_tokens = sum_over_data_ranks(fabric, totals).tolist()
     return Evaluation(loss=summed / num_tokens if num_tokens else math.nan, num_tokens=int(num_tokens))

@@ -20,6 +20,7 @@ from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.signals import stop_signals
 from fabric_train.distributed.stop_border import RunStopped
+from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
@@ -147,7 +148,7 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
 
 def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) -> _Step:
     """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault."""
-    seed_step(arguments.data.seed, window.step, data_ranks(parts.fabric).rank)
+    seed_step(arguments.data.seed, window.step, data_ranks(parts.fabric).rank, parts.fabric.device)
     rate = learning_rate(window.step, parts.num_steps, arguments.training)
     set_learning_rate(parts.optimizer, rate)
     reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
@@ -216,9 +217,11 @@ def backpropagate(
     return LocalLoss(torch.stack(losses), num_supervised)
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws the same numbers."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
+    number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+    torch.manual_seed(number)
+    seed_xla(number, device)
 
 
 def _own_flags(parts: LoopParts) -> StepSync:

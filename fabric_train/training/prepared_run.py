@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The processes of a run: ``accelerator`` is cuda or cpu, ``parallelism`` fsdp, fsdp2, ddp or single."""
+    """The processes of a run: ``accelerator`` is cuda, cpu or tpu, ``parallelism`` fsdp, fsdp2, ddp, single or xla."""
 
     accelerator: str
     world_size: int

@@ -494,9 +494,9 @@ def test_an_option_of_fabric_run_that_contradicts_is_named(monkeypatch: pytest.M
 @pytest.mark.usefixtures("fabric_run")
 def test_unknown_options_of_fabric_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_PRECISION", "64-true")
-    monkeypatch.setenv("LT_ACCELERATOR", "tpu")
+    monkeypatch.setenv("LT_ACCELERATOR", "mps")
     assert faults() == [
-        "fabric run --accelerator: expected one of auto, cpu, cuda, gpu, got 'tpu'",
+        "fabric run --accelerator: expected one of auto, cpu, cuda, gpu, tpu, got 'mps'",
         "fabric run --precision: expected one of bf16-true, bf16-mixed, 32-true, 16-mixed, got '64-true'",
     ]
     monkeypatch.setenv("LT_STRATEGY", "deepspeed")
@@ -533,7 +533,7 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
 @pytest.mark.parametrize(
     "line, fault",
     [
-        ("--tpu true", "--tpu true: training on TPU is not available; leave it out to train on GPU or CPU"),
+        ("--tpu true --accelerator cpu", "--tpu true and --accelerator cpu: give one of them"),
         ("--devices 0", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got 0"),
         ("--devices many", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got 'many'"),
         ("--devices 0,", "--devices: expected auto, a number above 0 or indices such as 0,2,3; got '0,'"),

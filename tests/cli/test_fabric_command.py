@@ -42,6 +42,15 @@ def test_bad_arguments_are_torchruns_first_and_last_line(tmp_path: Path, free_po
     assert lines[-1].endswith(FAULT)
 
 
+def test_a_tpu_is_refused_in_one_line(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    command = launcher("fabric run", free_port())
+    ended = run(tmp_path, *command[:-1], "--accelerator", "tpu", command[-1], "--lr", "1")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "error: fabric run --accelerator tpu: one process uses a TPU; start python -m fabric_train --tpu true\n"
+    )
+
+
 def test_help_is_that_of_the_program(tmp_path: Path, free_port: Callable[[], int]) -> None:
     ended = run(tmp_path, *launcher("fabric run", free_port()), "--lr", "1", "--help")
     assert ended.returncode == 0

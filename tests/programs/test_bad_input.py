@@ -216,7 +216,15 @@ CASES: dict[str, Case] = {
         "--eval_only true: datasets/no-validation has no validation split; tokenize with --validation_split above 0",
     ),
     "no device": Case("train", "--devices 0", "--devices: expected auto, a number above 0 or indices …; got 0"),
-    "a TPU": Case("train", "--tpu true", "--tpu true: training on TPU is not available; …"),
+    "a TPU and a CPU": Case("train", "--tpu true", "--tpu true and --accelerator cpu: give one of them"),
+    "a TPU without torch-xla": Case(
+        "train",
+        "-accelerator --tpu true",
+        "--accelerator tpu: torch-xla is not in this environment; make install-xla …",
+    ),
+    "XLA on a CPU": Case(
+        "train", "--parallelism xla", "--parallelism xla: xla and --accelerator tpu need each other; change one of them"
+    ),
     "too many processes": Case("train", "--devices 5000", "--devices 5000 is too many for …; give …"),
     "several machines without a launcher": Case(
         "train", "--num_nodes 2", "--num_nodes 2: start the run on every machine, with torchrun --nnodes 2, srun, or …"

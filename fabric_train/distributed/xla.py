@@ -1,0 +1,147 @@
+"""Train on one XLA device, a TPU core or XLA's CPU device, with Fabric's ``XLAFSDPStrategy``.
+
+torch-xla works with one release of torch only, so it has an environment of its own (install/xla-requirements.txt), and
+is imported only when a run uses it. What another number of devices would need is described in docs/launch.md.
+"""
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.accelerators import XLAAccelerator
+from lightning.fabric.strategies import XLAFSDPStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from torch import nn
+
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.precision import compute_dtype
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+
+NOTE = (
+    "XLA: the loss is computed from logits, not in the head, and at every position, so that its shape is always the "
+    "same; AdamW is torch's own, not fused"
+)
+
+
+def check_xla_device() -> None:
+    """Check that torch-xla is installed and has a device.
+
+    Raises:
+        InputError: it is not, or there is no TPU and ``PJRT_DEVICE`` names no other device.
+    """
+    if importlib.util.find_spec("torch_xla") is None:
+        raise InputError(
+            "--accelerator tpu: torch-xla is not in this environment; make install-xla makes one with it, and "
+            ".cache/xla/bin/python -m fabric_train starts there"
+        )
+    from torch_xla._internal import tpu
+
+    if os.environ.setdefault("PJRT_DEVICE", "TPU") == "TPU" and not tpu.num_available_chips():
+        raise InputError("--accelerator tpu: there is no TPU here; PJRT_DEVICE=CPU tries it on XLA's CPU device")
+
+
+def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None:
+    """Check that a run on XLA asks for nothing that does not work there or was never tried.
+
+    Raises:
+        InputError: an argument has to change.
+    """
+    if num_processes > 1:
+        raise InputError(f"--accelerator tpu takes one device, not {num_processes}; give --devices 1 --num_nodes 1")
+    fsdp, precision = arguments.fsdp, arguments.model.precision
+    if precision not in ("32-true", "bf16-mixed"):
+        raise InputError(f"--precision {precision}: torch-xla's FSDP keeps weights in fp32; use bf16-mixed or 32-true")
+    given = {
+        "compile": fsdp.compile is True,
+        "cpu_offload": fsdp.cpu_offload,
+        "activation_offload": fsdp.activation_offload,
+        "float8": arguments.model.float8,
+        "plan": arguments.planning.plan,
+        "optimizer_states": arguments.training.optimizer_states in ("bfloat16", "8bit"),
+        "activation_checkpointing": fsdp.activation_checkpointing not in ("auto", "none"),
+        "sharding_strategy": fsdp.sharding_strategy != "FULL_SHARD",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InputError(f"--{name} does not work with --accelerator tpu; leave it out")
+
+
+class OneXLADevice(XLAAccelerator):
+    """One XLA device of any kind; Fabric's own class accepts only TPUs."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        """Return the number of devices."""
+        return 1
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the devices of this process."""
+        return [torch.device("xla", 0)]
+
+    @staticmethod
+    def auto_device_count() -> int:  # type: ignore[override]
+        """Return the number of devices."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:  # type: ignore[override]
+        """Return whether there is a device; :func:`check_xla_device` has looked."""
+        return True
+
+
+class OneDeviceXLAStrategy(XLAFSDPStrategy):
+    """Fabric's ``XLAFSDPStrategy`` in this process, on one device; Fabric's own class refuses a single one.
+
+    Every parameter is sharded by its rows, so on one device a shard has the parameter's own shape. The optimizer then
+    sees one tensor for each parameter, and checkpoints have the common format.
+
+    Args:
+        layer_classes: classes of the decoder layers; each such module is sharded as one unit.
+        precision: as in ``--precision``: 32-true or bf16-mixed. Weights and gradients are fp32.
+    """
+
+    def __init__(self, layer_classes: set[type[nn.Module]], precision: str) -> None:
+        super().__init__(
+            auto_wrap_policy=layer_classes,
+            compute_dtype=compute_dtype(precision),
+            buffer_dtype=torch.float32,  # the rotary frequencies
+            fp32_reduce_scatter=True,
+            shard_param_on_dim_0=True,
+            _shard_size_multiple=1,  # no padding
+        )
+
+    def _configure_launcher(self) -> None:
+        self._launcher = None  # the base class would fork
+
+    def setup_environment(self) -> None:
+        """Use the device from now on."""
+        self._launched = True
+        ParallelStrategy.setup_environment(self)
+
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, of each micro-batch in a program of its own."""
+        super().backward(tensor, module, *args, **kwargs)
+        run_pending(self.root_device)
+
+
+def run_pending(device: torch.device) -> None:
+    """Let XLA compile and run the operations that it has recorded; do nothing for other devices.
+
+    Else it would make one program of everything up to the next number that Python reads.
+    """
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def seed_xla(seed: int, device: torch.device) -> None:
+    """Seed XLA's random stream, which ``torch.manual_seed`` does not reach; do nothing for other devices."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.manual_seed(seed)
