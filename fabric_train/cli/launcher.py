@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -78,6 +79,11 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Return this process's global rank; 0 if no launcher has set one."""
     ranks = [environment[name] for name in _RANK_VARIABLES if re.fullmatch("[0-9]{1,6}", environment.get(name, ""))]
     return int(ranks[0]) if ranks else 0
+
+
+def machine_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's name of this machine, which its commands take, else the host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
