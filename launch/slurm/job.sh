@@ -104,6 +104,7 @@ case $code in
     ;;
 esac
 lost=$(silent | paste -s -d ' ')
+((is_ended)) && exit "$code" # the signal came just after the end
 if [[ -n $lost ]]; then
   timeout=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
   say "error: $lost: no answer. Slurm starts the job again without it when it has noticed, after about $timeout s"

@@ -79,15 +79,17 @@ class SlurmCluster:
         self._daemons[node] = self._start("slurmd", "-D", "-N", node)
         self.wait_until(lambda: self.command("sinfo", "-h", "-n", node, "-p", "low", "-o", "%T").strip() == "idle")
 
-    def kill_node(self, node: str) -> None:
-        """Kill everything that runs on a node, as if its power had failed."""
+    def kill_node(self, node: str, is_shut_down: bool = False) -> None:
+        """Kill everything that runs on a node, as if its power had failed; or, shut down, its ranks first."""
         daemon = self._daemons.pop(node)
         daemon.kill()
+        processes = [process for process in psutil.process_iter() if _node(process) == node]
+        parents = {parent for process in processes if (parent := process.parent()) is not None}
+        daemons = [parent for parent in parents if parent.name().startswith("slurmstepd")]
+        for process in (*processes, *daemons) if is_shut_down else (*daemons, *processes):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         daemon.wait()
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("SLURMD_NODENAME") == node or f"{node}_" in _step_daemon(process):
-                    process.kill()
 
     def close(self) -> None:
         """End all jobs and daemons."""
@@ -153,5 +155,9 @@ def slurm_cluster(folder: Path, free_port: Callable[[], int]) -> Iterator[SlurmC
         cluster.close()
 
 
-def _step_daemon(process: psutil.Process) -> str:
-    return " ".join(process.cmdline()) if process.name().startswith("slurmstepd") else ""
+def _node(process: psutil.Process) -> str | None:
+    """Return the node that a process of a job runs on."""
+    try:
+        return process.environ().get("SLURMD_NODENAME")
+    except psutil.Error:
+        return None
