@@ -15,14 +15,14 @@ shift
 variables=()
 while read -r name; do
   variables+=(--env "$name=${!name}")
-done < <(compgen -e | grep -E '^(SLURM|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
+done < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
 mounts=()
 for folder in "${folders[@]}"; do
   mounts+=(--volume "$folder:$folder")
 done
 
 # ranks of a node share memory and see each other's process ids, as NCCL and the watchdog expect
-shared=(--rm --network host --ipc host --pid host --ulimit memlock=-1 --ulimit stack=67108864 --workdir "$PWD")
+shared=(--rm --network host --ipc host --pid host --workdir "$PWD")
 gpus=${SLURM_STEP_GPUS:-${SLURM_JOB_GPUS:-}} # indices on this node, of all GPUs of the job
 name=fabric-train-$SLURM_JOB_ID-$SLURM_PROCID
 case $kind in
@@ -32,7 +32,7 @@ case $kind in
   docker)
     [[ -z $gpus ]] || shared+=(--gpus "\"device=$gpus\"")
     docker rm --force "$name" > /dev/null 2>&1 || true # left where Slurm has killed "docker run": Docker's daemon owns it
-    exec docker run --name "$name" --user "$(id -u):$(id -g)" --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" \
+    exec docker run --name "$name" --ulimit memlock=-1 --ulimit stack=67108864 --user "$(id -u):$(id -g)" --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" \
       --entrypoint "" "$image" "$@"
     ;;
   podman)
@@ -40,6 +40,6 @@ case $kind in
       shared+=(--device "nvidia.com/gpu=$gpu")
     done
     ((EUID == 0)) || shared+=(--userns keep-id)
-    exec podman run --replace --name "$name" --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" --entrypoint "" "$image" "$@"
+    exec podman run --replace --name "$name" --ulimit host --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" --entrypoint "" "$image" "$@"
     ;;
 esac

@@ -95,7 +95,7 @@ case $code in
     exit
     ;;
   75 | 138) # 138: a program without a way to save was ended by USR1
-    say "stopped ahead of the time limit (exit code $code): queued again"
+    say "stopped (exit code $code): queued again, to continue"
     requeue
     ;;
   2)

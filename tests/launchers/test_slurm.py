@@ -5,6 +5,8 @@ Slurm (and shellcheck) is installed with apt-get where it is missing. Its daemon
 
 import shutil
 import subprocess
+import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from tests.support.slurm_cluster import PROGRAMS, SlurmCluster, slurm_cluster
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
 SCRIPTS = ROOT / "launch" / "slurm"
-PYTHON = ROOT / ".venv" / "bin" / "python"
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "shellcheck"]
 NUM_STEPS = 120
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
@@ -49,7 +50,7 @@ NODES=2
 TASKS_PER_NODE=1
 TRAIN_OPTIONS=(--time=30 --gpus-per-node=1 --cpus-per-task=2 --mem=2000)
 EACH_OPTIONS=(--time=30 --cpus-per-task=1 --mem=500)
-PYTHON={PYTHON}
+PYTHON={sys.executable}
 export PYTHONPATH={ROOT} OMP_NUM_THREADS=1
 """
     file.write_text((SCRIPTS / "settings.sh").read_text(encoding="utf-8") + changed, encoding="utf-8")
@@ -155,7 +156,7 @@ def test_a_job_whose_time_runs_out_saves_and_starts_again(
     assert cluster.state(job) == "COMPLETED", cluster.report()
     log = log_of(cluster, job)
     assert "stopped by SIGUSR1 after step " in log
-    assert "slurm: stopped ahead of the time limit (exit code 75): queued again" in log
+    assert "slurm: stopped (exit code 75): queued again" in log
     assert len(metrics(run)) == long
 
 
@@ -176,6 +177,50 @@ def test_each_item_is_a_job_with_a_log(cluster: SlurmCluster, settings: Path) ->
     assert "restart 1" in logs[1]
     assert "x/c & d c & d 1\n" in logs[2]
     assert "error: exit code 1 on node" in (cluster.folder / "logs" / f"each-{last}_0.log").read_text()
+
+
+@pytest.fixture
+def podman_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An image with nothing but links to /usr, in a storage of its own, and settings that a plain machine takes."""
+    if not shutil.which("podman") or not shutil.which("runc"):
+        pytest.skip("no podman and runc here: apt-get install podman runc")
+    texts = {
+        "CONTAINERS_CONF": '[engine]\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\nruntime = "runc"\n'
+        '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=1000:1000"]\n',
+        "CONTAINERS_STORAGE_CONF": '[storage]\ndriver = "vfs"\n'
+        f'graphroot = "{tmp_path}/storage"\nrunroot = "{tmp_path}/runroot"\n',
+    }
+    for variable, text in texts.items():
+        (tmp_path / variable).write_text(text, encoding="utf-8")
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    with tarfile.open(tmp_path / "image.tar", "w") as image:
+        for name in ("bin", "sbin", "lib", "lib64"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, f"usr/{name}"
+            image.addfile(link)
+    name = "fabric-train-stand-in:1"
+    subprocess.run(["podman", "import", str(tmp_path / "image.tar"), name], check=True, capture_output=True)
+    return name
+
+
+def test_ranks_in_podman_containers_are_told_to_stop_and_start_again(
+    podman_image: str, cluster: SlurmCluster, settings: Path, arguments: Callable[..., list[str]]
+) -> None:
+    words = ["/usr", "/etc", "/opt", sys.base_prefix, sys.prefix, str(cluster.folder.parent)]
+    mounts = " ".join(sorted({str(path) for word in words if (path := Path(word).resolve()).is_dir()}))
+    with settings.open("a", encoding="utf-8") as file:
+        file.write(f"CONTAINER=podman IMAGE={podman_image} MOUNTS=({mounts})\n")
+        file.write("TRAIN_OPTIONS=(--time=30 --cpus-per-task=2 --mem=2000)\n")  # a container wants a real GPU
+    run = cluster.folder / "run"
+    job = cluster.submit(settings, "train", *arguments(run))
+    cluster.wait_until(has_steps(run, 10))
+    names = subprocess.run(["podman", "ps", "--format", "{{.Names}}"], text=True, capture_output=True, check=True)
+    assert sorted(names.stdout.split()) == [f"fabric-train-{job}-0", f"fabric-train-{job}-1"]
+    cluster.command("scancel", "--signal=USR1", job)
+    cluster.wait_until(lambda: cluster.state(job) in ENDED)
+    assert cluster.state(job) == "COMPLETED", cluster.report()
+    assert "stopped by SIGUSR1 after step " in log_of(cluster, job)
+    assert len(metrics(run)) == NUM_STEPS
 
 
 def test_wrong_input_is_not_started_again(
