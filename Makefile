@@ -31,7 +31,7 @@ test: $(STAMP) ## run the tests that CI runs (ten minutes on 2 cores)
 test-cuda: $(STAMP) ## run the tests that need a GPU
 	@$(BIN)/python -m pytest -n 0 -m cuda
 
-test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec
+test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec, Slurm
 	@$(BIN)/python -m pytest -n 0 -m launchers
 
 test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts

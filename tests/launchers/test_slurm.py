@@ -84,7 +84,7 @@ def test_a_preempted_job_ends_with_the_losses_of_one_left_alone(
     cluster.wait_until(has_steps(run, 10))
     states = [cluster.state(job)]
     with settings.open("a", encoding="utf-8") as file:
-        file.write("EACH_OPTIONS=(--partition=high --nodes=3 --time=30 --mem=500)\n")
+        file.write("EACH_OPTIONS=(--partition=high --nodes=3 --exclusive --time=30 --mem=500)\n")
     urgent = cluster.submit(settings, "each", "x", "--", "sleep", "1")
 
     def has_ended() -> bool:
