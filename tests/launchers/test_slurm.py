@@ -199,7 +199,8 @@ def podman_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             link.type, link.linkname = tarfile.SYMTYPE, f"usr/{name}"
             image.addfile(link)
     name = "fabric-train-stand-in:1"
-    subprocess.run(["podman", "import", str(tmp_path / "image.tar"), name], check=True, capture_output=True)
+    command = ["podman", "import", "--change", f"ENV PYTHONPATH={ROOT}", str(tmp_path / "image.tar"), name]
+    subprocess.run(command, check=True, capture_output=True)
     return name
 
 
