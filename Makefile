@@ -35,7 +35,7 @@ test: $(STAMP) ## run the tests that CI runs (ten minutes on 2 cores)
 test-cuda: $(STAMP) ## run the tests that need a GPU
 	@$(BIN)/python -m pytest -n 0 -m cuda
 
-test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec, a PBS job
+test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, torchrun, python -m, mpiexec, PBS, Slurm, containers
 	@$(BIN)/python -m pytest -n 0 -m launchers
 
 test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare with the CPU (4 minutes)

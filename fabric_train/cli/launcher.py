@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -155,6 +156,11 @@ def global_rank(environment: Mapping[str, str] = os.environ) -> int:
     launcher = find_launcher(environment)
     rank = environment.get(launcher.rank if launcher else "RANK", "")
     return int(rank) if re.fullmatch("[0-9]{1,6}", rank) else 0
+
+
+def machine_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return Slurm's name of this machine, which its commands take, else the host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from lightning import Fabric
 
 from fabric_train.cli.errors import FAILURE, exit_process, print_errors, set_connected_ranks
+from fabric_train.cli.launcher import machine_name
 from fabric_train.distributed.heartbeat import Heartbeat, Position, StepPhase
 from fabric_train.distributed.signals import describe_signal, stop_signals
 from fabric_train.distributed.stop_border import Border
@@ -112,7 +113,7 @@ class Watchdog:
     """This rank's thread that watches the other ranks."""
 
     def __init__(self, rank: int, heartbeat: Heartbeat, timeout: float) -> None:
-        self._me = _RankState(rank, socket.gethostname(), os.getpid(), _pid_namespace())
+        self._me = _RankState(rank, machine_name(), os.getpid(), _pid_namespace())
         self._others: dict[int, _RankState] = {}  # rank 0 knows all ranks, the others know only rank 0
         self._heartbeat, self._timeout = heartbeat, timeout
         self._selector = selectors.DefaultSelector()

@@ -8,7 +8,6 @@ run would be silent otherwise.
 import logging
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fabric_train.cli.errors import InputError, describe_os_error
-from fabric_train.cli.launcher import global_rank
+from fabric_train.cli.launcher import global_rank, machine_name
 from fabric_train.cli.redaction import redact
 from fabric_train.files.regular_file import open_to_write
 
@@ -179,7 +178,7 @@ class _LogFormatter(logging.Formatter):
     """Formats a record as time, host, rank and message, with the traceback of an exception."""
 
     def __init__(self, rank: int) -> None:
-        host = socket.gethostname().replace("%", "")
+        host = machine_name().replace("%", "")
         super().__init__(f"%(asctime)s {host} rank {rank}: %(message)s", "%Y-%m-%d %H:%M:%S%z")
 
     def format(self, record: logging.LogRecord) -> str:

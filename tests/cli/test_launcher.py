@@ -13,6 +13,7 @@ from fabric_train.cli.launcher import (
     global_rank,
     launcher_arguments,
     launcher_process,
+    machine_name,
 )
 from tests.support.forked_runs import ForkedRuns
 
@@ -189,3 +190,8 @@ def test_a_run_with_a_rank_alone_ends_with_one_line(forked_runs: ForkedRuns) -> 
     assert run.wait() == [2]
     assert run.stderr().startswith("error: RANK=0 in the environment without a launcher")
     assert run.stderr().count("\n") == 1
+
+
+def test_slurms_name_of_a_machine_comes_before_the_hosts() -> None:
+    assert machine_name({"SLURMD_NODENAME": "gpu17"}) == "gpu17"
+    assert machine_name({})

@@ -1,0 +1,45 @@
+#!/bin/bash
+# Start one rank in a container: container.sh apptainer|docker|podman IMAGE FOLDER… -- COMMAND. srun starts it for each task. The
+# folders have the same path in the container, and so has the current one.
+set -euo pipefail
+kind=$1 image=$2
+shift 2
+folders=("$PWD")
+while [[ $1 != -- ]]; do
+  folders+=("$1")
+  shift
+done
+shift
+
+# of the variables, those that ranks need; the image has its own of all others
+variables=()
+while read -r name; do
+  variables+=(--env "$name=${!name}")
+done < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
+mounts=()
+for folder in "${folders[@]}"; do
+  mounts+=(--volume "$folder:$folder")
+done
+
+# ranks of a node share memory and see each other's process ids, as NCCL and the watchdog expect
+shared=(--rm --network host --ipc host --pid host --workdir "$PWD")
+gpus=${SLURM_STEP_GPUS:-${SLURM_JOB_GPUS:-}} # indices on this node, of all GPUs of the job
+name=fabric-train-$SLURM_JOB_ID-$SLURM_PROCID
+case $kind in
+  apptainer)
+    exec apptainer exec --nv --pwd "$PWD" "${folders[@]/#/--bind=}" "${variables[@]}" "$image" "$@"
+    ;;
+  docker)
+    [[ -z $gpus ]] || shared+=(--gpus "\"device=$gpus\"")
+    docker rm --force "$name" > /dev/null 2>&1 || true # left where Slurm has killed "docker run": Docker's daemon owns it
+    exec docker run --name "$name" --ulimit memlock=-1 --ulimit stack=67108864 --user "$(id -u):$(id -g)" --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" \
+      --entrypoint "" "$image" "$@"
+    ;;
+  podman)
+    for gpu in ${gpus//,/ }; do
+      shared+=(--device "nvidia.com/gpu=$gpu")
+    done
+    ((EUID == 0)) || shared+=(--userns keep-id)
+    exec podman run --replace --name "$name" --ulimit host --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" --entrypoint "" "$image" "$@"
+    ;;
+esac
