@@ -143,7 +143,7 @@ def test_pods_find_rank_0_by_name_save_on_sigterm_and_resume(
     tiny_tokens_dir: Path,
     read: Callable[[], tuple[dict[str, Any], str, str, dict[str, str]]],
 ) -> None:
-    """The pod of rank 0 starts last, as after a slow pull of its image; the other one is drained, and both start again."""
+    """The pod of rank 0 starts last, as after a slow pull of its image. The other is drained, and both start again."""
     skip_without_namespaces()
     container, host, domain, variables = read()
     settings = {"max_step": 150, "number_epochs": 99, "eval_step_interval": 150, "save_step_interval": 150}

@@ -45,7 +45,9 @@ def skip_without_namespaces() -> None:
 def two_joined_nodes(hosts: tuple[str, str], domain: str) -> Iterator[tuple[Node, Node]]:
     """Create two nodes with these host names, joined by a cable; each knows the other as ``HOST.domain``."""
     names = [f"ft{os.getpid()}-{index}" for index in range(2)]
-    nodes = [Node(name, host, f"10.231.7.{index}") for index, (name, host) in enumerate(zip(names, hosts, strict=True), 1)]
+    nodes = [
+        Node(name, host, f"10.231.7.{index}") for index, (name, host) in enumerate(zip(names, hosts, strict=True), 1)
+    ]
     known = "127.0.0.1 localhost\n" + "".join(f"{one.address} {one.host}.{domain} {one.host}\n" for one in nodes)
     places = [Path("/etc/netns", name) for name in names]
     try:
@@ -56,9 +58,10 @@ def two_joined_nodes(hosts: tuple[str, str], domain: str) -> Iterator[tuple[Node
             _ip("netns", "add", name)
         _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
         for node in nodes:
-            for words in (["addr", "add", f"{node.address}/24", "dev", node.namespace], ["link", "set", node.namespace, "up"]):
-                _ip("-netns", node.namespace, *words)
-            _ip("-netns", node.namespace, "link", "set", "lo", "up")
+            inside = ("-netns", node.namespace)
+            _ip(*inside, "addr", "add", f"{node.address}/24", "dev", node.namespace)
+            _ip(*inside, "link", "set", node.namespace, "up")
+            _ip(*inside, "link", "set", "lo", "up")
         yield nodes[0], nodes[1]
     finally:
         for name, place in zip(names, places, strict=True):
