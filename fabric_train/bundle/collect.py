@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLER = "install.sh"
 _CHECKSUMS = "SHA256SUMS"
 _CONFIGURATION = "train.yaml"
+_QUIET_SECONDS = 10.0
 _SOURCE = (
     "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
     "tokenize_dataset.py", "convert_to_hf.py", "generate.py", "download_model.py",
@@ -266,10 +268,18 @@ def _progress(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _spinner() -> Iterator[Callable[[str], None]]:
-    """Show the package that pip has come to."""
+    """Show the package that pip has come to; every ten seconds if this is no terminal."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
+    if console.is_terminal:
+        with console.status("pip") as status:
+            yield lambda name: status.update(f"pip: {name}")
         return
-    with console.status("pip") as status:
-        yield lambda name: status.update(f"pip: {name}")
+    shown = time.monotonic()
+
+    def show(name: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > _QUIET_SECONDS:
+            shown = time.monotonic()
+            print_errors(f"      {name}")
+
+    yield show

@@ -58,10 +58,11 @@ fi
 "$python" -m venv --without-pip "$environment" || fail "$python cannot create $environment" 1
 
 echo "[3/4] installing $(find wheels -name '*.whl' | wc -l) packages, $((installed_bytes / 1000000)) MB (a few minutes)"
-export PYTHONWARNINGS=ignore PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1 PIP_FIND_LINKS=$bundle/wheels PIP_DISABLE_PIP_VERSION_CHECK=1
+export PYTHONWARNINGS=ignore PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
+offline=(--quiet --no-index --find-links wheels)
 pip_wheel=(wheels/pip-*.whl) # Python runs a zip file
-"$environment/bin/python" "${pip_wheel[0]}/pip" install --quiet pip setuptools || fail 'pip cannot be installed' 1
-"$environment/bin/python" -m pip install --quiet --no-build-isolation --editable "$bundle/source" \
+"$environment/bin/python" "${pip_wheel[0]}/pip" install "${offline[@]}" pip setuptools || fail 'pip cannot be installed' 1
+"$environment/bin/python" -m pip install "${offline[@]}" --no-build-isolation --editable source \
   || fail 'pip cannot install the wheels; its lines above say why' 1
 
 echo '[4/4] importing what was installed'

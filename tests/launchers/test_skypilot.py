@@ -6,14 +6,12 @@ No cloud is rented. SkyPilot is installed once into ``.cache/skypilot`` (460 MB)
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fabric_train.files.atomic_folder import complete_folder
-from sample_data import real_data
+from tests.support.environments import environment_with
 from tests.support.programs import ROOT
 from tests.support.short_runs import SETTINGS, checkpoints
 
@@ -31,13 +29,7 @@ print(task.num_nodes, resources.accelerators, resources.use_spot)
 @pytest.fixture(scope="module")
 def skypilot() -> Path:
     """The Python of an environment with SkyPilot."""
-    target = real_data.CACHE / "skypilot"
-    if not target.exists():
-        with complete_folder(target) as folder:
-            venv.create(folder)
-            pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-qq"]
-            subprocess.run([*pip, "skypilot==0.14.1"], check=True)
-    return target / "bin" / "python"
+    return environment_with("skypilot", "skypilot==0.14.1")
 
 
 def read_task(skypilot: Path, task: Path, home: Path) -> "subprocess.CompletedProcess[str]":
