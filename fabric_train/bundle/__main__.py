@@ -25,9 +25,10 @@ def main(argv: list[str] | None = None) -> None:
     recipe = Path(arguments.recipe) if arguments.recipe else None
     output = Path(arguments.output)
     bundle = collect(Request(arguments.model, tuple(map(Path, arguments.data)), target, recipe), output)
+    width = max(len(part.name) for part in bundle.parts)
     for part in bundle.parts:
-        print(f"{part.name:<8} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")
-    print(f"written  {show_size(sum(part.num_bytes for part in bundle.parts)):>10}  {output}")
+        print(f"{part.name:<{width}} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")
+    print(f"{'written':<{width}} {show_size(sum(part.num_bytes for part in bundle.parts)):>10}  {output}")
     for note in bundle.notes:
         print(f"note     {note}")
     print(f"next     copy {output} to the other machine, compare this hash, and run the file there:")
