@@ -634,6 +634,38 @@ class DownloadArguments:
 
 
 @dataclass(frozen=True)
+class BundleArguments:
+    """Collect everything that a run needs on a machine without internet
+
+    PROGRAM --model meta-llama/Meta-Llama-3-8B --data data/tokens --output bundle
+    PROGRAM --model models/8b --data data/ca data/es --recipe configs/recipes/llama-3-8b-chat.yaml --output bundle
+    PROGRAM --model runs/1-hf --data data/tokens --python 3.12 --cuda none --output bundle
+    """
+
+    model: str
+    """Model and tokenizer: a hub name, or a Hugging Face folder with safetensors."""
+    data: list[str]
+    """Token datasets from tokenize_dataset.py; the first one is trained on."""
+    output: str
+    """Folder to write; must not exist yet."""
+    recipe: str | None = None
+    """YAML file with arguments of the run, as in configs/recipes/; the bundle's model, data and output replace those in
+    it. Default: the defaults of training.
+    """
+    python: Literal["3.10", "3.11", "3.12"] | None = None
+    """Python of the other machine; default: that of this machine."""
+    cuda: str = "13.0"
+    """CUDA version that torch is built for, such as 12.6; none takes the build for CPUs."""
+
+    def faults(self) -> list[str]:
+        """Return a --data without a folder, and a --cuda that is no version."""
+        faults = [] if self.data else ["--data names nothing: give a token dataset"]
+        if not re.fullmatch(r"none|1[0-9]\.[0-9]", self.cuda):
+            faults.append(f"--cuda: expected a version such as 13.0, or none; got {self.cuda!r}")
+        return faults
+
+
+@dataclass(frozen=True)
 class InspectArguments:
     """Show what is in a token dataset; the exit code is 0, or 1 if there are problems
 

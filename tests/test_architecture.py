@@ -1,4 +1,4 @@
-"""The structure of docs/architecture.md: twelve subpackages, imports in one direction, one name for one module."""
+"""The structure of docs/architecture.md: thirteen subpackages, imports in one direction, one name for one module."""
 
 import ast
 from collections import Counter
@@ -7,6 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "fabric_train"
 FROM_THE_TOP = (
+    "bundle",
     "preflight",
     "export",
     "inference",
@@ -23,7 +24,14 @@ FROM_THE_TOP = (
 """A subpackage imports only those after it."""
 
 TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus", "doctor"}
-PROGRAMS = {"__main__", "doctor", "tokenization.inspect.__main__", "tokenization.merge", "export.model_card"}
+PROGRAMS = {
+    "__main__",
+    "bundle.__main__",
+    "doctor",
+    "tokenization.inspect.__main__",
+    "tokenization.merge",
+    "export.model_card",
+}
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
@@ -58,7 +66,7 @@ def upward_imports(path: Path, source: str) -> list[str]:
     ]
 
 
-def test_there_are_twelve_subpackages_and_no_loose_modules() -> None:
+def test_there_are_thirteen_subpackages_and_no_loose_modules() -> None:
     folders = {path.parts[0] for path in MODULES if len(path.parts) > 1}
     assert folders == set(FROM_THE_TOP)
     assert {path.stem for path in MODULES if len(path.parts) == 1} == TOP_LEVEL_MODULES

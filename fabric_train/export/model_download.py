@@ -17,9 +17,11 @@ from huggingface_hub.errors import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
+from fabric_train.files.sizes import show_size
 from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
 
@@ -59,12 +61,15 @@ def download(request: DownloadRequest, folder: Path) -> DownloadResult:
     check_no_links_in(unfinished)
     asked = f"--model_name {request.name}"
     try:
-        info = HfApi().model_info(request.name, revision=request.revision)
+        info = HfApi().model_info(request.name, revision=request.revision, files_metadata=True)
         there = {file.rfilename for file in info.siblings or ()}
         assert info.sha is not None  # the hub sends it for every revision
-        names = sorted(_texts(there))
+        names = sorted(text_files(there))
         if not request.tokenizer_only:
             names += _weights(request, there, info.sha, unfinished)
+        _check_room(
+            request.name, sum(file.size or 0 for file in info.siblings or () if file.rfilename in names), folder
+        )
         snapshot_download(request.name, revision=info.sha, allow_patterns=names, local_dir=unfinished)
     except GatedRepoError as error:
         raise InputError(
@@ -87,7 +92,16 @@ def download(request: DownloadRequest, folder: Path) -> DownloadResult:
     return DownloadResult(info.sha, {name: (folder / name).stat().st_size for name in names})
 
 
-def _texts(there: Iterable[str]) -> list[str]:
+def _check_room(name: str, num_bytes: int, folder: Path) -> None:
+    """Check that the disk has room for a model, of which an interrupted download may have left a part."""
+    free = free_bytes(next(parent for parent in folder.absolute().parents if parent.exists()))
+    if free < num_bytes:
+        raise InputError(
+            f"{name} takes {show_size(num_bytes)}, and {folder} has {show_size(free)} left; choose another disk"
+        )
+
+
+def text_files(there: Iterable[str]) -> list[str]:
     """Return the files of configuration, tokenizer, template and licence; an index belongs to the weights."""
     return [name for name in there if _TEXTS.fullmatch(name) and not _INDEX.fullmatch(name)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from arguments import (
+    BundleArguments,
     ConvertArguments,
     DoctorArguments,
     DownloadArguments,
@@ -27,6 +28,7 @@ PROGRAMS = {
     "python -m fabric_train.tokenization.inspect": InspectArguments,
     "python -m fabric_train.tokenization.merge": MergeArguments,
     "python -m fabric_train.doctor": DoctorArguments,
+    "python -m fabric_train.bundle": BundleArguments,
     "fabric run fabric_train": TrainArguments,
     "python -m fabric_train": TrainArguments,
 }

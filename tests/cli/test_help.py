@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from arguments import (
+    BundleArguments,
     ConvertArguments,
     DoctorArguments,
     DownloadArguments,
@@ -38,6 +39,7 @@ PROGRAMS: dict[str, Any] = {
     "-m fabric_train.tokenization.inspect": InspectArguments,
     "-m fabric_train.tokenization.merge": MergeArguments,
     "-m fabric_train.doctor": DoctorArguments,
+    "-m fabric_train.bundle": BundleArguments,
 }
 SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb")
 SECONDS = 2.0

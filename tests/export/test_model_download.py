@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 import download_model
 from fabric_train.cli.errors import InputError
+from fabric_train.export import model_download
 from tests.support.programs import RunProgram
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -46,7 +47,7 @@ class Hub(BaseHTTPRequestHandler):
             entries = [self._entry(file, content) for file, content in there.items()]
             self._send(200, json.dumps(entries).encode())
         elif api and rest in ("revision/main", f"revision/{COMMIT}"):
-            siblings = [{"rfilename": file} for file in there]
+            siblings = [{"rfilename": file, "size": len(content)} for file, content in there.items()]
             self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}).encode())
         elif api:
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -138,6 +139,15 @@ def test_an_unusable_model_is_refused(
     assert "\n" not in refused.value.faults[0]
     assert capfd.readouterr().out == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_is_too_small_is_named_before_the_download(
+    download: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_download, "free_bytes", lambda _: 500_000)
+    with pytest.raises(InputError, match=r"^some/model takes 0\.6 MB, and out has 0\.5 MB left"):
+        download("some/model")
+    assert not any(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_hub_that_cannot_be_reached_is_refused_in_one_line(download: Download, tmp_path: Path) -> None:

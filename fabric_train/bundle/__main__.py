@@ -1,0 +1,51 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Collect what a run needs without internet:  python -m fabric_train.bundle --model NAME --data DIR --output BUNDLE"""
+
+from pathlib import Path
+
+from arguments import BundleArguments, TrainArguments, parse
+from fabric_train.cli.errors import InputError, run_program
+from fabric_train.files.sizes import show_size
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the bundle, then print what is in it and what to do with it.
+
+    Raises:
+        InputError: something cannot be used or fetched; nothing has been written.
+    """
+    arguments = parse(BundleArguments, argv)
+    if arguments.recipe:
+        _check_recipe(arguments.recipe)
+
+    from fabric_train.bundle.collect import Request, collect  # slow
+    from fabric_train.bundle.wheels import Target
+
+    target = Target(arguments.python, arguments.cuda)
+    recipe = Path(arguments.recipe) if arguments.recipe else None
+    output = Path(arguments.output)
+    bundle = collect(Request(arguments.model, tuple(map(Path, arguments.data)), target, recipe), output)
+    width = max(len(part.name) for part in bundle.parts)
+    for part in bundle.parts:
+        print(f"{part.name:<{width}} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")
+    print(f"{'written':<{width}} {show_size(sum(part.num_bytes for part in bundle.parts)):>10}  {output}")
+    for note in bundle.notes:
+        print(f"note     {note}")
+    print(f"next     copy {output} to the other machine, compare this hash, and run the file there:")
+    print(f"         {bundle.installer_sha256}  install.sh")
+
+
+def _check_recipe(recipe: str) -> None:
+    """Check a YAML file as training will, which may have no model and data yet.
+
+    Raises:
+        InputError: it cannot be read, or has wrong arguments.
+    """
+    try:
+        parse(TrainArguments, ["--config", recipe, "--train_data_dir", "data"])
+    except InputError as error:
+        raise InputError(*(fault.replace("--config ", "--recipe ") for fault in error.faults)) from error
+
+
+if __name__ == "__main__":
+    run_program(main)

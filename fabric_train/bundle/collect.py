@@ -1,0 +1,285 @@
+"""Collect model, token datasets, wheels, source and a configuration in a folder that is complete or absent."""
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
+from fabric_train.checkpoint.manager import free_bytes
+from fabric_train.cli import yaml_core
+from fabric_train.cli.errors import InputError, print_errors
+from fabric_train.data.token_dataset import open_dataset
+from fabric_train.export.model_download import DownloadRequest, download, text_files
+from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
+from fabric_train.files.safe_paths import check_links
+from fabric_train.files.sizes import show_size
+from fabric_train.model.hf_model import quiet_transformers, read_shape
+from fabric_train.model.weight_files import check_weight_files, safetensors_files
+from fabric_train.preflight.dataset_check import check_dataset
+from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.tokenization.reading.listing import sha256
+
+_ROOT = Path(__file__).resolve().parents[2]
+_INSTALLER = "install.sh"
+_CHECKSUMS = "SHA256SUMS"
+_CONFIGURATION = "train.yaml"
+_QUIET_SECONDS = 10.0
+_SOURCE = (
+    "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
+    "tokenize_dataset.py", "convert_to_hf.py", "generate.py", "download_model.py",
+    "fabric_train", "configs", "docker", "launch", "docs",
+)  # fmt: skip
+"""What is copied of this project, as far as it is there: an image has no docs, docker and launch."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to collect.
+
+    Args:
+        model: a hub name, or a Hugging Face folder.
+        data: token datasets.
+        target: the machine that the bundle is for.
+        recipe: a YAML file with arguments of a run; its model, data and output become those of the bundle.
+    """
+
+    model: str
+    data: tuple[Path, ...]
+    target: Target
+    recipe: Path | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A folder or file of the bundle."""
+
+    name: str
+    description: str
+    num_files: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A written bundle: its parts, notes for the user, and the SHA-256 of install.sh, which checks the rest."""
+
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+    installer_sha256: str
+
+
+def collect(request: Request, output: Path) -> Bundle:
+    """Write the bundle ``output``.
+
+    Raises:
+        InputError: something cannot be used or fetched, model and data do not fit together, or the disk is too small;
+            ``output`` does not exist then.
+    """
+    check_not_taken(output)
+    if not (_ROOT / "pyproject.toml").is_file():
+        raise InputError(f"{_ROOT} has no pyproject.toml: bundles are made from this project's own folder")
+    with with_own_names():
+        notes = _check(request, output)
+    is_local = Path(request.model).is_dir()
+    model = list(_model_files(Path(request.model))) if is_local else []
+    data = [pair for folder in request.data for pair in _files_of_dataset(folder)]
+    needed = sum(source.stat().st_size for source, _ in (*model, *data)) + estimated_bytes(request.target)
+    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    if (free := free_bytes(parent)) < needed:
+        raise InputError(
+            f"--output {output}: the bundle takes about {show_size(needed)}, and {parent} has {show_size(free)} left; "
+            "choose a folder on another disk"
+        )
+    with complete_folder(output) as folder:
+        print_errors(f"[1/4] wheels for {request.target}")
+        with _spinner() as show:
+            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show)
+        print_errors(f"[2/4] model {request.model}")
+        if is_local:
+            _copy(model, folder)
+        else:
+            with with_own_names():
+                download(DownloadRequest(request.model, "main", tokenizer_only=False, pickles=False), folder / "model")
+        print_errors("[3/4] token datasets and source")
+        _copy([*data, *_files_of_source()], folder)
+        (folder / _CONFIGURATION).write_text(_configuration(request), encoding="utf-8")
+        print_errors(f"[4/4] {_CHECKSUMS}")
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        (folder / _CHECKSUMS).write_text("".join(_checksums(folder, files)), encoding="utf-8")
+        installer = _installer(request.target, folder, len(files))
+        (folder / _INSTALLER).write_text(installer, encoding="utf-8")
+        (folder / _INSTALLER).chmod(0o755)
+        parts = _parts(request, folder)
+    return Bundle(parts, tuple(notes), hashlib.sha256(installer.encode()).hexdigest())
+
+
+def _check(request: Request, output: Path) -> list[str]:
+    """Check data and model as the run will do; return its notes."""
+    if len({folder.absolute().name for folder in request.data}) < len(request.data):
+        raise InputError("--data: two of the folders have the same name; rename one of them")
+    for folder in request.data:
+        open_splits(folder)
+        check_not_inside(output, folder)
+    quiet_transformers()
+    shape = read_shape(request.model)
+    faults: list[str] = []
+    notes: list[str] = []
+    for folder in request.data:
+        checked = check_dataset(open_dataset(str(folder)), shape, isolate_documents=True)
+        faults += checked.faults
+        notes += checked.notes
+    if faults:
+        raise InputError(*faults)
+    return notes
+
+
+def _configuration(request: Request) -> str:
+    """Return the arguments of a run of the bundle as YAML; the paths are relative to the bundle's folder."""
+    given: dict[str, Any] = {}
+    if request.recipe:
+        loaded = yaml_core.load(yaml_core.read_text(str(request.recipe))) or {}
+        given = {str(name).replace("-", "_"): value for name, value in loaded.items()}
+    names = [folder.absolute().name for folder in request.data]
+    given |= {"model_name": "model", "train_data_dir": f"data/{names[0]}", "output_dir": "runs/1"}
+    more = f"# Other token datasets: {', '.join(f'data/{name}' for name in names[1:])}\n" if names[1:] else ""
+    return f"# python -m fabric_train --config {_CONFIGURATION}, in this folder\n{more}{yaml_core.dump(given)}"
+
+
+def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a Hugging Face folder, or of a full checkpoint without its optimizer, and their places.
+
+    Raises:
+        InputError: it has no safetensors, or they are damaged.
+    """
+    weights = safetensors_files(folder)
+    if not weights:
+        raise InputError(
+            f"--model {folder}: no model.safetensors in it; pickles and sharded checkpoints are not bundled: "
+            "export it with convert_to_hf.py"
+        )
+    check_weight_files(folder)
+    texts = text_files(path.name for path in folder.iterdir() if path.is_file())
+    index = [path.name for path in folder.glob("model.safetensors.index.json")]
+    for name in sorted({*texts, *index, *(path.name for path in weights)}):
+        yield folder / name, f"model/{name}"
+
+
+def _files_of_dataset(folder: Path) -> Iterator[tuple[Path, str]]:
+    check_links(folder)
+    place = Path("data", folder.absolute().name)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path, str(place / path.relative_to(folder))
+
+
+def _files_of_source() -> Iterator[tuple[Path, str]]:
+    for name in _SOURCE:
+        top = _ROOT / name
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if path.is_file() and path.suffix != ".pyc":
+                yield path, str(Path("source", path.relative_to(_ROOT)))
+
+
+def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
+    """Copy files to their places in ``folder``; new files get permissions from the umask."""
+    files = list(files)
+    with _progress("copying", sum(source.stat().st_size for source, _ in files)) as advance:
+        for source, place in files:
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / place)
+            advance((folder / place).stat().st_size)
+
+
+def _checksums(folder: Path, files: list[Path]) -> Iterator[str]:
+    """Yield the lines of SHA256SUMS, in the format of sha256sum.
+
+    Raises:
+        InputError: a name cannot be in a line.
+    """
+    names = [path.relative_to(folder).as_posix() for path in files]
+    for name in names:
+        if not name.isprintable() or "\\" in name:
+            raise InputError(f"{name!r}: a file with such a name cannot be listed in {_CHECKSUMS}; rename it")
+    with _progress("hashing", sum(path.stat().st_size for path in files)) as advance, ThreadPoolExecutor(4) as pool:
+        for name, path, digest in zip(names, files, pool.map(sha256, files), strict=True):
+            advance(path.stat().st_size)
+            yield f"{digest}  {name}\n"
+
+
+def _installer(target: Target, folder: Path, num_files: int) -> str:
+    text = Path(__file__).with_name(_INSTALLER).read_text(encoding="utf-8")
+    for name, value in {
+        "PYTHON": target.python,
+        "MACHINE": target.machine,
+        "CHECKSUMS_SHA256": sha256(folder / _CHECKSUMS),
+        "NUM_FILES": num_files,
+        "INSTALLED_BYTES": installed_bytes(folder / "wheels"),
+    }.items():
+        text = text.replace(f"@{name}@", str(value))
+    return text
+
+
+def _parts(request: Request, folder: Path) -> tuple[Part, ...]:
+    described = {
+        "model": request.model,
+        **{f"data/{path.absolute().name}": str(path) for path in request.data},
+        "wheels": str(request.target),
+        "source": "this project, with configs/, docker/ and launch/",
+        _CONFIGURATION: str(request.recipe or "the defaults"),
+    }
+    parts = []
+    for name, description in described.items():
+        place = folder / name
+        sizes = [path.stat().st_size for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file()]
+        parts.append(Part(name, description, len(sizes), sum(sizes)))
+    return tuple(parts)
+
+
+@contextmanager
+def with_own_names() -> Iterator[None]:
+    """Let errors name the arguments of this program instead of those of training."""
+    try:
+        yield
+    except InputError as error:
+        renamed = {"--model_name ": "--model ", "--train_data_dir ": "--data "}
+        faults = list(error.faults)
+        for name, own in renamed.items():
+            faults = [fault.replace(name, own) for fault in faults]
+        raise InputError(*faults) from error
+
+
+@contextmanager
+def _progress(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=num_bytes)
+        yield lambda done: progress.advance(task, done)
+
+
+@contextmanager
+def _spinner() -> Iterator[Callable[[str], None]]:
+    """Show the package that pip has come to; every ten seconds if this is no terminal."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("pip") as status:
+            yield lambda name: status.update(f"pip: {name}")
+        return
+    shown = time.monotonic()
+
+    def show(name: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > _QUIET_SECONDS:
+            shown = time.monotonic()
+            print_errors(f"      {name}")
+
+    yield show

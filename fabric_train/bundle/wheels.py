@@ -1,0 +1,168 @@
+"""Download the wheels of the program and of everything it depends on, for another Python and another CUDA."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from fabric_train.cli.errors import InputError
+
+_CUDA_ON_PYPI = "13.0"
+"""The CUDA version of the torch wheels on PyPI; those of others are on PyTorch's own index."""
+
+_PYTORCH_INDEX = "https://download.pytorch.org/whl"
+_NEWEST_GLIBC = 28  # of Debian 11, Ubuntu 20.04 and RHEL 8; torch needs it
+_INSTALLERS = ("pip", "setuptools")  # pip installs pip too, so that ensurepip is not needed
+_PROGRESS = re.compile(r"\s*(?:Collecting|Downloading|Using cached) (\S+)")
+# pip download --python-version chooses wheels for that Python, but evaluates "; python_version < ..." of dependencies
+# for the Python that runs it
+_PIP_AS_ON_TARGET = """
+import json, runpy, sys
+from pip._vendor.packaging import markers
+target, here = json.loads(sys.argv.pop(1)), markers.default_environment
+markers.default_environment = lambda: {**here(), **target}
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that a bundle is for: Linux, on a processor like this machine's.
+
+    Args:
+        python: such as "3.11"; None is that of this process.
+        cuda: such as "13.0", or "none" for torch's CPU build.
+    """
+
+    python_version: str | None
+    cuda: str
+
+    @property
+    def python(self) -> str:
+        """The version of Python, such as "3.11"."""
+        return self.python_version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+    @property
+    def machine(self) -> str:
+        """The processor, as ``uname -m`` has it."""
+        return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+
+    @property
+    def markers(self) -> dict[str, str]:
+        """What the target's Python would say of itself in the markers of requirements."""
+        return {
+            "python_version": self.python,
+            "python_full_version": f"{self.python}.0",
+            "implementation_version": f"{self.python}.0",
+            "implementation_name": "cpython",
+            "platform_python_implementation": "CPython",
+            "os_name": "posix",
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            "platform_machine": self.machine,
+        }
+
+    def __str__(self) -> str:
+        torch = "torch's CPU build" if self.cuda == "none" else f"CUDA {self.cuda}"
+        return f"Python {self.python}, {torch}, Linux {self.machine}"
+
+
+def download_wheels(target: Target, constraints: Path, folder: Path, show: Callable[[str], None]) -> None:
+    """Download into the new folder ``folder``. pip's own settings (indexes, mirrors, proxies) count.
+
+    Args:
+        target: what the wheels are for.
+        constraints: requirements.txt with the pinned versions.
+        folder: gets one file for each package.
+        show: is called with the name of each package when pip comes to it.
+
+    Raises:
+        InputError: a package has no wheel for the target, or an index cannot be reached.
+    """
+    folder.mkdir()
+    torch = _torch_version(target, constraints)
+    if target.cuda == _CUDA_ON_PYPI:
+        exactly, indexes = f"torch==={torch}", []  # === takes no torch+cpu, which a machine's own index may have
+    else:
+        build = "cpu" if target.cuda == "none" else f"cu{target.cuda.replace('.', '')}"
+        exactly, indexes = f"torch==={torch}+{build}", ["--extra-index-url", f"{_PYTORCH_INDEX}/{build}"]
+    # alone: other packages must not come from that index
+    pip_download(target, folder, ["--no-deps", *indexes, exactly], show)
+    requirements = [exactly, *_INSTALLERS, *_requirements()]
+    pip_download(target, folder, ["--find-links", str(folder), "-c", str(constraints), *requirements], show)
+
+
+def pip_download(target: Target, folder: Path, words: list[str], show: Callable[[str], None]) -> None:
+    """Run ``pip download`` as the target would.
+
+    Args:
+        target: what the wheels are for.
+        folder: gets the wheels.
+        words: requirements and further options of pip.
+        show: is called with the name of each package when pip comes to it.
+
+    Raises:
+        InputError: pip has failed; with its first error.
+    """
+    command = [sys.executable, "-c", _PIP_AS_ON_TARGET, json.dumps(target.markers), "download"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), *words]
+    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
+    abis = (f"cp{target.python.replace('.', '')}", "abi3", "none")
+    command += [word for abi in abis for word in ("--abi", abi)]
+    command += [word for one in _platforms(target.machine) for word in ("--platform", one)]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    last = deque[str](maxlen=200)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            last.append(line.strip())
+            if found := _PROGRESS.match(line):
+                show(found[1])
+    if pip.returncode:
+        reasons = [line.removeprefix("ERROR: ") for line in last if line.startswith("ERROR: ")] or [*last][-1:]
+        reason = reasons[0] if reasons else "pip has failed"
+        raise InputError(f"the wheels for {target} cannot be downloaded: {reason}; check the versions and the network")
+
+
+def installed_bytes(folder: Path) -> int:
+    """Return the bytes that the wheels in a folder take once they are installed."""
+    return sum(member.file_size for wheel in folder.glob("*.whl") for member in zipfile.ZipFile(wheel).infolist())
+
+
+def estimated_bytes(target: Target) -> int:
+    """Return about how many bytes the wheels will be, before they are known."""
+    return 600_000_000 if target.cuda == "none" else 3_500_000_000
+
+
+def _torch_version(target: Target, constraints: Path) -> str:
+    for line in constraints.read_text(encoding="utf-8").splitlines():
+        found = re.fullmatch(r"torch==([0-9.]+)", line.strip())
+        if found:
+            return found[1]
+    raise InputError(f"{constraints}: it pins no version of torch for {target}; get the file of this project again")
+
+
+def _requirements() -> list[str]:
+    """Return the requirements of this program without those of its extras."""
+    try:
+        given = importlib.metadata.requires("fabric-train") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError("fabric-train is not installed, so what it needs is not known; run make install") from None
+    requirements = map(Requirement, given)
+    return [str(one) for one in requirements if one.marker is None or "extra" not in str(one.marker)]
+
+
+def _platforms(machine: str) -> list[str]:
+    """Return the platforms of the wheels that glibc 2.28 runs, the newest first."""
+    tags = [f"manylinux_2_{minor}_{machine}" for minor in range(_NEWEST_GLIBC, 4, -1)]
+    return [*tags, *(f"{name}_{machine}" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux"))]
