@@ -16,7 +16,13 @@ DOCUMENTS = [
     if path.is_file()
 ]
 FOLDERS = ("fabric_train", "tests", "configs", "docs", "benchmarks", "launch", "docker", "demo", "sample_data")
-FOREIGN_OPTIONS = {"help", "first_hour", "main-port", "max-restarts", "time", "init", "rm", "dest"}  # of others
+FOREIGN_OPTIONS = {
+    "help", "dest", "first_hour", "time", "init", "rm", "gpus", "ipc", "ulimit", "volume", "shm-size", "nv", "bind",
+    "sandbox", "strict", "follow", "selector", "max-restarts", "nproc-per-node", "nnodes", "node-rank", "master-addr",
+    "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "local-addr", "num-nodes", "main-address",
+    "main-port", "ntasks-per-node", "pty", "signal", "exclude", "allow-run-as-root", "oversubscribe", "hostfile",
+}  # fmt: skip
+"""Of other programs."""
 
 _TEST = re.compile(r"(?P<file>(?:[\w-]+/)*test_\w+\.py)?::(?P<name>test_\w+)|(?P<alone>(?:[\w-]+/)*test_\w+\.py)")
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
