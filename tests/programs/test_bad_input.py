@@ -193,12 +193,12 @@ CASES: dict[str, Case] = {
     "flash-attention on CPU": Case(
         "train",
         "--attention flash_attention_2",
-        "--attention flash_attention_2 needs a GPU; use --attention sdpa on CPU",
+        "--attention flash_attention_2 needs a GPU; use --attention sdpa without one",
     ),
     "training with flex attention on CPU": Case(
         "train",
         "--attention flex_attention",
-        "--attention flex_attention cannot train on CPU: …; use --attention sdpa",
+        "--attention flex_attention cannot train without a GPU: …; use --attention sdpa",
     ),
     "offloading from CPU": Case(
         "train",
