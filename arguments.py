@@ -7,7 +7,7 @@ the ``--config`` file at once. Names and defaults are those of the system that t
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from fabric_train.cli.argument_types import (
@@ -34,7 +34,7 @@ from fabric_train.files.sizes import parse_size
 
 T = TypeVar("T")
 
-Precision = Literal["bf16-true", "bf16-mixed", "32-true", "16-mixed"]
+Precision = Literal["auto", "bf16-true", "bf16-mixed", "32-true", "16-mixed"]
 Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
@@ -132,8 +132,10 @@ class ModelArguments:
     """Attention implementation: sdpa is torch's own, on a GPU its kernel for documents; flash_attention_2 needs a GPU
     and the package flash-attn.
     """
-    precision: Precision = "bf16-true"
-    """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits."""
+    precision: Precision = "auto"
+    """bf16-true keeps weights and optimizer states in bfloat16; mixed keeps them in fp32 and computes in 16 bits. auto
+    is bf16-true, and bf16-mixed with --accelerator tpu.
+    """
     float8: bool = False
     """Compute matrix products of decoder layers in float8; needs torchao, --compile true and an Ada or newer GPU."""
     from_scratch: str | None = None
@@ -454,6 +456,12 @@ class TrainArguments:
     save: SaveArguments
     logging: LoggingArguments
     planning: PlanArguments
+
+    def __post_init__(self) -> None:
+        """Let the accelerator choose the precision."""
+        if self.model.precision == "auto":
+            precision: Precision = "bf16-mixed" if self.device.accelerator == "tpu" else "bf16-true"
+            object.__setattr__(self, "model", replace(self.model, precision=precision))
 
 
 # ----------------------------------------------------------------------------------------- the other programs

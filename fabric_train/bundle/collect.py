@@ -25,7 +25,6 @@ from fabric_train.files.sizes import show_size
 from fabric_train.model.hf_model import quiet_transformers, read_shape
 from fabric_train.model.weight_files import check_weight_files, safetensors_files
 from fabric_train.preflight.dataset_check import check_dataset
-from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.reading.listing import sha256
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -126,15 +125,15 @@ def _check(request: Request, output: Path) -> list[str]:
     """Check data and model as the run will do; return its notes."""
     if len({folder.absolute().name for folder in request.data}) < len(request.data):
         raise InputError("--data: two of the folders have the same name; rename one of them")
+    opened = [open_dataset(str(folder)) for folder in request.data]
     for folder in request.data:
-        open_splits(folder)
         check_not_inside(output, folder)
     quiet_transformers()
     shape = read_shape(request.model)
     faults: list[str] = []
     notes: list[str] = []
-    for folder in request.data:
-        checked = check_dataset(open_dataset(str(folder)), shape, isolate_documents=True)
+    for dataset in opened:
+        checked = check_dataset(dataset, shape, isolate_documents=True)
         faults += checked.faults
         notes += checked.notes
     if faults:

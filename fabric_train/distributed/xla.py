@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NOTE = (
     "XLA: the loss is computed from logits, not in the head, and at every position, so that its shape is always the "
-    "same; AdamW is torch's own, not fused"
+    "same; AdamW is torch's own, not fused; weights are fp32, so the default of --precision is bf16-mixed"
 )
 
 

@@ -384,13 +384,15 @@ def _check_folder(name: str, folder: Path, wanted: float, level: Literal["warnin
     """
     folder = folder.expanduser().absolute()
     existing = next(above for above in (folder, *folder.parents) if os.path.exists(above))
-    fix = f"choose another folder, or give it to this user: chown {os.geteuid()} {existing}"
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")
             file.flush()
         disk = shutil.disk_usage(existing)
     except OSError as error:
+        fix = "choose another folder"
+        if isinstance(error, PermissionError):
+            fix += f", or give it to this user: chown {os.geteuid()} {existing}"
         return NodeCheck(name, level, f"{existing} cannot be written to: {error.strerror}", fix)
     found = f"{folder}, {show_size(disk.free)} free"
     if disk.free < _LEAST_FREE:

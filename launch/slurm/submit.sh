@@ -2,7 +2,7 @@
 # Submit a job to Slurm, with the settings of settings.sh:
 #   launch/slurm/submit.sh train --config run.yaml                      a training run on NODES nodes
 #   launch/slurm/submit.sh each ITEM ITEM … -- COMMAND                  a job array: COMMAND once for each item, where {} is the
-#                                                                      item and {/} its name without folders
+#                                                                       item and {/} its name without folders
 #   launch/slurm/submit.sh each runs/1/checkpoints/step-* -- python convert_to_hf.py --checkpoint {} --output_dir exports/{/}
 set -euo pipefail
 
@@ -11,6 +11,10 @@ fail() {
   exit 2
 }
 
+if [[ ${1:-} =~ ^(-h|--help)$ ]]; then
+  sed -n '/^# /s/^# //p;/^set /q' "$0"
+  exit
+fi
 folder=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$folder/../.." && pwd)
 settings=${FABRIC_TRAIN_SETTINGS:-$folder/settings.sh}
@@ -43,7 +47,7 @@ case $kind in
     command=("$@")
     options=(--nodes=1 --ntasks-per-node=1 --array="0-$((${#items[@]} - 1))%$EACH_AT_ONCE" "${EACH_OPTIONS[@]}")
     ;;
-  *) fail "give train or each: launch/slurm/submit.sh train --config run.yaml" ;;
+  *) fail "give train or each: launch/slurm/submit.sh train --config run.yaml; launch/slurm/submit.sh --help shows both" ;;
 esac
 
 mkdir -p "$LOGS"

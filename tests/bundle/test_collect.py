@@ -29,8 +29,8 @@ def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, monkeypat
     [
         ("nowhere/at/all", "", "--model nowhere/at/all: no such folder"),
         ("pickles", "", "--model pickles: no model.safetensors in it"),
-        ("model", "--data nowhere", "nowhere: no such folder"),
-        ("model", "--data model", "model: not a token dataset"),
+        ("model", "--data nowhere", "--data nowhere: no such folder; make one with tokenize_dataset.py"),
+        ("model", "--data model", "--data model: the folder has no dataset_dict.json"),
         ("model", "--data tokens other/tokens", "--data: two of the folders have the same name"),
         ("model", "--output model", "model already exists and is not empty"),
         ("model", "--output tokens/bundle", "cannot write to tokens/bundle: tokens is complete"),

@@ -108,6 +108,13 @@ def test_defaults_are_those_of_the_system_it_continues(name: str, value: Any) ->
     assert type(train()[name]) is type(value)
 
 
+def test_precision_auto_is_what_the_accelerator_takes() -> None:
+    """torch-xla's FSDP keeps weights in fp32; a precision that is given stays."""
+    assert train("--tpu", "true")["precision"] == train("--accelerator", "tpu")["precision"] == "bf16-mixed"
+    assert train("--tpu", "true", "--precision", "32-true")["precision"] == "32-true"
+    assert train("--precision", "auto")["precision"] == "bf16-true"
+
+
 def test_default_loggers_need_no_account_and_no_network() -> None:
     assert train()["loggers"] == ["csv", "tensorboard"]
     assert train()["log_model"] == "none"
@@ -167,7 +174,7 @@ def test_text_that_looks_like_yaml_stays_text() -> None:
         ("max_step", "1.5", "a whole number above 0 or null"),
         ("num_workers", "-1", "a whole number, 0 or more"),
         ("beta1", "1.5", "a number from 0 to 1"),
-        ("precision", "fp8", "one of bf16-true, bf16-mixed, 32-true, 16-mixed"),
+        ("precision", "fp8", "one of auto, bf16-true, bf16-mixed, 32-true, 16-mixed"),
         ("loggers", "paper", "a list, each one of csv, tensorboard, wandb"),
     ],
 )
@@ -497,7 +504,7 @@ def test_unknown_options_of_fabric_run_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LT_ACCELERATOR", "mps")
     assert faults() == [
         "fabric run --accelerator: expected one of auto, cpu, cuda, gpu, tpu, got 'mps'",
-        "fabric run --precision: expected one of bf16-true, bf16-mixed, 32-true, 16-mixed, got '64-true'",
+        "fabric run --precision: expected one of auto, bf16-true, bf16-mixed, 32-true, 16-mixed, got '64-true'",
     ]
     monkeypatch.setenv("LT_STRATEGY", "deepspeed")
     assert faults() == [

@@ -141,7 +141,7 @@ def test_the_entry_point_names_only_what_is_wrong(image: str, mounted: Path, nam
     lines = [line.split(maxsplit=1) for line in finished.stderr.splitlines()]
     faults = [line for level, line in lines if level == "fault"]
     assert [line.split(":")[0] for line in faults[:-1]] == ["open files", "processes", "--output_dir"]
-    assert "/runs cannot be written to: Permission denied" in faults[2]
+    assert "/runs cannot be written to: Permission denied; choose another folder, or give it to " in faults[2]
     assert any(line.startswith("/dev/shm: 67.1 MB") for level, line in lines if level == "warning")
     assert {level for level, _ in lines} == {"fault", "warning"}
     assert finished.stdout == ""

@@ -11,15 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from fabric_train.files.atomic_folder import complete_folder
-from sample_data import real_data
+from tests.support.environments import environment_with
 from tests.support.launched import Launched, launcher
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints, metrics
@@ -36,22 +34,7 @@ LONG = {"max_step": 5000, "number_epochs": 999, "eval_step_interval": 5000, "sav
 @pytest.fixture(scope="module")
 def mpi() -> Path:
     """An environment with ``mpiexec``."""
-    target = real_data.CACHE / "mpi"
-    if not target.exists():
-        with complete_folder(target) as folder:
-            venv.create(folder)
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "--python",
-                str(folder / "bin" / "python"),
-                "install",
-                "-qq",
-                "--no-deps",
-            ]
-            subprocess.run([*pip, *PACKAGES], check=True)
-    return target
+    return environment_with("mpi", *PACKAGES).parents[1]
 
 
 def start(mpi: Path, folder: Path, *words: str, with_mpi4py: bool = True) -> "subprocess.Popen[str]":

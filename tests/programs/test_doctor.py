@@ -103,7 +103,7 @@ def test_small_full_and_read_only_folders_are_found(tmp_path: Path) -> None:
     assert checks["/dev/shm"][0] == "warning"
     assert "67.1 MB of 67.1 MB free" in checks["/dev/shm"][1]
     assert checks["HF_HOME"][0] == "warning"
-    assert "read-only cannot be written to: Read-only file system" in checks["HF_HOME"][1]
+    assert checks["HF_HOME"][1].endswith("cannot be written to: Read-only file system; choose another folder")
     assert checks["TRITON_CACHE_DIR"][0] == "warning"
     assert "209.7 MB free; free some space there" in checks["TRITON_CACHE_DIR"][1]
     assert checks["TMPDIR"][0] == "fault"

@@ -57,6 +57,14 @@ def test_each_fault_is_one_line(tmp_path: Path, sbatch: Path, words: list[str], 
     assert fault in line
 
 
+def test_help_shows_both_kinds_of_jobs(tmp_path: Path, sbatch: Path) -> None:
+    done = submit(tmp_path, sbatch, "--help")
+    assert done.returncode == 0
+    assert "\n  launch/slurm/submit.sh train " in done.stdout
+    assert "\n  launch/slurm/submit.sh each " in done.stdout
+    assert "set -" not in done.stdout
+
+
 def test_a_job_has_its_settings_in_it(tmp_path: Path, sbatch: Path) -> None:
     """A later change of settings.sh does not reach it; the last of two options counts, so JOB_OPTIONS come last."""
     done = submit(tmp_path, sbatch, "train", "--lr", "1e-4", settings="NODES=3 JOB_OPTIONS=(--time=1:00:00)\n")

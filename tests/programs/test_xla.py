@@ -116,10 +116,11 @@ def test_export_is_verified(folder: Path, run_program: RunProgram) -> None:
     assert (export / "model.safetensors").exists()
 
 
-def test_bf16_mixed_computes_in_bf16(folder: Path, tiny_model_dir: Path, tiny_tokens_dir: Path) -> None:
+def test_default_precision_computes_in_bf16(folder: Path, tiny_model_dir: Path, tiny_tokens_dir: Path) -> None:
     """Its losses differ from those in fp32, by what bf16 rounds; sharded checkpoints are written as well."""
-    options = {"precision": "bf16-mixed", "state_dict_type": "sharded", "max_step": 2, "save_step_interval": 2}
-    train(PYTHON, folder, "bf16", *argv(tiny_model_dir, tiny_tokens_dir, folder / "bf16", **TPU, **options))
+    options = {"precision": None, "state_dict_type": "sharded", "max_step": 2, "save_step_interval": 2}
+    words = argv(tiny_model_dir, tiny_tokens_dir, folder / "bf16", **TPU, **options)
+    assert "1 × xla, bf16-mixed" in train(PYTHON, folder, "bf16", *words)
     loss, of_fp32 = (float(metrics(folder / run)[0][2]) for run in ("bf16", "plain"))
     assert 1e-6 < abs(loss - of_fp32) < 0.01
     checkpoint = folder / "bf16" / "checkpoints" / "step-00000002"
