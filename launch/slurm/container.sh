@@ -10,6 +10,7 @@ while [[ $1 != -- ]]; do
   shift
 done
 shift
+mapfile -t folders < <(printf '%s\n' "${folders[@]}" | sort -u) # Apptainer warns of a folder that is named twice, Docker refuses it
 
 # of the variables, those that ranks need; the image has its own of all others
 mapfile -t variables < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')

@@ -291,7 +291,7 @@ cd {debian} && mount --bind / media && mount --rbind . . && cd {debian} || exit
 for folder in proc sys dev {" ".join(sorted(tops))}; do
   mkdir -p $folder && mount --rbind /$folder $folder || exit
 done
-pivot_root . mnt && umount --lazy /mnt && exec {" ".join(AS_ROOT_OF_A_NAMESPACE)} apptainer "$@"
+pivot_root . mnt && umount --lazy /mnt && exec {" ".join(AS_ROOT_OF_A_NAMESPACE)} /usr/bin/apptainer "$@"
 """
     program.parent.mkdir()
     program.write_text(f"#!/bin/bash\nexec unshare --mount bash -c '{script}' apptainer \"$@\"\n", encoding="utf-8")
@@ -306,7 +306,8 @@ def container(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     kind = str(request.param)
     image = request.getfixturevalue(f"{kind}_image")
     system = ["/usr", "/etc", "/opt"] if kind == "podman" else []
-    mounts = [folder for folder in (*map(Path, system), *python_folders(), tmp_path.parent) if folder.is_dir()]
+    folders = (*map(Path, system), *python_folders(), tmp_path.parent, tmp_path)  # the last is the current one, too
+    mounts = [folder for folder in folders if folder.is_dir()]
     return f"CONTAINER={kind} IMAGE={image} MOUNTS=({' '.join(map(str, mounts))})\n"
 
 
