@@ -228,9 +228,8 @@ def test_a_job_on_one_node_saves_and_its_checkpoints_are_items(
         assert (cluster.folder / "exports" / checkpoint.name / "model.safetensors").is_file()
 
     evaluate = [sys.executable, "-m", "fabric_train", "--eval_only", "true", "--devices", "1", "--accelerator", "cpu"]
-    evaluate += ["--train_data_dir", tiny_tokens_dir, "--model_name", tiny_model_dir]
-    given = ["--checkpoint", "{}", "--output_dir", "evaluations/{/}"]
-    logs = run_items(cluster, settings, *saved, "--", *evaluate, *given)
+    given = ["--train_data_dir", tiny_tokens_dir, "--model_name", tiny_model_dir, "--checkpoint", "{}"]
+    logs = run_items(cluster, settings, *saved, "--", *evaluate, *given, "--output_dir", "evaluations/{/}")
     assert len(logs) == 2
     assert all("validation loss" in log for log in logs)
 
@@ -239,8 +238,8 @@ def test_a_job_on_one_node_saves_and_its_checkpoints_are_items(
     for name in ("a", "b"):
         write_jsonl(corpora / f"{name}.jsonl")
     tokenize = [sys.executable, ROOT / "tokenize_dataset.py", "--dataset", "{}", "--tokenizer_name", tiny_model_dir]
-    given = ["--max_length", 64, "--validation_split", 0.1, "--output_dir", "tokens/{/}"]
-    run_items(cluster, settings, *sorted(corpora.iterdir()), "--", *tokenize, *given)
+    output = ["--max_length", "64", "--validation_split", "0.1", "--output_dir", "tokens/{/}"]
+    run_items(cluster, settings, *sorted(corpora.iterdir()), "--", *tokenize, *output)
     merge = [sys.executable, "-m", "fabric_train.tokenization.merge", *sorted(cluster.folder.glob("tokens/*"))]
     cluster.command(*merge, "--output_dir", "merged", environment={"PYTHONPATH": str(ROOT)})
     sources = manifest_of(cluster.folder / "merged").sources
