@@ -10,12 +10,10 @@ while [[ $1 != -- ]]; do
   shift
 done
 shift
+mapfile -t folders < <(printf '%s\n' "${folders[@]}" | sort -u) # Apptainer warns of a folder that is named twice, Docker refuses it
 
 # of the variables, those that ranks need; the image has its own of all others
-variables=()
-while read -r name; do
-  variables+=(--env "$name=${!name}")
-done < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
+mapfile -t variables < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
 mounts=()
 for folder in "${folders[@]}"; do
   mounts+=(--volume "$folder:$folder")
@@ -27,12 +25,15 @@ gpus=${SLURM_STEP_GPUS:-${SLURM_JOB_GPUS:-}} # indices on this node, of all GPUs
 name=fabric-train-$SLURM_JOB_ID-$SLURM_PROCID
 case $kind in
   apptainer)
-    exec apptainer exec --nv --pwd "$PWD" "${folders[@]/#/--bind=}" "${variables[@]}" "$image" "$@"
+    for variable in "${variables[@]}"; do
+      export "APPTAINERENV_$variable=${!variable}" # the option --env splits a value at commas
+    done
+    exec apptainer exec --nv --pwd "$PWD" "${folders[@]/#/--bind=}" "$image" "$@"
     ;;
   docker)
     [[ -z $gpus ]] || shared+=(--gpus "\"device=$gpus\"")
     docker rm --force "$name" > /dev/null 2>&1 || true # left where Slurm has killed "docker run": Docker's daemon owns it
-    exec docker run --name "$name" --ulimit memlock=-1 --ulimit stack=67108864 --user "$(id -u):$(id -g)" --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" \
+    exec docker run --name "$name" --ulimit memlock=-1 --ulimit stack=67108864 --user "$(id -u):$(id -g)" --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]/#/--env=}" \
       --entrypoint "" "$image" "$@"
     ;;
   podman)
@@ -40,6 +41,6 @@ case $kind in
       shared+=(--device "nvidia.com/gpu=$gpu")
     done
     ((EUID == 0)) || shared+=(--userns keep-id)
-    exec podman run --replace --name "$name" --ulimit host --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]}" --entrypoint "" "$image" "$@"
+    exec podman run --replace --name "$name" --ulimit host --env HOME=/tmp "${shared[@]}" "${mounts[@]}" "${variables[@]/#/--env=}" --entrypoint "" "$image" "$@"
     ;;
 esac

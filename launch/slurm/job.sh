@@ -85,7 +85,11 @@ requeue() {
     exit 1
   fi
   trap '' TERM # Slurm ends this script now
-  scontrol requeue "$SLURM_JOB_ID" || say "error: not queued again (Requeue=0?); to continue, submit the same line again"
+  if scontrol requeue "$SLURM_JOB_ID"; then
+    say "queued again, to continue"
+  else
+    say "error: not queued again (Requeue=0?); to continue, submit the same line again"
+  fi
   exit "$code"
 }
 
@@ -95,7 +99,7 @@ case $code in
     exit
     ;;
   75 | 138) # 138: a program without a way to save was ended by USR1
-    say "stopped (exit code $code): queued again, to continue"
+    say "stopped (exit code $code)"
     requeue
     ;;
   2)
@@ -111,7 +115,7 @@ if [[ -n $lost ]]; then
   sleep "$((${timeout:-300} + 60))" &
   wait $!
   ((is_ended)) && exit "$code"
-  say "Slurm still uses $lost: queued again"
+  say "Slurm still uses $lost"
   requeue
 fi
 say "error: exit code $code on $SLURM_JOB_NODELIST, where all nodes answer. Lines with error: above say why, and name the rank and the" \

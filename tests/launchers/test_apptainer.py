@@ -1,7 +1,7 @@
 """``docker/apptainer.def`` builds and trains with Debian's apptainer, on a base that Debian 12 stands in for.
 
 Debian has apptainer only in its newest suite. So that suite is installed into ``.cache/containers/sid``, where podman
-starts it. A user namespace of its own has all capabilities that apptainer asks for.
+starts it.
 """
 
 import re
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.files.atomic_folder import complete_folder
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, metrics
 from tests.support.stand_in_base import (
+    AS_ROOT_OF_A_NAMESPACE,
     CACHE,
     PODMAN,
+    apptainer_folder,
     base_folder,
-    debootstrap,
     limits,
     need_packages,
     pip_mounts,
@@ -29,25 +29,19 @@ from tests.support.stand_in_base import (
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
 IMAGE = CACHE / "apptainer-image"
-AS_ROOT_OF_A_NAMESPACE = [
-    "unshare", "--user", "--mount", "--map-users=0:0:65536", "--map-groups=0:0:65536", "--setuid=0", "--setgid=0"
-]  # fmt: skip
 
 
 def apptainer(*words: str, folders: tuple[Path, ...]) -> list[str]:
     """Return the command that runs ``apptainer`` where it is installed, which sees ``folders`` of this machine."""
     volumes = [f"--volume={folder}:{folder}" for folder in (ROOT, CACHE, *map(Path, pip_mounts()), *folders)]
     run = ["run", "--rm", "--privileged", "--network=host", *limits(), *volumes, f"--workdir={ROOT}"]
-    return [*PODMAN, *run, "--rootfs", str(CACHE / "sid"), *AS_ROOT_OF_A_NAMESPACE, "apptainer", *words]
+    return [*PODMAN, *run, "--rootfs", str(apptainer_folder()), *AS_ROOT_OF_A_NAMESPACE, "apptainer", *words]
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the image: a .sif file would take minutes of compression."""
     need_packages(podman="podman", runc="runc")
-    if not (CACHE / "sid").exists():
-        with complete_folder(CACHE / "sid") as folder:
-            debootstrap("sid", folder, "apptainer")
     folder = tmp_path_factory.mktemp("apptainer")
     text = (ROOT / "docker" / "apptainer.def").read_text(encoding="utf-8")
     text = re.sub(r"^Bootstrap: .*\nFrom: .*\n", f"Bootstrap: localimage\nFrom: {base_folder()}\n", text)

@@ -67,7 +67,7 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
 
 def undisturbed(runs: ForkedRuns, folder: Path, model: Path, tokens: Path, **options: object) -> list[tuple[str, ...]]:
     """Return the metrics of two ranks on one machine."""
-    runs.start(argv(model, tokens, folder, **options)).finish()
+    runs.start(argv(model, tokens, folder, **options)).finish(400)
     return metrics(folder)
 
 

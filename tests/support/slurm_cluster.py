@@ -127,7 +127,7 @@ class SlurmCluster:
         assert found is not None
         return found[1]
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 240) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 600) -> None:
         """Wait until the condition holds; fail with the daemons' logs if the time is over."""
         deadline = time.monotonic() + timeout
         while not condition():

@@ -21,6 +21,10 @@ from tests.support.programs import ROOT
 CACHE = (real_data.CACHE / "containers").resolve()  # podman's storage knows its own path
 STORAGE = ["--root", str(CACHE / "storage"), "--runroot", str(CACHE / "run")]
 PODMAN = ["podman", "--cgroup-manager=cgroupfs", "--events-backend=file", "--runtime=/usr/sbin/runc", *STORAGE]
+AS_ROOT_OF_A_NAMESPACE = [
+    "unshare", "--user", "--mount", "--map-users=0:0:65536", "--map-groups=0:0:65536", "--setuid=0", "--setgid=0"
+]  # fmt: skip
+"""A user namespace of its own has all capabilities that apptainer asks for."""
 _CERTIFICATES = "/etc/pip-certificates.crt"
 _SUITE = "bookworm"  # its Python 3.11 is one that the project supports
 
@@ -61,6 +65,15 @@ def base_folder() -> Path:
             for inside in pip_mounts().values():
                 _make_mount_point(folder, inside)
             folder.chmod(0o755)
+    return target
+
+
+def apptainer_folder() -> Path:
+    """Return the root of a Debian with apptainer, which only the newest suite has."""
+    target = CACHE / "sid"
+    if not target.exists():
+        with complete_folder(target) as folder:
+            debootstrap("sid", folder, "apptainer")
     return target
 
 
