@@ -42,15 +42,14 @@ def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fa
     num_processes = num_devices * device.num_nodes
     parallelism = resolve_parallelism(arguments, num_processes, accelerator)
     clear_launcher_options()
+    # XLA's strategy brings an environment of its own, and Fabric refuses two
+    environments = [] if parallelism == "xla" else [find_cluster_environment(device.num_nodes, accelerator)]
     fabric = Fabric(
         accelerator=OneXLADevice() if accelerator == "tpu" else accelerator,
         devices=device.devices if accelerator == "cuda" else num_devices,
         num_nodes=device.num_nodes,
         strategy=_strategy(parallelism, arguments, layer_classes, accelerator),
-        plugins=[
-            precision_plugin(parallelism, arguments.model.precision, accelerator),
-            find_cluster_environment(device.num_nodes, accelerator),
-        ],
+        plugins=[precision_plugin(parallelism, arguments.model.precision, accelerator), *environments],
     )
     if not under_fabric_run():
         init_process_group(fabric, accelerator, num_processes, collective_timeout(arguments))
