@@ -7,11 +7,12 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.optim.lr_schedule import num_decay_steps
 from fabric_train.preflight.dataset_check import DatasetCheck, check_dataset
 from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import TrainArguments, TrainingArguments
 
 
 def plan_steps(
@@ -20,7 +21,8 @@ def plan_steps(
     """Count the windows and steps of a run.
 
     Raises:
-        InputError: the batch size is not divisible, or the data do not fit the model.
+        InputError: the batch size is not divisible, the data do not fit the model, or the decay of the learning rate
+            is as long as the run.
     """
     training = arguments.training
     dataset = data.held_out if isinstance(data, Stream) else data
@@ -55,6 +57,8 @@ def plan_steps(
         windows_per_epoch = math.ceil(num_rows / rows_per_window)
         in_epochs = windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
+    if not arguments.evaluation.only_reads:
+        _check_decay(training, num_steps)
     return StepPlan(
         num_rows=num_rows,
         world_size=world_size,
@@ -82,6 +86,19 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
             f"has {model.vocab_size} tokens; stream with a model that has its own tokenizer"
         )
     return faults
+
+
+def _check_decay(training: "TrainingArguments", num_steps: int) -> None:
+    """Check that a ``wsd`` schedule has a step at its peak between warm-up and decay."""
+    if training.lr_schedule != "wsd" or not training.lr_decay:
+        return
+    decay, rises = num_decay_steps(num_steps, training), max(training.warmup_steps, 1)
+    if decay + rises > num_steps:
+        given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
+        raise InputError(
+            f"{given}: the run has {num_steps} steps, and {rises} {'is' if rises == 1 else 'are'} needed to reach "
+            f"--lr; give fewer, at most {max(num_steps - rises, 0)} steps"
+        )
 
 
 def _notes(

@@ -10,10 +10,12 @@ from rich.text import Text
 from fabric_train.checkpoint import TrainerState, best_checkpoint, read_trainer_state
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
+from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
 from fabric_train.training.evaluation import perplexity
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
+    from arguments import TrainingArguments
     from fabric_train.training.loop import End
     from fabric_train.training.self_check import SelfCheck
 
@@ -22,8 +24,6 @@ def describe_start(run: PreparedRun) -> Table:
     """Return the run in short: model, data, devices, steps, learning rate, and what it starts from."""
     arguments, plan, training = run.arguments, run.plan, run.arguments.training
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
-    schedule = training.lr_schedule if training.lr_decay else "constant"
-    falls = "" if schedule == "constant" else f" to {training.min_lr:g} one step after the last"
     table = _table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters, layers {layers}")
@@ -38,7 +38,7 @@ def describe_start(run: PreparedRun) -> Table:
     )
     per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
-    table.add_row("learning rate", f"{schedule}, {training.lr:g}{falls}, warm-up {training.warmup_steps}")
+    table.add_row("learning rate", _learning_rate(training, plan.num_steps))
     table.add_row("output", arguments.save.output_dir)
     return table
 
@@ -105,6 +105,16 @@ def describe_self_check(check: "SelfCheck") -> Group:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number > 1 else ''}"
+
+
+def _learning_rate(training: "TrainingArguments", num_steps: int) -> str:
+    schedule = training.lr_schedule if training.lr_decay else "constant"
+    rises = f"{schedule}, {training.lr:g}"
+    falls = "" if schedule == "constant" else f" to {training.min_lr:g} one step after the last"
+    if schedule == "wsd":
+        decay = num_decay_steps(num_steps, training)
+        rises += f" up to step {num_steps - decay:,}, then {decay_form(training)} over {_counted(decay, 'step')}"
+    return f"{rises}{falls}, warm-up {training.warmup_steps}"
 
 
 def _start(run: PreparedRun) -> str:
