@@ -263,7 +263,9 @@ class CheckpointArguments:
     weights_only: bool = False
     """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
     allow_changes: bool = False
-    """Continue from a checkpoint even if arguments that change the losses differ, such as lr."""
+    """Continue from a checkpoint even if arguments that change the losses differ, such as lr; with more steps than
+    before, stretch the learning rate schedule.
+    """
 
     def faults(self) -> list[str]:
         """Return contradictions."""

@@ -71,6 +71,7 @@ class Description:
 
     ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
     manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
+    ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``.
     """
 
     state_dict_type: str
@@ -80,6 +81,7 @@ class Description:
     versions: dict[str, str]
     base_model: ModelOrigin | None
     attachments: tuple[Path, ...]
+    schedule_steps: int | None = None
 
 
 class _SavedArguments(BaseModel):
@@ -97,6 +99,7 @@ _OTHERWISE: dict[str, Any] = {
     "arguments": (_SavedArguments, ...),
     "base_model": (ModelOrigin | None, None),
     "unlogged": (dict[str, int | float | None] | None, ...),
+    "schedule_steps": (PositiveCount | None, None),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -153,6 +156,17 @@ def read_base_model(checkpoint: Path) -> ModelOrigin | None:
     _, parsed = _read(checkpoint)
     origin: ModelOrigin | None = parsed.base_model
     return origin
+
+
+def read_lengths(checkpoint: Path) -> tuple[float, float]:
+    """Return the number of steps of the checkpoint's run and of its learning-rate schedule; infinite if not known.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    num_steps = _num_steps(parsed.data, parsed.arguments)
+    return num_steps, parsed.schedule_steps or num_steps
 
 
 def read_stream_order(checkpoint: Path) -> StreamOrder | None:
@@ -221,7 +235,7 @@ def _difference(saved: Any, current: Any) -> str:
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
 
-    Checkpoints of earlier versions have no ``base_model``.
+    Checkpoints of earlier versions have neither ``base_model`` nor ``schedule_steps``.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)

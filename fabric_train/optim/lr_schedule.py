@@ -51,6 +51,14 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     return peak + (end - peak) * progress
 
 
+def scheduled_rate(step: int, schedule_steps: int, arguments: "TrainingArguments") -> float:
+    """Return the learning rate of step ``step`` of a run that may be longer than its schedule of ``schedule_steps``.
+
+    After the schedule's last step, the rate stays at that of this step.
+    """
+    return learning_rate(min(step, schedule_steps), schedule_steps, arguments)
+
+
 def num_decay_steps(num_steps: int, arguments: "TrainingArguments") -> int:
     """Return in how many of a run's last steps the rate of the ``wsd`` schedule is below ``lr``."""
     if arguments.decay_steps is not None:

@@ -24,7 +24,7 @@ from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.automatic import resolve_automatic
-from fabric_train.preflight.resume_check import check_resume, own_versions
+from fabric_train.preflight.resume_check import check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import plan_steps
 from fabric_train.training.metrics import Metrics, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
@@ -91,6 +91,9 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
     chosen = checkpoints.describe_choice(Path(start_from.checkpoint), checkpoint) if start_from.checkpoint else None
     changed = check_resume(run, checkpoint) if continues else []
+    if continues:
+        kept, lengths = choose_schedule(run, checkpoint)
+        run, changed = replace(run, start=replace(run.start, schedule_steps=kept)), [*changed, *lengths]
     return replace(run, notes=(*run.notes, *damaged, *([chosen] if chosen else []), *changed))
 
 

@@ -1,23 +1,24 @@
 """Compare a run with the checkpoint that it resumes from: data, arguments, versions, number of steps."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, find_data_changes, read_trainer_json
+from fabric_train.checkpoint import DataOrder, StreamOrder, find_data_changes, read_lengths, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.packed_forward import VARLEN
-from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, learning_rate
+from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, scheduled_rate
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import TrainArguments, TrainingArguments
 
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
@@ -68,7 +69,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
     Raises:
         InputError: one line for each difference that would change those steps.
     """
-    arguments, plan, state = run.arguments, run.plan, run.start.state
+    arguments, plan = run.arguments, run.plan
     saved = read_trainer_json(checkpoint)
     faults = find_data_changes(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
@@ -94,7 +95,51 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
         notes.append(
             f"other versions than at {checkpoint.name}, the losses to come may differ: {', '.join(map(str, updated))}"
         )
-    return [*notes, *_note_on_steps(saved["arguments"], state, arguments, plan)]
+    return notes
+
+
+def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[int | None, list[str]]:
+    """Choose the length of a resumed run's learning-rate schedule.
+
+    It is the run's length, unless the learning rate would jump because the run has another number of steps than
+    before. Then the schedule keeps its length, and the rate stays at that of its last step; with ``--allow_changes``
+    it follows the run.
+
+    Returns:
+        The length in steps that is kept, None if the schedule is as long as the run, and notes for the user.
+    """
+    arguments, num_steps, step = run.arguments, run.plan.num_steps, run.start.state.step
+    had_steps, kept = read_lengths(checkpoint)
+    if not math.isfinite(kept) or kept == num_steps:
+        return None, []
+    kept = int(kept)
+    now, then = (_Schedule(length, arguments.training) for length in (num_steps, kept))
+    keeps = then.rate(step) != now.rate(step) and not arguments.checkpoint.allow_changes
+    if num_steps <= step or (keeps and num_steps == had_steps):  # nothing to train, or noted by the start before
+        return (kept if keeps else None), []
+    lengths = f"the run has {num_steps} steps now and had {had_steps:g}"
+    if keeps:
+        stays = f", and from step {kept} on stays at {then.rate(kept):g}" if num_steps > kept else ""
+        return kept, [
+            f"{lengths}: so that the learning rate does not jump, it follows its {arguments.training.lr_schedule} "
+            f"schedule of {kept} steps{stays}; --allow_changes true stretches the schedule to {num_steps} steps: "
+            f"{now.rate(step + 1):g} instead of {then.rate(step + 1):g} at step {step + 1}"
+        ]
+    if then.rate(step + 1) == now.rate(step + 1):
+        return None, []
+    return None, [
+        f"{lengths}, and the learning rate follows from that: {then.rate(step):g} at step {step}, "
+        f"{now.rate(step + 1):g} at step {step + 1}"
+    ]
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    num_steps: int
+    arguments: "TrainingArguments"
+
+    def rate(self, step: int) -> float:
+        return scheduled_rate(step, self.num_steps, self.arguments)
 
 
 def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
@@ -147,23 +192,6 @@ def _concerns(package: str, arguments: "TrainArguments") -> bool:
 def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
     """Whether the comparison of the data order already reports this change."""
     return change.name == "seed" and isinstance(order, DataOrder)
-
-
-def _note_on_steps(
-    saved: Mapping[str, Any], state: TrainerState, arguments: "TrainArguments", plan: StepPlan
-) -> Iterator[str]:
-    """Report a number of steps that changes the learning rate of the next step."""
-    epochs, max_step = (saved.get(name, getattr(arguments.training, name)) for name in ("number_epochs", "max_step"))
-    in_epochs = epochs * plan.windows_per_epoch if plan.windows_per_epoch else None
-    before = min(steps for steps in (max_step, in_epochs) if steps is not None)
-    step = state.step + 1
-    was, now = (learning_rate(step, num_steps, arguments.training) for num_steps in (before, plan.num_steps))
-    if plan.num_steps > state.step and was != now:
-        ended = learning_rate(state.step, before, arguments.training)
-        yield (
-            f"the run has {plan.num_steps} steps now and had {before}, and the learning rate follows from that: "
-            f"{ended:g} at step {state.step}, {now:g} at step {step}"
-        )
 
 
 def _shown(value: Any) -> str:

@@ -151,6 +151,7 @@ def build_loop_parts(
         optimizer=optimizer,
         batches=_batches(fabric, run, heartbeat),
         num_steps=run.plan.num_steps,
+        schedule_steps=run.schedule_steps,
         start=run.start.checkpoint if run.start.resumes else None,
         checkpoints=checkpoints.CheckpointManager(
             run.folder / "checkpoints",
@@ -201,6 +202,7 @@ def _description(
         versions=run.versions,
         base_model=base_model,
         attachments=(*run.data.attachments, *licence),
+        schedule_steps=run.schedule_steps,
     )
 
 

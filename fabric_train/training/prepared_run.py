@@ -28,10 +28,13 @@ class StartingPoint:
     """What a run starts from.
 
     ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
+    ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps although it now has another
+    number of steps; None if the schedule is as long as the run.
     """
 
     checkpoint: Path | None
     state: TrainerState
+    schedule_steps: int | None = None
 
     @property
     def resumes(self) -> bool:
@@ -83,3 +86,8 @@ class PreparedRun:
     order: DataOrder | StreamOrder
     versions: dict[str, str]
     notes: tuple[str, ...]
+
+    @property
+    def schedule_steps(self) -> int:
+        """Number of steps of the learning-rate schedule; after them the rate stays."""
+        return self.start.schedule_steps or self.plan.num_steps
