@@ -260,6 +260,11 @@ class CheckpointArguments:
     """Start from this checkpoint instead of the newest in --output_dir: RUN (its newest one), RUN/best (by validation
     loss), RUN/latest, RUN/step-500, or its folder.
     """
+    branch: str | None = None
+    """Start a new run from a checkpoint of another: RUN@STEP such as runs/1@5000, RUN@latest or RUN@best. Weights,
+    optimizer and counters go on; data, schedule and length may differ. With --resume true, continue the branch in
+    --output_dir if there is one.
+    """
     weights_only: bool = False
     """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
     allow_changes: bool = False
@@ -273,6 +278,12 @@ class CheckpointArguments:
             return ["--weights_only true needs --checkpoint: the checkpoint whose weights to start from"]
         if self.weights_only and self.resume:
             return ["--weights_only true starts a new run and --resume true continues one: give one of them"]
+        if self.branch is None:
+            return []
+        if self.checkpoint is not None:
+            return [f"--branch {self.branch} and --checkpoint {self.checkpoint}: give one of them"]
+        if not re.fullmatch(r".+@(latest|best|[0-9]{1,18})", self.branch):
+            return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN@best; got {self.branch!r}"]
         return []
 
 

@@ -2,12 +2,19 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, StreamOrder, find_data_changes, read_lengths, read_trainer_json
+from fabric_train.checkpoint import (
+    DataOrder,
+    StreamOrder,
+    describe_data_changes,
+    find_data_changes,
+    read_lengths,
+    read_trainer_json,
+)
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
@@ -20,10 +27,11 @@ from fabric_train.training.prepared_run import PreparedRun, StepPlan
 if TYPE_CHECKING:
     from arguments import TrainArguments, TrainingArguments
 
+_SCHEDULE = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
 _DECIDE_THE_LOSSES = (
-    *("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form"),
+    *_SCHEDULE,
     *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
@@ -36,7 +44,7 @@ OWN_VERSIONS = {
 }
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
 
-_OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only", "self_check")
+_OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
 
 
 def own_versions(model: ModelShape) -> dict[str, str]:
@@ -56,7 +64,7 @@ class Change:
         return f"{self.name}: {_shown(self.there)} -> {_shown(self.here)}"
 
 
-def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
+def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Check that a resumed run continues with the steps that its checkpoint's run would have taken.
 
     Args:
@@ -64,7 +72,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
         checkpoint: that it resumes from.
 
     Returns:
-        Notes for the user.
+        The run, and notes for the user.
 
     Raises:
         InputError: one line for each difference that would change those steps.
@@ -83,33 +91,69 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
     if faults:
         raise InputError(*faults)
     others = [change for change in changes if change not in deciding]
-    notes = [f"changed since {checkpoint.name}: {', '.join(map(str, others))}"] if others else []
+    notes = [f"changed since {checkpoint.name}: {_joined(others)}"] if others else []
     if deciding:
         notes.append(
             f"changed since {checkpoint.name}, so the losses to come differ from those of an unchanged run: "
-            + ", ".join(map(str, deciding))
+            + _joined(deciding)
         )
-    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved["versions"], run.versions))
-    updated = [change for change in updated if _concerns(change.name, arguments)]
-    if updated:
-        notes.append(
-            f"other versions than at {checkpoint.name}, the losses to come may differ: {', '.join(map(str, updated))}"
+    return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+
+
+def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
+    """Check that a branch continues the run of its checkpoint, except for what the user has changed.
+
+    Returns:
+        The run with the changed arguments in its lineage, and notes for the user.
+
+    Raises:
+        InputError: the branch ends before it begins, or the same data would be read in another order.
+    """
+    plan, start, given = run.plan, run.start, run.given.checkpoint.branch
+    if plan.num_steps <= start.state.step:
+        raise InputError(
+            f"--branch {given}: the checkpoint is at step {start.state.step}, and the branch would end at step "
+            f"{plan.num_steps}; give a larger --max_step or --number_epochs"
         )
-    return notes
+    *before, branch = start.lineage
+    if branch.continues_data and (faults := _faults_of_rows(run, checkpoint)):
+        raise InputError(*faults)
+    saved = read_trainer_json(checkpoint)
+    changes = _changes(saved["arguments"], _as_saved(run.arguments, plan))
+    changed = {change.name: change for change in changes if change.name != "output_dir"}
+    branch = replace(branch, changed={name: [change.there, change.here] for name, change in changed.items()})
+    notes = [f"branch of {branch.run} after step {branch.step}; changed: {_joined(changed.values()) or 'nothing'}"]
+    if not branch.continues_data:
+        causes = "; ".join(describe_data_changes(checkpoint, run.order))
+        notes.append(f"the data begin at their first epoch: {causes}")
+    run = replace(run, start=replace(start, lineage=(*before, branch)))
+    return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+
+
+def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
+    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions))
+    updated = [change for change in updated if _concerns(change.name, run.arguments)]
+    if not updated:
+        return []
+    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_joined(updated)}"]
 
 
 def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[int | None, list[str]]:
-    """Choose the length of a resumed run's learning-rate schedule.
+    """Choose the length of the learning-rate schedule of a run that resumes or branches.
 
-    It is the run's length, unless the learning rate would jump because the run has another number of steps than
-    before. Then the schedule keeps its length, and the rate stays at that of its last step; with ``--allow_changes``
-    it follows the run.
+    It is the run's length, unless the learning rate would jump only because the run has another number of steps than
+    before. Then the schedule keeps its length, and the rate stays at that of its last step; with ``--allow_changes``,
+    or another schedule, it follows the run.
 
     Returns:
         The length in steps that is kept, None if the schedule is as long as the run, and notes for the user.
     """
     arguments, num_steps, step = run.arguments, run.plan.num_steps, run.start.state.step
     had_steps, kept = read_lengths(checkpoint)
+    saved = read_trainer_json(checkpoint)["arguments"]
+    if any(change.name in _SCHEDULE for change in _changes(saved, flatten(arguments))):
+        rate = scheduled_rate(step + 1, num_steps, arguments.training)
+        return None, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
     if not math.isfinite(kept) or kept == num_steps:
         return None, []
     kept = int(kept)
@@ -150,7 +194,7 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     if not isinstance(run.data, TokenDataset) or run.start.state.step > run.plan.num_steps:
         return []
     step, saved = run.start.state.step, run.start.state.rows_hash
-    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step)
+    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - run.plan.data_starts_after)
     if here == saved:
         return []
     return [
@@ -192,6 +236,10 @@ def _concerns(package: str, arguments: "TrainArguments") -> bool:
 def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
     """Whether the comparison of the data order already reports this change."""
     return change.name == "seed" and isinstance(order, DataOrder)
+
+
+def _joined(changes: Iterable[Change]) -> str:
+    return ", ".join(map(str, changes))
 
 
 def _shown(value: Any) -> str:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def plan_steps(
-    arguments: "TrainArguments", model: ModelShape, data: TokenDataset | Stream, world_size: int
+    arguments: "TrainArguments", model: ModelShape, data: TokenDataset | Stream, world_size: int, data_starts_after: int
 ) -> StepPlan:
-    """Count the windows and steps of a run.
+    """Count the windows and steps of a run, whose data begin after the step ``data_starts_after``.
 
     Raises:
         InputError: the batch size is not divisible, the data do not fit the model, or the decay of the learning rate
@@ -37,25 +37,21 @@ def plan_steps(
             f"--eval_only true: {data.folder} has no validation split; tokenize with --validation_split above 0"
         )
     num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
-    together = training.micro_batch_size * num_data_ranks
-    accumulation = training.gradient_accumulation_steps
-    if training.total_batch_size is not None:
-        accumulation = training.total_batch_size // together
-        if training.total_batch_size % together:
-            nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
-            faults.append(
-                f"--total_batch_size {training.total_batch_size} is not a multiple of {together}, "
-                f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
-                f"nearest: {' or '.join(map(str, nearest))}"
-            )
+    together, accumulation = _rows_at_once(arguments, world_size)
+    if training.total_batch_size is not None and training.total_batch_size % together:
+        nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
+        faults.append(
+            f"--total_batch_size {training.total_batch_size} is not a multiple of {together}, "
+            f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
+            f"nearest: {' or '.join(map(str, nearest))}"
+        )
     if faults:
         raise InputError(*faults)
-    rows_per_window = together * accumulation
     num_rows = windows_per_epoch = in_epochs = None
     if isinstance(data, TokenDataset):
         num_rows = len(data.train)
-        windows_per_epoch = math.ceil(num_rows / rows_per_window)
-        in_epochs = windows_per_epoch * training.number_epochs
+        windows_per_epoch = math.ceil(num_rows / (together * accumulation))
+        in_epochs = data_starts_after + windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
     if not arguments.evaluation.only_reads:
         _check_decay(training, num_steps)
@@ -65,12 +61,28 @@ def plan_steps(
         num_data_ranks=num_data_ranks,
         micro_batch_size=training.micro_batch_size,
         accumulation=accumulation,
-        rows_per_window=rows_per_window,
+        rows_per_window=together * accumulation,
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
         tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
         notes=(*check.notes, *_notes(arguments, num_steps, in_epochs, data)),
+        data_starts_after=data_starts_after,
     )
+
+
+def rows_per_window(arguments: "TrainArguments", world_size: int) -> int:
+    """Return the rows of one optimizer step over all ranks, which may be none before ``plan_steps`` has checked it."""
+    together, accumulation = _rows_at_once(arguments, world_size)
+    return together * accumulation
+
+
+def _rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
+    """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
+    training = arguments.training
+    together = training.micro_batch_size * (world_size // arguments.fsdp.tensor_parallel_size)
+    if training.total_batch_size is None:
+        return together, training.gradient_accumulation_steps
+    return together, training.total_batch_size // together
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:

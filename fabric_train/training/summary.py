@@ -123,7 +123,8 @@ def _learning_rate(run: PreparedRun) -> str:
 
 def _start(run: PreparedRun) -> str:
     if run.start.checkpoint:
-        return f"{run.start.checkpoint}, step {run.start.state.step}"
+        kind = "branch of " if run.start.branches else ""
+        return f"{kind}{run.start.checkpoint}, step {run.start.state.step}"
     return f"{'random' if run.model.is_new else 'the pretrained'} weights, step 0"
 
 

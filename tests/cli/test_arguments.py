@@ -568,6 +568,7 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
             "--weights_only true --checkpoint c --resume true",
             "--weights_only true starts a new run and --resume true continues one: give one of them",
         ),
+        ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
         ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),
         ("--warmup_steps 6 --max_step 5", "--warmup_steps 6 is more than --max_step 5"),
