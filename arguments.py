@@ -22,6 +22,7 @@ from fabric_train.cli.argument_types import (
     PositiveFloat,
     PositiveInt,
     PositiveInt64,
+    PositiveShare,
     RowLength,
     Seconds,
     UnitInterval,
@@ -40,7 +41,8 @@ LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
-Schedule = Literal["cosine", "linear", "constant", "step", "exponential"]
+Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
+DecayForm = Literal["1-sqrt", "linear", "cosine"]
 _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
@@ -258,10 +260,17 @@ class CheckpointArguments:
     """Start from this checkpoint instead of the newest in --output_dir: RUN (its newest one), RUN/best (by validation
     loss), RUN/latest, RUN/step-500, or its folder.
     """
+    branch: str | None = None
+    """Start a new run from a checkpoint of another: RUN@STEP such as runs/1@5000, RUN@latest or RUN@best. Weights,
+    optimizer and counters go on; data, schedule and length may differ. With --resume true, continue the branch in
+    --output_dir if there is one.
+    """
     weights_only: bool = False
     """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
     allow_changes: bool = False
-    """Continue from a checkpoint even if arguments that change the losses differ, such as lr."""
+    """Continue from a checkpoint even if arguments that change the losses differ, such as lr; with more steps than
+    before, stretch the learning rate schedule.
+    """
 
     def faults(self) -> list[str]:
         """Return contradictions."""
@@ -269,6 +278,12 @@ class CheckpointArguments:
             return ["--weights_only true needs --checkpoint: the checkpoint whose weights to start from"]
         if self.weights_only and self.resume:
             return ["--weights_only true starts a new run and --resume true continues one: give one of them"]
+        if self.branch is None:
+            return []
+        if self.checkpoint is not None:
+            return [f"--branch {self.branch} and --checkpoint {self.checkpoint}: give one of them"]
+        if not re.fullmatch(r".+@(latest|best|[0-9]{1,18})", self.branch):
+            return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN@best; got {self.branch!r}"]
         return []
 
 
@@ -295,7 +310,15 @@ class TrainingArguments:
     lr_decay: bool = True
     """Decay the learning rate; false keeps it at lr after the warm-up."""
     lr_schedule: Schedule = "cosine"
-    """Learning rate schedule; all except constant fall to min_lr."""
+    """Learning rate schedule; all except constant fall to min_lr. wsd (warm-up, stable, decay) stays at lr until its
+    last --decay_steps.
+    """
+    decay_steps: PositiveInt | None = None
+    """With wsd: number of steps at the end of the run in which the learning rate falls."""
+    decay_share: PositiveShare | None = None
+    """With wsd, instead of --decay_steps: their share of all steps, such as 0.1."""
+    decay_form: DecayForm | None = None
+    """With wsd: how the learning rate falls; default: 1-sqrt, one minus the square root of the decay's progress."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to lr."""
     weight_decay: NonNegativeFloat = 0.01
@@ -318,10 +341,21 @@ class TrainingArguments:
             faults.append(f"--min_lr {self.min_lr:g} is above --lr {self.lr:g}")
         if self.lr_schedule == "exponential" and self.lr_decay and self.min_lr == 0:
             faults.append("--lr_schedule exponential never reaches 0: give a --min_lr above 0")
+        faults += self._faults_of_wsd()
         if self.max_step is not None and self.warmup_steps > self.max_step:
             faults.append(f"--warmup_steps {self.warmup_steps} is more than --max_step {self.max_step}")
         faults += [f"--{name} must be below 1" for name in ("beta1", "beta2") if getattr(self, name) == 1]
         return faults
+
+    def _faults_of_wsd(self) -> list[str]:
+        names = [name for name in ("decay_steps", "decay_share", "decay_form") if getattr(self, name) is not None]
+        if self.lr_schedule != "wsd":
+            return [f"--{name} needs --lr_schedule wsd, not {self.lr_schedule}" for name in names]
+        if self.decay_steps is not None and self.decay_share is not None:
+            return [f"--decay_steps {self.decay_steps} and --decay_share {self.decay_share:g}: give one of them"]
+        if self.lr_decay and self.decay_steps is None and self.decay_share is None:
+            return ["--lr_schedule wsd needs --decay_steps or --decay_share, such as 0.1: the steps of the decay"]
+        return []
 
 
 @dataclass(frozen=True)

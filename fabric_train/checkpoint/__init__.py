@@ -3,7 +3,7 @@
 Open ``manager.py`` first for how a checkpoint is written, and ``discovery.py`` for how one is chosen. The files are:
 
 step-00000500/
-  trainer.json                          counters, losses, the identity of the data order, arguments, versions
+  trainer.json                          counters, losses, the identity of the data order, arguments, versions, lineage
   checksums.json                        size and hashes of every other file
   config.json  generation_config.json   of the model
   tokenizer/  manifest.json             of the token dataset; for a stream only the tokenizer
@@ -16,31 +16,39 @@ step-00000500/
 from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,
+    branch_point,
     choose_checkpoint,
     describe_choice,
     describe_damaged,
     find_whole_checkpoint,
     is_short_name,
     newest_checkpoint,
+    run_of,
     wrong_content,
 )
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.optimizer_state import restore_optimizer
 from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
 from fabric_train.checkpoint.trainer_state import (
+    BranchPoint,
     DataOrder,
     Description,
     StreamOrder,
     TrainerState,
+    data_starts_after,
+    describe_data_changes,
     find_data_changes,
     read_base_model,
     read_cursors,
+    read_lengths,
+    read_lineage,
     read_stream_order,
     read_trainer_json,
     read_trainer_state,
 )
 
 __all__ = [
+    "BranchPoint",
     "CheckpointManager",
     "Damages",
     "DataOrder",
@@ -48,19 +56,25 @@ __all__ = [
     "StreamOrder",
     "TrainerState",
     "best_checkpoint",
+    "branch_point",
     "checkpoint_generation_config",
     "choose_checkpoint",
+    "data_starts_after",
     "describe_choice",
     "describe_damaged",
+    "describe_data_changes",
     "find_data_changes",
     "find_whole_checkpoint",
     "is_short_name",
     "newest_checkpoint",
     "read_base_model",
     "read_cursors",
+    "read_lengths",
+    "read_lineage",
     "read_stream_order",
     "read_trainer_json",
     "read_trainer_state",
     "restore_optimizer",
+    "run_of",
     "wrong_content",
 ]

@@ -58,6 +58,25 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     return found
 
 
+def branch_point(given: str) -> Path:
+    """Return the path of the checkpoint that ``RUN@STEP`` means, for ``find_checkpoint``.
+
+    Raises:
+        InputError: There is no such run.
+    """
+    run, _, step = given.rpartition("@")
+    if not _in(Path(run)):
+        reason = "no run with a checkpoint" if Path(run).is_dir() else missing_folder(Path(run))
+        raise InputError(f"--branch {given}: {run}: {reason}; give the folder of a run")
+    return Path(run) / (f"step-{step}" if step.isdigit() else step)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the absolute path of the run folder that a checkpoint is in."""
+    folder = Path(os.path.abspath(checkpoint)).parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
 def is_short_name(path: Path) -> bool:
     """Whether a path is no file or folder, but a name for a checkpoint of the run folder above it."""
     return not os.path.lexists(path) and bool(_SHORT_NAME.fullmatch(path.name)) and bool(_in(path.parent))

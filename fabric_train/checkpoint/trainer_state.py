@@ -1,6 +1,7 @@
 """Read trainer.json and stream.json: a run's counters, its data order and its description."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -66,11 +67,28 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
+class BranchPoint:
+    """Where a run branched off another.
+
+    ``run`` is the folder of that run, whose steps up to ``step`` are the common ones. ``continues_data``: the rows
+    after ``step`` are the next ones of the same data order; otherwise those of another order, from its beginning.
+    ``changed`` has the old and the new value of each argument that differs.
+    """
+
+    run: str
+    step: PositiveCount
+    continues_data: bool
+    changed: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
+
+
+@dataclass(frozen=True)
 class Description:
     """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
     ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
     manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
+    ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
+    points from the first run to this one.
     """
 
     state_dict_type: str
@@ -80,6 +98,8 @@ class Description:
     versions: dict[str, str]
     base_model: ModelOrigin | None
     attachments: tuple[Path, ...]
+    schedule_steps: int | None = None
+    lineage: tuple[BranchPoint, ...] = ()
 
 
 class _SavedArguments(BaseModel):
@@ -97,6 +117,8 @@ _OTHERWISE: dict[str, Any] = {
     "arguments": (_SavedArguments, ...),
     "base_model": (ModelOrigin | None, None),
     "unlogged": (dict[str, int | float | None] | None, ...),
+    "schedule_steps": (PositiveCount | None, None),
+    "lineage": (list[BranchPoint], []),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -155,6 +177,32 @@ def read_base_model(checkpoint: Path) -> ModelOrigin | None:
     return origin
 
 
+def read_lengths(checkpoint: Path) -> tuple[float, float]:
+    """Return the number of steps of the checkpoint's run and of its learning-rate schedule; infinite if not known.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    num_steps = _num_steps(parsed)
+    return num_steps, parsed.schedule_steps or num_steps
+
+
+def read_lineage(checkpoint: Path) -> tuple[BranchPoint, ...]:
+    """Return the branch points from the first run to the checkpoint's run.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    return tuple(parsed.lineage)
+
+
+def data_starts_after(lineage: Iterable[BranchPoint]) -> int:
+    """Return the step after which a run's data order begins: that of the last branch to other data, or 0."""
+    return max((branch.step for branch in lineage if not branch.continues_data), default=0)
+
+
 def read_stream_order(checkpoint: Path) -> StreamOrder | None:
     """Return the data order of the checkpoint's stream, or None if its run read a token dataset.
 
@@ -186,13 +234,22 @@ def find_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[s
     Raises:
         InputError: trainer.json is damaged.
     """
+    advice = "resume with the same, or take only its weights with --weights_only true"
+    return [f"{checkpoint}: {change}; {advice}" for change in describe_data_changes(checkpoint, data)]
+
+
+def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[str]:
+    """Return each difference between the data order of a checkpoint and another one.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
     _, parsed = _read(checkpoint)
     saved, current = asdict(parsed.data), asdict(data)
-    advice = "resume with the same, or take only its weights with --weights_only true"
     if saved.keys() != current.keys():
         options = ("--streaming_dataset", "--train_data_dir")
         saved_option, current_option = options if "sources" in saved else reversed(options)
-        return [f"{checkpoint}: its run read {saved_option}, not {current_option}; {advice}"]
+        return [f"its run read {saved_option}, not {current_option}"]
     causes = {
         "sources": "--streaming_dataset reads other files, or they have changed",
         "text_column": "--text_column differs",
@@ -205,9 +262,7 @@ def find_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[s
         "seed": "--seed differs",
     }
     return [
-        f"{checkpoint}: {causes[name]}: {_difference(saved[name], value)}; {advice}"
-        for name, value in current.items()
-        if saved[name] != value
+        f"{causes[name]}: {_difference(saved[name], value)}" for name, value in current.items() if saved[name] != value
     ]
 
 
@@ -221,22 +276,24 @@ def _difference(saved: Any, current: Any) -> str:
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
 
-    Checkpoints of earlier versions have no ``base_model``.
+    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps`` and ``lineage``.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)
     if (found := content.get("format")) != FORMAT:
         raise InputError(f"{checkpoint}: format {found!r} is not format {FORMAT}, which this version reads; {_ADVICE}")
     parsed = read_json(file, _TrainerJson, _ADVICE)
-    num_steps = _num_steps(parsed.data, parsed.arguments)
+    num_steps = _num_steps(parsed)
     if parsed.step > num_steps:
         raise InputError(f"{file}: damaged (step {parsed.step}, but its run had {num_steps} steps); {_ADVICE}")
     return content, parsed
 
 
-def _num_steps(data: DataOrder | StreamOrder, arguments: _SavedArguments) -> float:
+def _num_steps(parsed: Any) -> float:
     """Return the number of steps of the run that saved a checkpoint; infinite if its arguments do not say it."""
+    data, arguments = parsed.data, parsed.arguments
     steps = [math.inf if arguments.max_step is None else arguments.max_step]
     if isinstance(data, DataOrder) and arguments.number_epochs is not None:
-        steps.append(math.ceil(data.num_rows / data.rows_per_window) * arguments.number_epochs)
+        in_epochs = math.ceil(data.num_rows / data.rows_per_window) * arguments.number_epochs
+        steps.append(data_starts_after(parsed.lineage) + in_epochs)
     return min(steps)

@@ -54,6 +54,7 @@ Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, has_
 PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
 NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
+PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
 """A timeout of at most three years, of which torch and the system can count ten times as many nanoseconds."""
 

@@ -149,19 +149,23 @@ class WorkerLoader(DataLoader):
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes."""
+    """The windows of a token dataset on this rank, prefetched by ``num_workers`` processes.
+
+    The order begins with the step after ``starts_after``.
+    """
 
     rows: Rows
     order: WindowOrder
     num_workers: int
     pin_memory: bool
+    starts_after: int = 0
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
         per_epoch = self.order.windows_per_epoch
-        step, rows_hash = after_step, self.order.rows_hash(after_step)
+        step, rows_hash = after_step, self.order.rows_hash(after_step - self.starts_after)
         while step < last_step:
-            epoch, first = divmod(step, per_epoch)
+            epoch, first = divmod(step - self.starts_after, per_epoch)
             stop = min(per_epoch, first + last_step - step)
             batches = iter(_loader(self.rows, _Epoch(self.order, epoch, first), self.num_workers, self.pin_memory))
             for window in range(first, stop):

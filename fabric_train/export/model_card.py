@@ -18,9 +18,11 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from arguments import TrainingArguments
 from fabric_train.checkpoint import (
+    BranchPoint,
     StreamOrder,
     TrainerState,
     read_base_model,
+    read_lineage,
     read_stream_order,
     read_trainer_json,
     read_trainer_state,
@@ -29,6 +31,7 @@ from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.training.evaluation import perplexity
 
+_DATA = ("train_data_dir", "streaming_dataset")
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
 
 
@@ -82,11 +85,13 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
         tags=["fabric-train"],
         **licence,  # type: ignore[arg-type]
     )
+    lineage = read_lineage(checkpoint)
     sections = [
         f"# {Path(facts.name).name}",
         _introduction(origin, "base_model" in trainer) + _legal_note(folder, facts.license, origin),
         _usage(facts.name),
         _training_data(manifest, streamed),
+        *([_lineage(lineage)] if lineage else []),
         _results(read_trainer_state(checkpoint)),
         "## Hyperparameters\n\n" + _table("argument | value", _hyperparameters(trainer["arguments"])),
         "## Versions\n\n" + _table("package | training | export", _versions(trainer["versions"])),
@@ -181,6 +186,28 @@ def _training_data(manifest: Manifest | None, streamed: list[str] | None) -> str
         f"Rows of {manifest.settings.max_length:,} tokens.\n\n"
         + _table("split | documents | characters | tokens | rows", rows)
     )
+
+
+def _lineage(branches: Sequence[BranchPoint]) -> str:
+    rows = []
+    for branch in branches:
+        changed = [
+            f"`{name}`: {_public_value(there)} → {_public_value(here)}"
+            for name, (there, here) in branch.changed.items()
+            if name in (*_HYPERPARAMETERS, *_DATA)
+        ]
+        data = [] if branch.continues_data else ["the data began anew"]
+        rows.append((f"`{Path(branch.run).name}`", f"{branch.step:,}", ", ".join([*changed, *data]) or "nothing"))
+    return (
+        "## Lineage\n\nThe training data and the hyperparameters of this card are those of the last run, after the "
+        "last step in this table.\n\n" + _table("branch of run | after step | changed", rows)
+    )
+
+
+def _public_value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_public_value, value))
+    return _public_name(value) if isinstance(value, str) else f"{value}"
 
 
 def _results(state: TrainerState) -> str:

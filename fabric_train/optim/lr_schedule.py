@@ -19,6 +19,10 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     It rises linearly over the warm-up steps and reaches ``lr`` at the last of them, or at step 1 without warm-up. Then
     it decays by the schedule towards ``min_lr``, which it reaches one step after the last: so every step changes the
     weights, also if ``min_lr`` is 0. The cosine schedule follows arXiv:1608.03983, without restarts.
+
+    The ``wsd`` schedule (warm-up, stable, decay) follows arXiv:2404.06395 (MiniCPM), and its form ``1-sqrt``
+    arXiv:2405.18392. It stays at ``lr`` up to step N - D, and its decay ends at step N + 1, for N steps of which D
+    decay. In the formula of that paper, these are N + 1 steps with a decay of D + 1.
     """
     warmup, peak, end = arguments.warmup_steps, arguments.lr, arguments.min_lr
     if step <= warmup:
@@ -27,17 +31,45 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
         return peak
     if step > num_steps:
         return end
-    first = max(warmup, 1)  # the step at the peak
+    form: str = arguments.lr_schedule
+    first = max(warmup, 1)  # the last step at the peak
+    if form == "wsd":
+        form, first = decay_form(arguments), num_steps - num_decay_steps(num_steps, arguments)
+        if step <= first:
+            return peak
     done, total = step - first, num_steps + 1 - first
     progress = done / total
-    if arguments.lr_schedule == "cosine":
+    if form == "cosine":
         return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
-    if arguments.lr_schedule == "exponential":
+    if form == "1-sqrt":
+        return end + (peak - end) * (1 - math.sqrt(progress))
+    if form == "exponential":
         return peak * (end / peak) ** progress
-    if arguments.lr_schedule == "step":
+    if form == "step":
         progress = done * _STEP_DECAYS // total / _STEP_DECAYS
         return peak * (end / peak) ** progress if end > 0 else peak * (1 - progress)
     return peak + (end - peak) * progress
+
+
+def scheduled_rate(step: int, schedule_steps: int, arguments: "TrainingArguments") -> float:
+    """Return the learning rate of step ``step`` of a run that may be longer than its schedule of ``schedule_steps``.
+
+    After the schedule's last step, the rate stays at that of this step.
+    """
+    return learning_rate(min(step, schedule_steps), schedule_steps, arguments)
+
+
+def num_decay_steps(num_steps: int, arguments: "TrainingArguments") -> int:
+    """Return in how many of a run's last steps the rate of the ``wsd`` schedule is below ``lr``."""
+    if arguments.decay_steps is not None:
+        return arguments.decay_steps
+    assert arguments.decay_share is not None  # one of them is required
+    return max(1, round(arguments.decay_share * num_steps))
+
+
+def decay_form(arguments: "TrainingArguments") -> str:
+    """Return how the rate of the ``wsd`` schedule falls; of these forms, arXiv:2405.18392 found 1-sqrt the best."""
+    return arguments.decay_form or "1-sqrt"
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:

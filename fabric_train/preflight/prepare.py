@@ -24,10 +24,10 @@ from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.automatic import resolve_automatic
-from fabric_train.preflight.resume_check import check_resume, own_versions
-from fabric_train.preflight.step_plan import plan_steps
+from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
+from fabric_train.preflight.step_plan import plan_steps, rows_per_window
 from fabric_train.training.metrics import Metrics, find_lost_rows
-from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, StepPlan
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint
 
 if TYPE_CHECKING:
     from arguments import CheckpointArguments, TrainArguments
@@ -49,11 +49,13 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     folder = Path(arguments.save.output_dir)
     _check_output_dir(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
     device_plan = _plan_devices(arguments)
-    start_from = _after_restart(arguments.checkpoint, folder, damages)
+    start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
     continues = not (start_from.weights_only or arguments.evaluation.only_reads)
+    branch_point = checkpoints.branch_point(start_from.branch) if start_from.branch else None
+    given = str(branch_point) if branch_point else start_from.checkpoint
     checkpoint = checkpoints.choose_checkpoint(
         folder,
-        start_from.checkpoint,
+        given,
         resume=start_from.resume,
         weights_only=start_from.weights_only,
         read_only=arguments.evaluation.only_reads,
@@ -62,15 +64,18 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     data = _open_data(arguments, folder, checkpoint)
     model = _read_model(arguments, checkpoint, data)
     masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
-    plan = plan_steps(arguments, model, data, device_plan.world_size)
-    order = _data_order(data, plan, arguments.data.seed)
-    state = _read_state(checkpoint) if checkpoint and continues else checkpoints.TrainerState()
+    order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data.seed)
+    start = StartingPoint(checkpoint, checkpoints.TrainerState())
+    if checkpoint and continues:
+        start = _continue_from(checkpoint, order, branches=branch_point is not None)
+    starts_after = checkpoints.data_starts_after(start.lineage)
+    plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after)
     run = PreparedRun(
         given=arguments,
         arguments=arguments,
         folder=folder,
         devices=device_plan,
-        start=StartingPoint(checkpoint, state),
+        start=start,
         data=data,
         model=model,
         plan=plan,
@@ -84,13 +89,17 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         run = replace(run, notes=(*run.notes, slow))
     run = resolve_automatic(run)
     if not arguments.evaluation.only_reads:
-        lost = find_lost_rows(folder / "metrics.csv", state, arguments.logging.log_step_interval)
+        lost = find_lost_rows(folder / "metrics.csv", start.state, arguments.logging.log_step_interval)
         run = replace(run, notes=(*run.notes, *([lost] if lost else [])))
     if checkpoint is None:
         return run
     damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
-    chosen = checkpoints.describe_choice(Path(start_from.checkpoint), checkpoint) if start_from.checkpoint else None
-    changed = check_resume(run, checkpoint) if continues else []
+    chosen = checkpoints.describe_choice(Path(given), checkpoint) if given else None
+    changed: list[str] = []
+    if continues:
+        run, changed = (check_branch if start.branches else check_resume)(run, checkpoint)
+        kept, lengths = choose_schedule(run, checkpoint)
+        run, changed = replace(run, start=replace(run.start, schedule_steps=kept)), [*changed, *lengths]
     return replace(run, notes=(*run.notes, *damaged, *([chosen] if chosen else []), *changed))
 
 
@@ -163,7 +172,46 @@ def _after_restart(
         return given
     if checkpoints.newest_checkpoint(folder, damages) is None:
         return replace(given, resume=True)
-    return replace(given, resume=True, checkpoint=None, weights_only=False)
+    return replace(given, resume=True, checkpoint=None, branch=None, weights_only=False)
+
+
+def _continue_branch(
+    given: "CheckpointArguments", folder: Path, damages: checkpoints.Damages | None
+) -> "CheckpointArguments":
+    """Return what a run starts from: a branch that has begun continues in its own folder with ``--resume true``.
+
+    Raises:
+        InputError: the output folder is that of the run to branch from, or has another run.
+    """
+    if given.branch is None:
+        return given
+    trunk, _, step = given.branch.rpartition("@")
+    if os.path.realpath(trunk) in (os.path.realpath(folder), os.path.realpath(folder / "checkpoints")):
+        raise InputError(f"--branch {given.branch}: --output_dir {folder} is that run; give another --output_dir")
+    newest = checkpoints.newest_checkpoint(folder, damages) if given.resume else None
+    if newest is None:
+        return given
+    begun = checkpoints.read_lineage(newest)[-1:]
+    if not any(one.run == os.path.abspath(trunk) and step in (str(one.step), "latest", "best") for one in begun):
+        origin = f"a branch of {begun[0].run}@{begun[0].step}" if begun else "no branch"
+        raise InputError(
+            f"--branch {given.branch}: the run in --output_dir {folder} is {origin}; leave --branch out to resume it, "
+            "or give another --output_dir"
+        )
+    return replace(given, branch=None)
+
+
+def _continue_from(
+    checkpoint: Path, order: checkpoints.DataOrder | checkpoints.StreamOrder, *, branches: bool
+) -> StartingPoint:
+    """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there."""
+    state, lineage = _read_state(checkpoint), checkpoints.read_lineage(checkpoint)
+    if not branches:
+        return StartingPoint(checkpoint, state, lineage=lineage)
+    same_data = not checkpoints.describe_data_changes(checkpoint, order)
+    branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
+    # metrics that a signal left unlogged are those of a step of the other run
+    return StartingPoint(checkpoint, replace(state, unlogged=None), lineage=(*lineage, branch), branches=True)
 
 
 def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
@@ -226,16 +274,16 @@ def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: Toke
 
 
 def _data_order(
-    data: TokenDataset | Stream, plan: StepPlan, seed: int
+    data: TokenDataset | Stream, rows_per_window: int, seed: int
 ) -> checkpoints.DataOrder | checkpoints.StreamOrder:
     """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
-        return checkpoints.DataOrder(data.fingerprint, len(data.train), plan.rows_per_window, seed)
+        return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, seed)
     return checkpoints.StreamOrder(
         sources=data.texts.identities(),
         text_column=data.texts.column,
         max_length=data.max_length,
         tokenizer=data.tokenizer_hash,
         special_text_is_plain=data.tokenizer.special_text_is_plain,
-        rows_per_window=plan.rows_per_window,
+        rows_per_window=rows_per_window,
     )

@@ -1,28 +1,38 @@
 """Compare a run with the checkpoint that it resumes from: data, arguments, versions, number of steps."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState, find_data_changes, read_trainer_json
+from fabric_train.checkpoint import (
+    DataOrder,
+    StreamOrder,
+    describe_data_changes,
+    find_data_changes,
+    read_lengths,
+    read_trainer_json,
+)
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.packed_forward import VARLEN
-from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, learning_rate
+from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, scheduled_rate
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import TrainArguments, TrainingArguments
 
+_SCHEDULE = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
 _DECIDE_THE_LOSSES = (
-    *("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip"),
+    *_SCHEDULE,
+    *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
 )
@@ -34,7 +44,7 @@ OWN_VERSIONS = {
 }
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
 
-_OF_THIS_START = ("resume", "checkpoint", "weights_only", "allow_changes", "eval_only", "self_check")
+_OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
 
 
 def own_versions(model: ModelShape) -> dict[str, str]:
@@ -54,7 +64,7 @@ class Change:
         return f"{self.name}: {_shown(self.there)} -> {_shown(self.here)}"
 
 
-def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
+def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
     """Check that a resumed run continues with the steps that its checkpoint's run would have taken.
 
     Args:
@@ -62,12 +72,12 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
         checkpoint: that it resumes from.
 
     Returns:
-        Notes for the user.
+        The run, and notes for the user.
 
     Raises:
         InputError: one line for each difference that would change those steps.
     """
-    arguments, plan, state = run.arguments, run.plan, run.start.state
+    arguments, plan = run.arguments, run.plan
     saved = read_trainer_json(checkpoint)
     faults = find_data_changes(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
@@ -81,19 +91,99 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> list[str]:
     if faults:
         raise InputError(*faults)
     others = [change for change in changes if change not in deciding]
-    notes = [f"changed since {checkpoint.name}: {', '.join(map(str, others))}"] if others else []
+    notes = [f"changed since {checkpoint.name}: {_joined(others)}"] if others else []
     if deciding:
         notes.append(
             f"changed since {checkpoint.name}, so the losses to come differ from those of an unchanged run: "
-            + ", ".join(map(str, deciding))
+            + _joined(deciding)
         )
-    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved["versions"], run.versions))
-    updated = [change for change in updated if _concerns(change.name, arguments)]
-    if updated:
-        notes.append(
-            f"other versions than at {checkpoint.name}, the losses to come may differ: {', '.join(map(str, updated))}"
+    return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+
+
+def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
+    """Check that a branch continues the run of its checkpoint, except for what the user has changed.
+
+    Returns:
+        The run with the changed arguments in its lineage, and notes for the user.
+
+    Raises:
+        InputError: the branch ends before it begins, or the same data would be read in another order.
+    """
+    plan, start, given = run.plan, run.start, run.given.checkpoint.branch
+    if plan.num_steps <= start.state.step:
+        raise InputError(
+            f"--branch {given}: the checkpoint is at step {start.state.step}, and the branch would end at step "
+            f"{plan.num_steps}; give a larger --max_step or --number_epochs"
         )
-    return [*notes, *_note_on_steps(saved["arguments"], state, arguments, plan)]
+    *before, branch = start.lineage
+    if branch.continues_data and (faults := _faults_of_rows(run, checkpoint)):
+        raise InputError(*faults)
+    saved = read_trainer_json(checkpoint)
+    changes = _changes(saved["arguments"], _as_saved(run.arguments, plan))
+    changed = {change.name: change for change in changes if change.name != "output_dir"}
+    branch = replace(branch, changed={name: [change.there, change.here] for name, change in changed.items()})
+    notes = [f"branch of {branch.run} after step {branch.step}; changed: {_joined(changed.values()) or 'nothing'}"]
+    if not branch.continues_data:
+        causes = "; ".join(describe_data_changes(checkpoint, run.order))
+        notes.append(f"the data begin at their first epoch: {causes}")
+    run = replace(run, start=replace(start, lineage=(*before, branch)))
+    return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+
+
+def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
+    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions))
+    updated = [change for change in updated if _concerns(change.name, run.arguments)]
+    if not updated:
+        return []
+    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_joined(updated)}"]
+
+
+def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[int | None, list[str]]:
+    """Choose the length of the learning-rate schedule of a run that resumes or branches.
+
+    It is the run's length, unless the learning rate would jump only because the run has another number of steps than
+    before. Then the schedule keeps its length, and the rate stays at that of its last step; with ``--allow_changes``,
+    or another schedule, it follows the run.
+
+    Returns:
+        The length in steps that is kept, None if the schedule is as long as the run, and notes for the user.
+    """
+    arguments, num_steps, step = run.arguments, run.plan.num_steps, run.start.state.step
+    had_steps, kept = read_lengths(checkpoint)
+    saved = read_trainer_json(checkpoint)["arguments"]
+    if any(change.name in _SCHEDULE for change in _changes(saved, flatten(arguments))):
+        rate = scheduled_rate(step + 1, num_steps, arguments.training)
+        return None, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
+    if not math.isfinite(kept) or kept == num_steps:
+        return None, []
+    kept = int(kept)
+    now, then = (_Schedule(length, arguments.training) for length in (num_steps, kept))
+    keeps = then.rate(step) != now.rate(step) and not arguments.checkpoint.allow_changes
+    if num_steps <= step or (keeps and num_steps == had_steps):  # nothing to train, or noted by the start before
+        return (kept if keeps else None), []
+    lengths = f"the run has {num_steps} steps now and had {had_steps:g}"
+    if keeps:
+        stays = f", and from step {kept} on stays at {then.rate(kept):g}" if num_steps > kept else ""
+        return kept, [
+            f"{lengths}: so that the learning rate does not jump, it follows its {arguments.training.lr_schedule} "
+            f"schedule of {kept} steps{stays}; --allow_changes true stretches the schedule to {num_steps} steps: "
+            f"{now.rate(step + 1):g} instead of {then.rate(step + 1):g} at step {step + 1}"
+        ]
+    if then.rate(step + 1) == now.rate(step + 1):
+        return None, []
+    return None, [
+        f"{lengths}, and the learning rate follows from that: {then.rate(step):g} at step {step}, "
+        f"{now.rate(step + 1):g} at step {step + 1}"
+    ]
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    num_steps: int
+    arguments: "TrainingArguments"
+
+    def rate(self, step: int) -> float:
+        return scheduled_rate(step, self.num_steps, self.arguments)
 
 
 def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
@@ -104,7 +194,7 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
     if not isinstance(run.data, TokenDataset) or run.start.state.step > run.plan.num_steps:
         return []
     step, saved = run.start.state.step, run.start.state.rows_hash
-    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step)
+    here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - run.plan.data_starts_after)
     if here == saved:
         return []
     return [
@@ -148,21 +238,8 @@ def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
     return change.name == "seed" and isinstance(order, DataOrder)
 
 
-def _note_on_steps(
-    saved: Mapping[str, Any], state: TrainerState, arguments: "TrainArguments", plan: StepPlan
-) -> Iterator[str]:
-    """Report a number of steps that changes the learning rate of the next step."""
-    epochs, max_step = (saved.get(name, getattr(arguments.training, name)) for name in ("number_epochs", "max_step"))
-    in_epochs = epochs * plan.windows_per_epoch if plan.windows_per_epoch else None
-    before = min(steps for steps in (max_step, in_epochs) if steps is not None)
-    step = state.step + 1
-    was, now = (learning_rate(step, num_steps, arguments.training) for num_steps in (before, plan.num_steps))
-    if plan.num_steps > state.step and was != now:
-        ended = learning_rate(state.step, before, arguments.training)
-        yield (
-            f"the run has {plan.num_steps} steps now and had {before}, and the learning rate follows from that: "
-            f"{ended:g} at step {state.step}, {now:g} at step {step}"
-        )
+def _joined(changes: Iterable[Change]) -> str:
+    return ", ".join(map(str, changes))
 
 
 def _shown(value: Any) -> str:

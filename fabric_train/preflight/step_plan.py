@@ -7,20 +7,22 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.optim.lr_schedule import num_decay_steps
 from fabric_train.preflight.dataset_check import DatasetCheck, check_dataset
 from fabric_train.training.prepared_run import StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments
+    from arguments import TrainArguments, TrainingArguments
 
 
 def plan_steps(
-    arguments: "TrainArguments", model: ModelShape, data: TokenDataset | Stream, world_size: int
+    arguments: "TrainArguments", model: ModelShape, data: TokenDataset | Stream, world_size: int, data_starts_after: int
 ) -> StepPlan:
-    """Count the windows and steps of a run.
+    """Count the windows and steps of a run, whose data begin after the step ``data_starts_after``.
 
     Raises:
-        InputError: the batch size is not divisible, or the data do not fit the model.
+        InputError: the batch size is not divisible, the data do not fit the model, or the decay of the learning rate
+            is as long as the run.
     """
     training = arguments.training
     dataset = data.held_out if isinstance(data, Stream) else data
@@ -35,38 +37,52 @@ def plan_steps(
             f"--eval_only true: {data.folder} has no validation split; tokenize with --validation_split above 0"
         )
     num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
-    together = training.micro_batch_size * num_data_ranks
-    accumulation = training.gradient_accumulation_steps
-    if training.total_batch_size is not None:
-        accumulation = training.total_batch_size // together
-        if training.total_batch_size % together:
-            nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
-            faults.append(
-                f"--total_batch_size {training.total_batch_size} is not a multiple of {together}, "
-                f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
-                f"nearest: {' or '.join(map(str, nearest))}"
-            )
+    together, accumulation = _rows_at_once(arguments, world_size)
+    if training.total_batch_size is not None and training.total_batch_size % together:
+        nearest = sorted({together * max(accumulation, 1), together * (accumulation + 1)})
+        faults.append(
+            f"--total_batch_size {training.total_batch_size} is not a multiple of {together}, "
+            f"--micro_batch_size {training.micro_batch_size} on {num_data_ranks} devices; "
+            f"nearest: {' or '.join(map(str, nearest))}"
+        )
     if faults:
         raise InputError(*faults)
-    rows_per_window = together * accumulation
     num_rows = windows_per_epoch = in_epochs = None
     if isinstance(data, TokenDataset):
         num_rows = len(data.train)
-        windows_per_epoch = math.ceil(num_rows / rows_per_window)
-        in_epochs = windows_per_epoch * training.number_epochs
+        windows_per_epoch = math.ceil(num_rows / (together * accumulation))
+        in_epochs = data_starts_after + windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
+    if not arguments.evaluation.only_reads:
+        _check_decay(training, num_steps)
     return StepPlan(
         num_rows=num_rows,
         world_size=world_size,
         num_data_ranks=num_data_ranks,
         micro_batch_size=training.micro_batch_size,
         accumulation=accumulation,
-        rows_per_window=rows_per_window,
+        rows_per_window=together * accumulation,
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
         tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
         notes=(*check.notes, *_notes(arguments, num_steps, in_epochs, data)),
+        data_starts_after=data_starts_after,
     )
+
+
+def rows_per_window(arguments: "TrainArguments", world_size: int) -> int:
+    """Return the rows of one optimizer step over all ranks, which may be none before ``plan_steps`` has checked it."""
+    together, accumulation = _rows_at_once(arguments, world_size)
+    return together * accumulation
+
+
+def _rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, int]:
+    """Return the rows of one micro-batch over all ranks, and the number of micro-batches on a rank in a step."""
+    training = arguments.training
+    together = training.micro_batch_size * (world_size // arguments.fsdp.tensor_parallel_size)
+    if training.total_batch_size is None:
+        return together, training.gradient_accumulation_steps
+    return together, training.total_batch_size // together
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
@@ -82,6 +98,19 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
             f"has {model.vocab_size} tokens; stream with a model that has its own tokenizer"
         )
     return faults
+
+
+def _check_decay(training: "TrainingArguments", num_steps: int) -> None:
+    """Check that a ``wsd`` schedule has a step at its peak between warm-up and decay."""
+    if training.lr_schedule != "wsd" or not training.lr_decay:
+        return
+    decay, rises = num_decay_steps(num_steps, training), max(training.warmup_steps, 1)
+    if decay + rises > num_steps:
+        given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
+        raise InputError(
+            f"{given}: the run has {num_steps} steps, and {rises} {'is' if rises == 1 else 'are'} needed to reach "
+            f"--lr; give fewer, at most {max(num_steps - rises, 0)} steps"
+        )
 
 
 def _notes(

@@ -151,6 +151,7 @@ def build_loop_parts(
         optimizer=optimizer,
         batches=_batches(fabric, run, heartbeat),
         num_steps=run.plan.num_steps,
+        schedule_steps=run.schedule_steps,
         start=run.start.checkpoint if run.start.resumes else None,
         checkpoints=checkpoints.CheckpointManager(
             run.folder / "checkpoints",
@@ -201,6 +202,8 @@ def _description(
         versions=run.versions,
         base_model=base_model,
         attachments=(*run.data.attachments, *licence),
+        schedule_steps=run.schedule_steps,
+        lineage=run.start.lineage,
     )
 
 
@@ -227,15 +230,17 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
     if isinstance(data, TokenDataset):
         order = plan.window_order(arguments.data.seed, ranks.rank)
-        return TrainBatches(data.train, order, num_workers, pin_memory=pins)
+        return TrainBatches(data.train, order, num_workers, pins, plan.data_starts_after)
     fabric.barrier()  # rank 0 has written the tokenizer
+    start = run.start
+    has_begun = start.checkpoint is not None and start.state.step > plan.data_starts_after
     return StreamBatches(
         read=data.texts.read,
         encode=data.open_encoder(),
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),
-        cursors=checkpoints.read_cursors(run.start.checkpoint) if run.start.checkpoint and run.start.resumes else None,
+        cursors=checkpoints.read_cursors(start.checkpoint) if start.checkpoint and has_begun else None,
         num_workers=num_workers,
         pin_memory=pins,
     )

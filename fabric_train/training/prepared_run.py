@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train.checkpoint import DataOrder, StreamOrder, TrainerState
+from fabric_train.checkpoint import BranchPoint, DataOrder, StreamOrder, TrainerState
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
@@ -28,10 +28,16 @@ class StartingPoint:
     """What a run starts from.
 
     ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
+    ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps although it now has another
+    number of steps; None if the schedule is as long as the run. ``lineage`` are the branch points of the run so far;
+    ``branches`` says that it branches off now, at the last of them.
     """
 
     checkpoint: Path | None
     state: TrainerState
+    schedule_steps: int | None = None
+    lineage: tuple[BranchPoint, ...] = ()
+    branches: bool = False
 
     @property
     def resumes(self) -> bool:
@@ -43,8 +49,9 @@ class StartingPoint:
 class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
-    ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose length is unknown. ``notes`` are lines that the
-    user should read before the run starts.
+    ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose length is unknown. The first window of the data
+    is that of the step after ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines
+    that the user should read before the run starts.
     """
 
     num_rows: int | None
@@ -57,6 +64,7 @@ class StepPlan:
     num_steps: int
     tokens_per_row: int
     notes: tuple[str, ...] = ()
+    data_starts_after: int = 0
 
     def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
         """Return which rows of a token dataset a data rank takes at every step."""
@@ -83,3 +91,8 @@ class PreparedRun:
     order: DataOrder | StreamOrder
     versions: dict[str, str]
     notes: tuple[str, ...]
+
+    @property
+    def schedule_steps(self) -> int:
+        """Number of steps of the learning-rate schedule; after them the rate stays."""
+        return self.start.schedule_steps or self.plan.num_steps

@@ -10,6 +10,7 @@ from rich.text import Text
 from fabric_train.checkpoint import TrainerState, best_checkpoint, read_trainer_state
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
+from fabric_train.optim.lr_schedule import decay_form, num_decay_steps, scheduled_rate
 from fabric_train.training.evaluation import perplexity
 from fabric_train.training.prepared_run import PreparedRun
 
@@ -20,10 +21,8 @@ if TYPE_CHECKING:
 
 def describe_start(run: PreparedRun) -> Table:
     """Return the run in short: model, data, devices, steps, learning rate, and what it starts from."""
-    arguments, plan, training = run.arguments, run.plan, run.arguments.training
+    arguments, plan = run.arguments, run.plan
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
-    schedule = training.lr_schedule if training.lr_decay else "constant"
-    falls = "" if schedule == "constant" else f" to {training.min_lr:g} one step after the last"
     table = _table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
     table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters, layers {layers}")
@@ -38,7 +37,7 @@ def describe_start(run: PreparedRun) -> Table:
     )
     per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
-    table.add_row("learning rate", f"{schedule}, {training.lr:g}{falls}, warm-up {training.warmup_steps}")
+    table.add_row("learning rate", _learning_rate(run))
     table.add_row("output", arguments.save.output_dir)
     return table
 
@@ -107,9 +106,25 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number > 1 else ''}"
 
 
+def _learning_rate(run: PreparedRun) -> str:
+    training, num_steps = run.arguments.training, run.schedule_steps
+    schedule = training.lr_schedule if training.lr_decay else "constant"
+    rises = f"{schedule}, {training.lr:g}"
+    falls = "" if schedule == "constant" else f" to {training.min_lr:g} one step after the last"
+    if schedule != "constant" and num_steps != run.plan.num_steps:
+        falls += f" of its {num_steps:,} steps"
+        if num_steps < run.plan.num_steps:
+            falls += f", but stays at {scheduled_rate(num_steps, num_steps, training):g} from step {num_steps:,} on"
+    if schedule == "wsd":
+        decay = num_decay_steps(num_steps, training)
+        rises += f" up to step {num_steps - decay:,}, then {decay_form(training)} over {_counted(decay, 'step')}"
+    return f"{rises}{falls}, warm-up {training.warmup_steps}"
+
+
 def _start(run: PreparedRun) -> str:
     if run.start.checkpoint:
-        return f"{run.start.checkpoint}, step {run.start.state.step}"
+        kind = "branch of " if run.start.branches else ""
+        return f"{kind}{run.start.checkpoint}, step {run.start.state.step}"
     return f"{'random' if run.model.is_new else 'the pretrained'} weights, step 0"
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from arguments import (
     ConvertArguments,
     DataArguments,
+    DecayForm,
     DeviceArguments,
     FSDPArguments,
     GenerateArguments,
@@ -421,12 +422,18 @@ FLOATS = st.floats(0, 1, allow_subnormal=False)
         TrainingArguments,
         lr=st.floats(1, 1e9),
         min_lr=st.floats(1e-300, 1),
-        lr_schedule=st.sampled_from(get_args(Schedule)),
+        lr_schedule=st.sampled_from([schedule for schedule in get_args(Schedule) if schedule != "wsd"]),
         max_step=st.none() | POSITIVE,
         total_batch_size=st.none() | POSITIVE,
         lr_decay=st.booleans(),
         weight_decay=FLOATS,
         beta1=st.floats(0, 0.999),
+    )
+    | st.builds(
+        TrainingArguments,
+        lr_schedule=st.just("wsd"),
+        decay_share=st.floats(0, 1, exclude_min=True),
+        decay_form=st.none() | st.sampled_from(get_args(DecayForm)),
     ),
     save=st.builds(SaveArguments, output_dir=WORDS, keep_checkpoints=st.none() | POSITIVE),
     logging=st.builds(
@@ -561,9 +568,24 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
             "--weights_only true --checkpoint c --resume true",
             "--weights_only true starts a new run and --resume true continues one: give one of them",
         ),
+        ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
         ("--lr_schedule exponential", "--lr_schedule exponential never reaches 0: give a --min_lr above 0"),
         ("--warmup_steps 6 --max_step 5", "--warmup_steps 6 is more than --max_step 5"),
+        (
+            "--lr_schedule wsd",
+            "--lr_schedule wsd needs --decay_steps or --decay_share, such as 0.1: the steps of the decay",
+        ),
+        (
+            "--lr_schedule wsd --decay_steps 4 --decay_share 0.1",
+            "--decay_steps 4 and --decay_share 0.1: give one of them",
+        ),
+        ("--decay_steps 4", "--decay_steps needs --lr_schedule wsd, not cosine"),
+        ("--lr_schedule linear --decay_form linear", "--decay_form needs --lr_schedule wsd, not linear"),
+        (
+            "--lr_schedule wsd --decay_share 0",
+            "--decay_share: expected a number above 0 and at most 1 or null, got '0'",
+        ),
         ("--beta2 1", "--beta2 must be below 1"),
     ],
 )
@@ -580,6 +602,8 @@ def test_impossible_training_arguments_are_refused(line: str, fault: str) -> Non
         "--min_lr 2e-5",
         "--lr_schedule exponential --lr_decay false",
         "--lr_schedule exponential --min_lr 1e-6",
+        "--lr_schedule wsd --decay_share 1",
+        "--lr_schedule wsd --lr_decay false",
         "--warmup_steps 5 --max_step 5",
         "--log_model last --loggers csv wandb",
         "--log_model all",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from arguments import Schedule, TrainingArguments
+from arguments import DecayForm, Schedule, TrainingArguments
 from fabric_train.distributed.shards import original_name
 from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
@@ -30,7 +30,12 @@ def runs(draw: st.DrawFn, schedules: list[str] = DECAYING) -> tuple[int, Trainin
     lowest = lr * 1e-6 if schedule == "exponential" else 0.0
     min_lr = draw(st.floats(lowest, lr, allow_subnormal=False) | st.sampled_from([lowest, lr]))
     warmup = draw(st.integers(0, num_steps))
-    return num_steps, TrainingArguments(lr=lr, min_lr=min_lr, lr_schedule=schedule, warmup_steps=warmup)
+    arguments = TrainingArguments(lr=lr, min_lr=min_lr, lr_schedule=schedule, warmup_steps=warmup)
+    if schedule != "wsd":
+        return num_steps, arguments
+    decay = draw(st.integers(1, 2000))
+    form: Any = draw(st.none() | st.sampled_from(get_args(DecayForm)))
+    return max(warmup, 1) + decay + draw(st.integers(0, 20)), replace(arguments, decay_steps=decay, decay_form=form)
 
 
 def rates(num_steps: int, arguments: TrainingArguments) -> list[float]:
@@ -123,7 +128,31 @@ def test_schedules_are_the_ones_worked_out_by_hand(schedule: Any, min_lr: float,
     assert [learning_rate(step, 12, arguments) for step in (1, 4, 7, 10, 13)] == pytest.approx(expected, abs=1e-8)
 
 
-@pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.parametrize("form", get_args(DecayForm))
+def test_wsd_follows_the_published_formula(form: Any) -> None:
+    # N = 40 steps, 10 of them warm-up, D = 8 decay. MiniCPM (2404.06395): s/W · lr while s < W, lr up to step N - D,
+    # then f · lr. Hägele et al. (2405.18392): f = 1 - sqrt((n - (N' - D')) / D'). Ours reaches min_lr one step after
+    # the last: N' = N + 1, D' = D + 1. So p = 1/9, 4/9, 1 at steps 33, 36, 41, and 1 - sqrt(p) = 2/3, 1/3, 0.
+    # cos(π/9) = 0.93969262, cos(4π/9) = 0.17364818.
+    shares = {
+        "1-sqrt": [2 / 3, 1 / 3, 0],
+        "linear": [8 / 9, 5 / 9, 0],
+        "cosine": [0.96984631, 0.58682409, 0],
+    }[form]
+    arguments = TrainingArguments(
+        lr=3.0, min_lr=0.3, lr_schedule="wsd", warmup_steps=10, decay_steps=8, decay_form=form
+    )
+    found = [learning_rate(step, 40, arguments) for step in (1, 9, 10, 11, 32, 33, 36, 41)]
+    assert found == pytest.approx([0.3, 2.7, 3.0, 3.0, 3.0, *(0.3 + 2.7 * share for share in shares)], abs=1e-7)
+    by_share = replace(arguments, decay_steps=None, decay_share=0.2)
+    assert rates(40, by_share) == rates(40, arguments)
+    longer = rates(60, arguments)  # the longer run continues the stable phase
+    assert longer[:32] == rates(40, arguments)[:32]
+    assert longer[32:52] == [3.0] * 20
+    assert longer[52:] == rates(40, arguments)[32:]
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in get_args(Schedule) if schedule != "wsd"])
 def test_a_run_of_one_step_trains_at_lr(schedule: Any) -> None:
     for warmup in (0, 1):
         arguments = TrainingArguments(lr=0.5, min_lr=0.01, lr_schedule=schedule, warmup_steps=warmup)

@@ -344,14 +344,45 @@ def test_finished_run_continues_when_given_more_steps(resumed: Resumed, raised: 
     assert metrics(resumed.killing.folder / name) == before
     more = resumed(name, 2, {**first, **raised, "checkpoint": "null", "resume": "true"})
     more.finish()
-    ended = float(before[-1]["learning_rate"])
-    had = f"steps now and had {len(before)}, and the learning rate follows from that"
-    printed = f"{had}: {ended:g} at step {len(before)}, "
-    assert printed in more.stdout()
     rows = metrics(resumed.killing.folder / name)
     assert rows[: len(before)] == before
     assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) > len(before)
+    assert {row["learning_rate"] for row in rows[len(before) :]} == {before[-1]["learning_rate"]}
+    ended = float(before[-1]["learning_rate"])
+    lengths = f"the run has {len(rows)} steps now and had {len(before)}: so that the learning rate does not jump, it "
+    lengths += f"follows its cosine schedule of {len(before)} steps, and from step {len(before)} on stays at {ended:g}"
+    assert f"note: {lengths}; --allow_changes true stretches " in more.stdout()
+    assert f"one step after the last of its {len(before)} steps, but stays at {ended:g} from step" in more.stdout()
+
+
+def test_schedule_is_stretched_only_where_it_is_allowed(resumed: Resumed) -> None:
+    def rates(**options: object) -> list[float]:
+        given = {"checkpoint": "null", "resume": "true", "parallelism": "single", **options}
+        resumed("stretched", 1, given).finish()
+        return [float(row["learning_rate"]) for row in metrics(resumed.killing.folder / "stretched")]
+
+    training = TrainingArguments(lr=1e-3, warmup_steps=2)
+    last = learning_rate(6, 6, training)
+    assert rates(resume="false")[5] == last
+    rates(max_step=7)
+    assert rates(max_step=8)[5:] == [last] * 3  # the schedule's length is that of the first run, not of the second
+    assert rates(max_step=10, allow_changes="true")[8:] == [learning_rate(step, 10, training) for step in (9, 10)]
+    assert rates(max_step=11)[8:] == [
+        *(learning_rate(step, 10, training) for step in (9, 10, 10)),
+    ]
+
+
+def test_a_stable_phase_is_prolonged_before_its_decay(resumed: Resumed) -> None:
+    options = {"lr_schedule": "wsd", "decay_steps": 3, "checkpoint": "null", "parallelism": "single"}
+    resumed("trunk-of-decay", 1, options).finish()
+    checkpoint = resumed.killing.folder / "trunk-of-decay" / "checkpoints" / "step-00000003"
+    longer = resumed("prolonged", 1, {**options, "checkpoint": checkpoint, "max_step": 9})
+    longer.finish()
+    training = TrainingArguments(lr=1e-3, warmup_steps=2, lr_schedule="wsd", decay_steps=3)
+    found = [float(row["learning_rate"]) for row in metrics(resumed.killing.folder / "prolonged")]
+    assert found == [learning_rate(step, 9, training) for step in range(4, 10)]
+    assert "wsd, 0.001 up to step 6, then 1-sqrt over 3 steps to 0 one step after the last" in longer.stdout()
 
 
 @pytest.mark.parametrize(
