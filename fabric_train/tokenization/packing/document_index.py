@@ -91,7 +91,13 @@ class SourceTable:
         return int(self._first_files[-1])
 
     def sources_of(self, files: np.ndarray) -> np.ndarray:
-        """Return the sources of some files, int64, as indices of ``names``."""
+        """Return the sources of some files, int64, as indices of ``names``.
+
+        Raises:
+            InputError: there is no such file.
+        """
+        if (files >= self.num_files).any():
+            raise InputError("the document index has a file that manifest.json does not list; tokenize again")
         return self._sources[np.searchsorted(self._first_files, files, side="right") - 1]
 
     def file_name(self, file: int) -> str:
@@ -119,7 +125,7 @@ class DocumentIndex:
         self.documents, self.rows, self.continuations = (
             _map(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in _FILES.items()
         )
-        self._max_length = max_length
+        self._folder, self._max_length = folder, max_length
         found, expected = (len(self.documents), len(self.rows)), (num_documents, num_rows + 1)
         last = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
         if found != expected or last["continuations"] != len(self.continuations) or last["documents"] > num_documents:
@@ -130,8 +136,13 @@ class DocumentIndex:
 
         Args:
             rows: integers [R], numbers of rows in the split.
+
+        Raises:
+            InputError: the index is damaged.
         """
         first, last = self.rows[rows], self.rows[rows + 1]
+        for name, array in (("documents", self.documents), ("continuations", self.continuations)):
+            self._check((first[name] <= last[name]) & (last[name] <= len(array)))
         num_begun, num_continued = (
             last[name].astype(np.int64) - first[name].astype(np.int64) for name in ("documents", "continuations")
         )
@@ -139,13 +150,17 @@ class DocumentIndex:
         owners = np.repeat(np.arange(len(rows)), num_pieces)
         first_pieces = np.cumsum(num_pieces) - num_pieces
         found = self.continuations[joined_ranges(first["continuations"].astype(np.int64), num_continued)]
+        self._check(found["ordinal"] < np.repeat(num_pieces, num_continued))
+        self._check(found["document"] < len(self.documents))
         at = np.repeat(first_pieces, num_continued) + found["ordinal"].astype(np.int64)
         documents, starts, repeated = np.zeros((3, len(owners)), dtype=np.int64)
         begins = np.ones(len(owners), dtype=bool)
         begins[at] = False
+        self._check(begins.sum() == num_begun.sum())
         documents[begins] = joined_ranges(first["documents"].astype(np.int64), num_begun)
         documents[at], starts[at], repeated[at] = found["document"], found["start"], found["repeated"]
         stored = self.documents[documents]
+        self._check(starts < stored["tokens"])
         lengths = np.minimum(stored["tokens"] - starts, self._max_length)
         before = np.cumsum(lengths) - lengths
         positions = before - before[first_pieces][owners] if len(owners) else before
@@ -154,6 +169,10 @@ class DocumentIndex:
         shares = [stored["bytes"].astype(np.uint64) * end // stored["tokens"] for end in ends]
         num_bytes = (shares[1] - shares[0]).astype(np.int64)
         return IndexedPieces(owners, positions, documents, starts, lengths, repeated, num_bytes)
+
+    def _check(self, are_right: np.ndarray) -> None:
+        if not np.all(are_right):
+            raise InputError(f"{self._folder}: the document index is damaged; tokenize again")
 
     def source_numbers(self, documents: np.ndarray) -> np.ndarray:
         """Return the sources of some documents, int64, as indices of ``sources.names``."""
