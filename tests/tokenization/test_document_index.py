@@ -374,7 +374,9 @@ def test_inspect_finds_an_index_that_is_not_that_of_the_rows(
     assert problem in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_damaged_index_is_one_error_line(tmp_path: Path, pair: tuple[Path, Path, Texts]) -> None:
+def test_a_damaged_index_is_one_line(
+    tmp_path: Path, pair: tuple[Path, Path, Texts], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = Path(shutil.copytree(pair[0], tmp_path / "damaged"))
     documents = np.load(folder / "train" / "index" / "documents.npy", mmap_mode="r+")
     documents["file"][0] = 99
@@ -382,15 +384,21 @@ def test_a_damaged_index_is_one_error_line(tmp_path: Path, pair: tuple[Path, Pat
         inspect.main([str(folder)])
     documents["file"][0] = 0
     file = folder / "train" / "index" / "rows.npy"
-    np.save(file, np.load(file)[:-1])
-    with pytest.raises(InputError, match="not the index of these rows"):
-        inspect.main([str(folder)])
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(InputError, match=r"rows\.npy: damaged"):
-        inspect.main([str(folder)])
-    file.unlink()
-    with pytest.raises(InputError, match="the file is missing"):
-        inspect.main([str(folder)])
+    whole = np.load(file)
+    faults = {
+        "not the index of these rows and this manifest.json": lambda: np.save(file, whole[:-1]),
+        "rows.npy: damaged": lambda: file.write_bytes(file.read_bytes()[:50]),
+        "rows.npy: the file is missing": file.unlink,
+    }
+    for fault, spoil in faults.items():
+        spoil()
+        with pytest.raises(SystemExit):
+            inspect.main([str(folder), "--rows", "0"])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
+        assert fault in line
+        with pytest.raises(InputError, match=fault):
+            merge.main([str(folder), str(pair[1]), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_name_before_an_equals_sign_names_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fabric_train.tokenization.inspect.index_check import IndexCheck
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
 from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
 from fabric_train.tokenization.manifest import Manifest, Settings, load_manifest
-from fabric_train.tokenization.packing.document_index import open_index
+from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
@@ -63,8 +63,8 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         advance: called with the number of rows read so far and the number of all rows.
 
     Raises:
-        InputError: ``folder`` is not a token dataset, is damaged, or lacks the split or the rows; or its document index
-            is damaged.
+        InputError: ``folder`` is not a token dataset, is damaged, or lacks the split or the rows; or the content of its
+            document index is damaged.
     """
     splits = open_splits(folder)
     shown = next((name for name in SPLIT_NAMES[split] if name in splits), None)
@@ -83,7 +83,8 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     for name, entry in splits.items():
         parts = _expectations(name, manifest, vocabulary)
         examination = SplitCheck(name, parts[0])
-        index = open_index(folder, manifest, name) if manifest else None
+        index, faults = _open_index(folder, manifest, name)
+        problems += faults
         index_check = IndexCheck(name, index) if index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
@@ -105,6 +106,14 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         problems += _ledger_problems(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
     return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views)
+
+
+def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[DocumentIndex | None, list[Problem]]:
+    """Return the document index of a split, or None and why it cannot be used."""
+    try:
+        return (open_index(folder, manifest, split) if manifest else None), []
+    except InputError as error:
+        return None, [Problem(split, fault) for fault in error.faults]
 
 
 def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
