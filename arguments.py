@@ -507,13 +507,14 @@ class TokenizeArguments:
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
     PROGRAM --dataset chats.jsonl --tokenizer_name TOKENIZER --packing best_fit --output_dir data/chats
-    PROGRAM --dataset ca.jsonl es.jsonl --weights 0.7 0.3 --tokenizer_name TOKENIZER --output_dir data/mixed
+    PROGRAM --dataset ca=ca.jsonl es=es/ --weights 0.7 0.3 --tokenizer_name TOKENIZER --output_dir data/mixed
     """
 
     dataset: list[str]
     """Sources: files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk
     folders or hub names; of a dataset on the hub or a copy of it, a part as NAME:SUBSET:SPLIT@REVISION (each may be
-    left out, as in NAME:SUBSET, NAME::SPLIT or NAME@REVISION).
+    left out, as in NAME:SUBSET, NAME::SPLIT or NAME@REVISION). es=corpus/es/ calls a source es; by default it has the
+    name that is given. A path that begins like a name and = is written with ./ before it.
     """
     tokenizer_name: str
     """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
@@ -540,7 +541,7 @@ class TokenizeArguments:
     validation_split: UnitInterval = 0.05
     """Share of the documents for validation/; 0 for none."""
     validation_dataset: list[str] | None = None
-    """Sources of validation/ instead of a split; read like --dataset."""
+    """Sources of validation/ instead of a split; read and named like --dataset."""
     weights: list[PositiveFloat] | None = None
     """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
     deduplicate: bool = False

@@ -125,16 +125,16 @@ def _hub_datasets(manifest: Manifest | None, streamed: list[str] | None, order: 
         names = {name for name, _, rest in ends if ", version " in rest}  # see ``Texts.identities``
         used = [name for name in streamed if name in names]
     else:
-        used = [source.name for source in _training_sources(manifest) if source.kind == "hub"] if manifest else []
+        used = [source.hub_name for source in _training_sources(manifest) if source.kind == "hub"] if manifest else []
     return list(dict.fromkeys(re.split("[:@]", name)[0] for name in used))
 
 
 def _training_sources(manifest: Manifest) -> list[SourceRecord]:
-    """Return the sources of ``--dataset``. A name that is also a ``--validation_dataset`` is in ``sources`` twice."""
+    """Return the sources of ``--dataset``. One that is also a ``--validation_dataset`` is in ``sources`` twice."""
     settings = [part.settings for part in manifest.parts] or [manifest.settings]
     held_out = Counter(name for one in settings for name in one.validation_dataset or ())
-    times = Counter(source.name for source in manifest.sources)
-    return [source for source in manifest.sources if times[source.name] > held_out[source.name]]
+    times = Counter(source.given for source in manifest.sources)
+    return [source for source in manifest.sources if times[source.given] > held_out[source.given]]
 
 
 def _introduction(origin: ModelOrigin | None, is_known: bool) -> str:
@@ -175,7 +175,10 @@ def _training_data(manifest: Manifest | None, streamed: list[str] | None) -> str
         return f"## Training data\n\nStreamed: {', '.join(f'`{_public_name(name)}`' for name in streamed)}."
     if manifest is None:
         return "## Training data\n\nThe token dataset had no manifest."
-    names = [source.name if source.kind == "hub" else Path(source.name).name for source in _training_sources(manifest)]
+    names = [
+        source.hub_name if source.kind == "hub" else Path(source.place or source.name).name
+        for source in _training_sources(manifest)
+    ]
     sources = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
     rows = [
         (name, f"{split.documents:,}", f"{split.characters:,}", f"{split.tokens_in_rows:,}", f"{split.rows:,}")

@@ -28,16 +28,19 @@ from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
     Settings,
+    SourceLedger,
     SourceRecord,
     SplitLedger,
     TokenizerRecord,
     write_manifest,
 )
 from fabric_train.tokenization.packing.arrow_folder import check_disk_space, write_dataset_dict, write_split
+from fabric_train.tokenization.packing.document_index import SourceTable, count_sources, write_index
 from fabric_train.tokenization.packing.rows import Packing, RowPlan, plan_rows
 from fabric_train.tokenization.packing.severed_chats import count_severed_chats
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.source_names import split_names
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
@@ -48,6 +51,7 @@ from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
+_SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
 _VERSIONS_OF = ("fabric-train", "tokenizers", "tiktoken", "transformers", "datasets", "numpy")
 
 
@@ -81,11 +85,12 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
+    named = {option: split_names(getattr(arguments, option[2:]) or [], option) for option in _SOURCE_OPTIONS}
     tokenizer = load_tokenizer(arguments.tokenizer_name)
     chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
     num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
-        train_sources, held_out = _open(arguments, unfinished / DOWNLOADS)
+        train_sources, held_out = _open(named, unfinished / DOWNLOADS, arguments.stream)
         sources = [*train_sources, *held_out]
         tokenizer.save(folder / "tokenizer")
         if chosen is not None:
@@ -101,27 +106,39 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
             sources, formats, tokenizer, folder / "tokenizer", hashes, unfinished, arguments, num_proc, caps, check
         )
         seconds = time.monotonic() - started
+        encoded = _with_names(encoded, [one for given in named.values() for one in given])
         collections = _collect(encoded, unfinished, sources, arguments, caps)
         splits = _select(collections, train_sources, arguments)
-        ledgers = _write_splits(splits, folder, tokenizer, formats, arguments)
+        ledgers = _write_splits(splits, folder, tokenizer, formats, SourceTable(encoded.sources), arguments)
         manifest = Manifest(
             ledger=_ledger(collections, splits, ledgers),
             sources=tuple(_source_records(encoded, collections, splits, arguments)),
             tokenizer=_tokenizer_record(tokenizer, hashes, encoded, formats),
             settings=_settings(arguments),
             versions={name: version(name) for name in _VERSIONS_OF},
+            has_index=True,
         )
         write_manifest(folder, manifest)
     return Outcome(manifest, tuple(_notes(encoded, formats)), seconds, encoded.num_proc)
 
 
-def _open(arguments: "TokenizeArguments", downloads: Path) -> tuple[list[Source], list[Source]]:
+def _open(named: dict[str, list[tuple[str, str]]], downloads: Path, stream: bool) -> tuple[list[Source], list[Source]]:
     """Open the sources of --dataset and of --validation_dataset, and print their notes."""
-    train = open_sources(arguments.dataset, "--dataset", arguments.stream, downloads)
-    held_out = open_sources(arguments.validation_dataset or [], "--validation_dataset", arguments.stream, downloads)
+    train, held_out = (
+        open_sources([place for _, place in given], option, stream, downloads) for option, given in named.items()
+    )
     for source in (*train, *held_out):
         print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
     return train, held_out
+
+
+def _with_names(encoded: EncodedSources, named: Sequence[tuple[str, str]]) -> EncodedSources:
+    """Give the sources' records the names and places of the command line."""
+    records = [
+        replace(record, name=name, place=redact(place))
+        for record, (name, place) in zip(encoded.sources, named, strict=True)
+    ]
+    return replace(encoded, sources=records)
 
 
 def _caps(arguments: "TokenizeArguments") -> Caps:
@@ -147,10 +164,11 @@ def _collect(
         chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < caps.num_sources) == is_train]
         shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
         if is_train:
-            collections.append(collect(folder, shards, records, arguments.max_documents, max_tokens, seen))
+            max_documents = arguments.max_documents
+            collections.append(collect(folder, shards, records, sources, max_documents, max_tokens, seen))
             seen = None if seen is None else collections[0].hashes
         elif arguments.validation_dataset:
-            collections.append(collect(folder, shards, records, None, None, seen))
+            collections.append(collect(folder, shards, records, sources, None, None, seen))
     return collections
 
 
@@ -212,9 +230,10 @@ def _write_splits(
     folder: Path,
     tokenizer: CorpusTokenizer,
     formats: Sequence[SourceFormat],
+    sources: SourceTable,
     arguments: "TokenizeArguments",
 ) -> dict[str, SplitLedger]:
-    """Pack and write each split, and return its ledger.
+    """Pack and write each split with its document index, and return its ledger.
 
     Raises:
         InputError: a split has less than one row, or the disk has no room for the rows.
@@ -237,12 +256,17 @@ def _write_splits(
         collection = splits[name].collection
         num_supervised = write_split(folder / name, collection.documents, plan, padding)
         num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
-        ledgers[name] = _split_ledger(splits[name], plan, num_supervised, num_severed)
+        documents = collection.places[plan.order]
+        write_index(folder / name, plan, documents)
+        by_source = count_sources(plan, documents, sources)
+        ledgers[name] = _split_ledger(splits[name], plan, num_supervised, num_severed, by_source)
     write_dataset_dict(folder, splits)
     return ledgers
 
 
-def _split_ledger(split: _Split, plan: RowPlan, num_supervised: int, num_severed: int) -> SplitLedger:
+def _split_ledger(
+    split: _Split, plan: RowPlan, num_supervised: int, num_severed: int, by_source: dict[str, SourceLedger]
+) -> SplitLedger:
     return SplitLedger(
         documents=len(split.order),
         characters=int(split.collection.characters[split.order].sum()),
@@ -254,6 +278,7 @@ def _split_ledger(split: _Split, plan: RowPlan, num_supervised: int, num_severed
         tokens_dropped=plan.tokens_dropped,
         rows=plan.num_rows,
         chats_severed=num_severed,
+        sources=by_source,
     )
 
 

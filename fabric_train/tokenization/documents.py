@@ -14,7 +14,8 @@ class EncodedDocument:
     Args:
         input_ids: int32 [number of tokens].
         supervised: bool [number of tokens], whether the token is a target; None if all are.
-        num_characters: code points of the encoded text.
+        num_characters: code points of the encoded text; of a chat, of the content of its messages.
+        num_bytes: UTF-8 bytes of the same.
         num_tokens_cut: tokens of the turns that were removed because they did not fit into a row.
         turn_ends: the ids of the control tokens with which supervised turns of a chat end.
     """
@@ -22,6 +23,7 @@ class EncodedDocument:
     input_ids: np.ndarray
     supervised: np.ndarray | None
     num_characters: int
+    num_bytes: int
     num_tokens_cut: int = 0
     turn_ends: frozenset[int] = frozenset()
 
@@ -32,6 +34,11 @@ class LeftOut:
 
     reason: str
     num_tokens_cut: int = 0
+
+
+def utf8_length(text: str) -> int:
+    """Return the number of bytes of ``text`` in UTF-8; half of a surrogate pair has three."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class BadRowError(ValueError):

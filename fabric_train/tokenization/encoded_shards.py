@@ -5,7 +5,7 @@ the range that was read, and the settings. So a restarted run reuses the finishe
 
     .NAME.unfinished/3f2a….tokens   int32, the tokens of all documents, joined
                      3f2a….masks    uint8, 1 where the token is supervised; absent if all are
-                     3f2a….npz      written last: one record per document, and the rows that were skipped
+                     3f2a….npz      written last: one record per document and per part, and the rows that were skipped
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
 from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
 from fabric_train.tokenization.reading.listing import check_unchanged
@@ -33,11 +33,15 @@ _BATCH_CHARACTERS = 500_000  # passed to the encoder at once
 _MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 512 << 10, 256
 REASONS = (manifest.EMPTY, manifest.BAD_ROW, manifest.TOO_LONG, manifest.NOTHING_SUPERVISED, manifest.DUPLICATE)
 
-# number: of the row among those read in its shard, from 1; num_tokens_cut: see EncodedDocument and LeftOut
-DOCUMENT = np.dtype([("number", "u4"), ("length", "u4"), ("characters", "u4"), ("num_tokens_cut", "u4")])
+# number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
+# characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
+ENCODED = np.dtype([(name, "u4") for name in ("number", "row", "length", "characters", "bytes", "num_tokens_cut")])
+PART = np.dtype([("documents", "u4"), ("rows", "u4")])  # documents kept, and rows counted by the reader
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u1"), ("num_tokens_cut", "u4")])
 HASH_BYTES = 16
-_FORMAT = 2  # of the files of a shard
+_FORMAT = 3  # of the files of a shard
+
+_Place = tuple[int, int]  # number and row of a document, see ENCODED
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class ShardRecord:
     """What a finished shard holds.
 
     Args:
-        documents: DOCUMENT [kept].
+        documents: ENCODED [kept].
+        parts: PART [parts of the shard].
         skipped: SKIPPED [rows skipped].
         hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
         num_read: rows read.
@@ -66,6 +71,7 @@ class ShardRecord:
     """
 
     documents: np.ndarray
+    parts: np.ndarray
     skipped: np.ndarray
     hashes: np.ndarray
     num_read: int
@@ -147,6 +153,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
             documents=stored["documents"],
+            parts=stored["parts"],
             skipped=stored["skipped"],
             hashes=stored["hashes"],
             num_read=int(stored["num_read"]),
@@ -154,6 +161,19 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
             first_bad_row=str(stored["first_bad_row"]),
             turn_ends=stored["turn_ends"],
         )
+
+
+def remove_outdated_shards(folder: Path) -> int:
+    """Remove the finished shards that an older version wrote, and return their number."""
+    outdated = []
+    for file in folder.glob("*.npz"):
+        with np.load(file, allow_pickle=False) as stored:
+            if "parts" not in stored.files:
+                outdated.append(file)
+    for file in outdated:
+        for suffix in (".tokens", ".masks", ".npz"):
+            file.with_suffix(suffix).unlink(missing_ok=True)
+    return len(outdated)
 
 
 def encode_shard(job: EncodingJob, shard: Shard) -> None:
@@ -177,7 +197,8 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
     with partial_file.open("wb") as record:
         np.savez(
             record,
-            documents=np.array(writer.documents, dtype=DOCUMENT),
+            documents=np.array(writer.documents, dtype=ENCODED),
+            parts=np.array(writer.parts, dtype=PART),
             skipped=np.array(writer.skipped, dtype=SKIPPED),
             hashes=np.frombuffer(b"".join(writer.hashes), np.uint8).reshape(-1, HASH_BYTES),
             num_read=writer.num_read,
@@ -196,12 +217,12 @@ def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: "_Writer") -
         documents = _encode_chats(format_.chat, reader, writer)
     try:
         with memory_errors_name(part_name(source, part)):
-            for ordinal, document in documents:
-                writer.write(ordinal, document, reader.position)
+            for place, document in documents:
+                writer.write(place, document, reader.position)
     finally:  # what is written to while it is read may look damaged: then that is the error to report
         if isinstance(part, FilePart):
             check_unchanged(part.file)
-    writer.end_part(part.num_bytes)
+    writer.end_part(part.num_bytes, reader.num_counted)
 
 
 def part_name(source: Source, part: Any) -> str:
@@ -211,10 +232,10 @@ def part_name(source: Source, part: Any) -> str:
 
 def _encode_texts(
     job: EncodingJob, reader: PartReader, column: str, writer: "_Writer"
-) -> Iterator[tuple[int, EncodedDocument]]:
+) -> Iterator[tuple[_Place, EncodedDocument]]:
     """Yield the documents that are not blank, encoded in batches."""
     texts: list[str] = []
-    ordinals: list[int] = []
+    places: list[_Place] = []
     num_characters = 0
     for number, row in reader:
         ordinal = writer.read()
@@ -229,21 +250,23 @@ def _encode_texts(
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
         texts.append(text)
-        ordinals.append(ordinal)
+        places.append((ordinal, number))
         num_characters += len(text)
         if num_characters >= _BATCH_CHARACTERS:
-            yield from _encode_batch(job, texts, ordinals)
-            texts, ordinals, num_characters = [], [], 0
-    yield from _encode_batch(job, texts, ordinals)
+            yield from _encode_batch(job, texts, places)
+            texts, places, num_characters = [], [], 0
+    yield from _encode_batch(job, texts, places)
 
 
-def _encode_batch(job: EncodingJob, texts: list[str], ordinals: list[int]) -> Iterator[tuple[int, EncodedDocument]]:
-    for ordinal, text, ids in zip(ordinals, texts, job.encoder.encode_batch(texts), strict=True):
+def _encode_batch(job: EncodingJob, texts: list[str], places: list[_Place]) -> Iterator[tuple[_Place, EncodedDocument]]:
+    for place, text, ids in zip(places, texts, job.encoder.encode_batch(texts), strict=True):
         whole = add_bos_eos(ids, job.bos_token_id, job.eos_token_id)
-        yield ordinal, EncodedDocument(whole, None, len(text))
+        yield place, EncodedDocument(whole, None, len(text), utf8_length(text))
 
 
-def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") -> Iterator[tuple[int, EncodedDocument]]:
+def _encode_chats(
+    chat: "ChatEncoder", reader: PartReader, writer: "_Writer"
+) -> Iterator[tuple[_Place, EncodedDocument]]:
     for number, row in reader:
         ordinal = writer.read()
         try:
@@ -257,14 +280,15 @@ def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") ->
         if isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
         else:
-            yield ordinal, encoded
+            yield (ordinal, number), encoded
 
 
 class _Writer:
     """A writer of a shard's tokens and masks, which keeps the record of its documents."""
 
     def __init__(self, tokens: BinaryIO, masks: Path, job: EncodingJob, index: int) -> None:
-        self.documents: list[tuple[int, int, int, int]] = []
+        self.documents: list[tuple[int, ...]] = []
+        self.parts: list[tuple[int, int]] = []
         self.skipped: list[tuple[int, int, int]] = []
         self.hashes: list[bytes] = []
         self.num_read = 0
@@ -274,10 +298,12 @@ class _Writer:
         self._masks_path = masks
         self._masks: BinaryIO | None = None
         masks.unlink(missing_ok=True)
-        self._bytes_before = self._num_tokens = 0
+        self._bytes_before = self._num_tokens = self._documents_before = 0
 
-    def end_part(self, num_bytes: int) -> None:
+    def end_part(self, num_bytes: int, num_rows: int) -> None:
         """Count a part as done."""
+        self.parts.append((len(self.documents) - self._documents_before, num_rows))
+        self._documents_before = len(self.documents)
         self._bytes_before += num_bytes
         self._show(0)
 
@@ -301,7 +327,7 @@ class _Writer:
         self.first_bad_row = self.first_bad_row or str(error)
         self.skip(ordinal, LeftOut(manifest.BAD_ROW))
 
-    def write(self, ordinal: int, document: EncodedDocument, position: int) -> None:
+    def write(self, place: _Place, document: EncodedDocument, position: int) -> None:
         """Write a document's tokens; write masks from the first document on that has one."""
         num_tokens = len(document.input_ids)
         if document.supervised is not None and self._masks is None:
@@ -312,7 +338,8 @@ class _Writer:
             self._masks.write(b"\1" * num_tokens if mask is None else mask.astype(np.uint8).data)
         self._tokens.write(document.input_ids.data)
         self._num_tokens += num_tokens
-        self.documents.append((ordinal, num_tokens, document.num_characters, document.num_tokens_cut))
+        counts = (num_tokens, document.num_characters, document.num_bytes, document.num_tokens_cut)
+        self.documents.append((*place, *counts))
         self.turn_ends |= document.turn_ends
         if self._job.hashed:
             digest = hashlib.blake2b(document.input_ids.data, digest_size=HASH_BYTES)

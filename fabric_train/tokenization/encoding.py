@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from fabric_train.tokenization.encoded_shards import (
     encode_shard,
     part_name,
     read_record,
+    remove_outdated_shards,
     split_into_shards,
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceRecord
@@ -228,6 +230,9 @@ def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") 
 def _encode_all(
     job: EncodingJob, name: str, settings: str, check: ParityCheck, num_proc: int, caps: Caps
 ) -> EncodedSources:
+    outdated = remove_outdated_shards(job.folder)
+    if outdated:
+        print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
     shards = split_into_shards(job.sources, f"{settings} {name}")
     job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError
@@ -37,7 +39,7 @@ class SourceRecord:
     """A source of --dataset or --validation_dataset.
 
     Args:
-        name: as given, without passwords; of a hub dataset only its name on the hub.
+        name: the name given to it, or its place; records of one name are one source.
         kind: ``files``, ``saved_dataset`` or ``hub``.
         files: the files read; empty for a hub dataset.
         splits: the splits read; empty for files.
@@ -50,6 +52,9 @@ class SourceRecord:
         train_tokens: its tokens in the train split, repeats included; None if an older version has not counted them.
         share_asked: the share of the train split's tokens that --weights asks for; None without --weights.
         share_reached: the share of the train split's tokens that it has; None after a merge.
+        place: the path, pattern, URL or hub name as given, without passwords; None if an older version has not recorded
+            it: then it is the name, of a hub dataset without subset and revision.
+        folder: the folder to which the paths of ``files`` are relative; None for URLs and datasets.
     """
 
     name: str
@@ -65,6 +70,30 @@ class SourceRecord:
     train_tokens: int | None = None
     share_asked: float | None = None
     share_reached: float | None = None
+    place: str | None = None
+    folder: str | None = None
+
+    @property
+    def given(self) -> str:
+        """The argument that gave it: NAME=PLACE or PLACE."""
+        return self.name if self.place in (None, self.name) else f"{self.name}={self.place}"
+
+    @property
+    def hub_name(self) -> str:
+        """The name of a hub dataset without subset, split and revision."""
+        return re.split("[:@]", self.place or self.name)[0]
+
+    @property
+    def num_files(self) -> int:
+        """The number of its files or, of a dataset, of its splits: what the document index counts."""
+        return len(self.files if self.kind == "files" else self.splits)
+
+    def file_name(self, number: int) -> str:
+        """Return the name of a file or split of it, counted from 0."""
+        if self.kind == "files":
+            path = self.files[number].path
+            return path if self.folder in (None, ".") else os.path.join(self.folder or "", path)
+        return f"{self.place} ({self.splits[number]})"
 
 
 @dataclass(frozen=True)
@@ -119,6 +148,27 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class SourceLedger:
+    """The documents, tokens and bytes of one source in one split.
+
+    Args:
+        documents: its documents packed, repeats included.
+        bytes: UTF-8 bytes of their text; of a chat, of the content of its messages.
+        tokens_in: their tokens, BOS and EOS included.
+        tokens_repeated: tokens that are in a further row because of --overlap.
+        tokens_in_rows: tokens in rows, repeated ones included.
+        tokens_dropped: tokens in no row.
+    """
+
+    documents: int
+    bytes: int
+    tokens_in: int
+    tokens_repeated: int
+    tokens_in_rows: int
+    tokens_dropped: int
+
+
+@dataclass(frozen=True)
 class SplitLedger:
     """The documents and tokens of one split.
 
@@ -133,6 +183,7 @@ class SplitLedger:
         tokens_dropped: tokens in no row, by reason.
         rows: number of rows.
         chats_severed: chats with a supervised token in a row that does not hold the chat's beginning.
+        sources: the split's sources by name; empty without a document index.
     """
 
     documents: int
@@ -145,6 +196,7 @@ class SplitLedger:
     tokens_dropped: dict[str, int]
     rows: int
     chats_severed: int = 0
+    sources: dict[str, SourceLedger] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -181,7 +233,28 @@ class Ledger:
             placed = split.tokens_in_rows + dropped
             sums.append((f"tokens into {name}", split.tokens_in + split.tokens_repeated, placed))
             sums.append((f"tokens in rows of {name}", filled, split.rows * max_length))
+            sums += _sums_of_sources(name, split)
         return [f"{name}: {total:,} is not {parts:,}" for name, total, parts in sums if total != parts]
+
+
+def _sums_of_sources(name: str, split: SplitLedger) -> list[tuple[str, int, int]]:
+    """Return what, a total of the split and its sum over the sources; nothing without a document index."""
+    if not split.sources:
+        return []
+    sums = [
+        (
+            f"tokens of {source} into {name}",
+            one.tokens_in + one.tokens_repeated,
+            one.tokens_in_rows + one.tokens_dropped,
+        )
+        for source, one in split.sources.items()
+    ]
+    totals = {what: getattr(split, what) for what in ("documents", "tokens_in", "tokens_repeated", "tokens_in_rows")}
+    totals["tokens_dropped"] = sum(split.tokens_dropped.values())
+    for what, total in totals.items():
+        parts = sum(getattr(one, what) for one in split.sources.values())
+        sums.append((f"{what.replace('_', ' ')} of the sources of {name}", total, parts))
+    return sums
 
 
 @dataclass(frozen=True)
@@ -200,6 +273,8 @@ class Manifest:
     """The content of ``manifest.json``.
 
     A merged token dataset has ``parts``, in the order of their rows; its ``settings`` are those of the first part.
+    ``has_index`` says whether each split has a document index (``packing/document_index.py``); older versions wrote
+    none.
     """
 
     ledger: Ledger
@@ -208,6 +283,7 @@ class Manifest:
     settings: Settings
     versions: dict[str, str]
     parts: tuple[MergedPart, ...] = ()
+    has_index: bool = False
 
     def losses(self) -> list[str]:
         """Return a line if more than 5 % of the tokens were cut off chats, and one if chats are cut by rows."""

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,12 +26,14 @@ from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
     MergedPart,
+    SourceLedger,
     SplitLedger,
     TokenizerRecord,
     changed_tokenizer,
     read_manifest,
     write_manifest,
 )
+from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
@@ -97,8 +100,9 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     if faults:
         raise InputError(*faults)
     parts = tuple(part for dataset in merged for part in dataset.parts())
+    without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
     manifest = Manifest(
-        ledger=_sum([dataset.manifest.ledger for dataset in merged]),
+        ledger=_sum([dataset.manifest.ledger for dataset in merged], with_sources=not without_index),
         # weights and shares are relative to the other sources of one part; the part's settings keep the weights
         sources=tuple(
             replace(source, weight=None, share_asked=None, share_reached=None)
@@ -109,6 +113,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         settings=first.manifest.settings,
         versions={name: version(name) for name in _VERSIONS_OF},
         parts=parts,
+        has_index=not without_index,
     )
     num_bytes = sum(
         file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
@@ -118,9 +123,16 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         for name in manifest.ledger.splits:
             (folder / name).mkdir()
             _join([dataset.splits[name] for dataset in merged if name in dataset.splits], folder / name, advance)
+            if manifest.has_index:
+                _join_indexes(merged, name, folder / name)
         _write_json(folder / "dataset_dict.json", {"splits": list(manifest.ledger.splits)})
         write_manifest(folder, manifest)
-    return manifest, [*_settings_that_differ(parts), *_sources_in_common(merged)]
+    notes = [
+        f"{folder} has no document index, because an older version wrote it, so {target} has none; tokenize it again "
+        "to have one"
+        for folder in without_index
+    ]
+    return manifest, [*notes, *_settings_that_differ(parts), *_sources_in_common(merged)]
 
 
 def _open(folders: Sequence[Path]) -> list[MergeInput]:
@@ -203,16 +215,36 @@ def _copy_with_labels(file: Path, target: Path, schema: pa.Schema) -> None:
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
-def _sum(ledgers: Sequence[Ledger]) -> Ledger:
+def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> None:
+    """Join the document indexes of a split; the files of each dataset follow those of the datasets before it."""
+    num_files = [sum(source.num_files for source in dataset.manifest.sources) for dataset in merged]
+    first_files = np.cumsum([0, *num_files]).tolist()
+    opened = [
+        (index, first)
+        for dataset, first in zip(merged, first_files, strict=False)
+        if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
+    ]
+    join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
+
+
+def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:
     names = dict.fromkeys(name for ledger in ledgers for name in ledger.splits)
-    splits = {
-        name: SplitLedger(**_totals([ledger.splits[name] for ledger in ledgers if name in ledger.splits]))
-        for name in names
-    }
+    splits = {}
+    for name in names:
+        of_split = [ledger.splits[name] for ledger in ledgers if name in ledger.splits]
+        splits[name] = SplitLedger(**_totals(of_split), sources=_sum_sources(of_split) if with_sources else {})
     return Ledger(splits=splits, **{key: value for key, value in _totals(ledgers).items() if key != "splits"})
 
 
-def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger]) -> dict:
+def _sum_sources(ledgers: Sequence[SplitLedger]) -> dict[str, SourceLedger]:
+    names = dict.fromkeys(name for ledger in ledgers for name in ledger.sources)
+    return {
+        name: SourceLedger(**_totals([ledger.sources[name] for ledger in ledgers if name in ledger.sources]))
+        for name in names
+    }
+
+
+def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger]) -> dict:
     """Return the sum of each count, and per reason the sums of the counts by reason."""
     totals: dict = {}
     for ledger in ledgers:
@@ -220,7 +252,7 @@ def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger]) -> dict:
             value = getattr(ledger, field.name)
             if isinstance(value, int):
                 totals[field.name] = totals.get(field.name, 0) + value
-            elif field.name != "splits":
+            elif field.name not in ("splits", "sources"):
                 totals[field.name] = dict(Counter(totals.get(field.name, {})) + Counter(value))
     return totals
 

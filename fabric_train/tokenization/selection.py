@@ -8,12 +8,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, REASONS, Shard, ShardRecord
 from fabric_train.tokenization.manifest import DUPLICATE, TOO_LONG
+from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
+from fabric_train.tokenization.reading.sources import Source
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Collection:
         kept: int64 [kept], the documents left after caps and deduplication, in the order of the sources.
         characters: int64 [documents], code points of each document.
         sources: int64 [documents], the number of each document's source.
+        places: DOCUMENT [documents], the file, the row in it, tokens and bytes of each document.
         num_read: rows read, up to the row at which a cap was reached.
         skipped: reason → rows skipped among those.
         tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
@@ -35,6 +40,7 @@ class Collection:
     kept: np.ndarray
     characters: np.ndarray
     sources: np.ndarray
+    places: np.ndarray
     num_read: int
     skipped: dict[str, int]
     tokens_cut: dict[str, int]
@@ -45,6 +51,7 @@ def collect(
     folder: Path,
     shards: Sequence[Shard],
     records: Sequence[ShardRecord],
+    sources: Sequence[Source],
     max_documents: int | None,
     max_tokens: int | None,
     seen: np.ndarray | None,
@@ -55,6 +62,7 @@ def collect(
         folder: the folder of the shards.
         shards: the shards in the order of the sources.
         records: one per shard.
+        sources: all sources, by which the files are numbered.
         max_documents: keep at most this many documents.
         max_tokens: stop after the document that reaches this many tokens.
         seen: uint8 [n, 16], hashes of documents that were read before these; None to keep duplicates.
@@ -87,11 +95,45 @@ def collect(
         kept=kept,
         characters=documents["characters"].astype(np.int64),
         sources=np.repeat([shard.source for shard in shards], counts),
+        places=_places(documents, shards, records, sources),
         num_read=num_read,
         skipped=dict(skipped),
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
         hashes=hashes[kept] if len(hashes) else hashes,
     )
+
+
+def _places(
+    documents: np.ndarray, shards: Sequence[Shard], records: Sequence[ShardRecord], sources: Sequence[Source]
+) -> np.ndarray:
+    """Return where the documents come from, DOCUMENT [documents].
+
+    A part's rows follow those of the parts of its file before it, all of which have been read.
+
+    Raises:
+        InputError: a file has more rows than the index can number.
+    """
+    first_files = np.cumsum([0, *(len(source.origins) for source in sources)])
+    numbers: dict[int, dict[Any, int]] = {}
+    files, rows_before = list[int](), list[int]()
+    num_rows: Counter[int] = Counter()
+    for shard, record in zip(shards, records, strict=True):
+        if shard.source not in numbers:
+            origins = sources[shard.source].origins
+            numbers[shard.source] = {origin: int(first_files[shard.source]) + i for i, origin in enumerate(origins)}
+        for part, counted in zip(shard.parts, record.parts["rows"].tolist(), strict=True):
+            file = numbers[shard.source][part.origin]
+            files.append(file)
+            rows_before.append(num_rows[file])
+            num_rows[file] += counted
+            if num_rows[file] >> 32:
+                raise InputError(f"{part.origin}: more than {1 << 32:,} rows; split it into smaller files")
+    num_documents = np.concatenate([record.parts["documents"] for record in records])
+    places = np.empty(len(documents), dtype=DOCUMENT)
+    places["file"] = np.repeat(files, num_documents)
+    places["row"] = documents["row"] + np.repeat(rows_before, num_documents)
+    places["tokens"], places["bytes"] = documents["length"], documents["bytes"]
+    return places
 
 
 def _spooled(folder: Path, shard: Shard, record: ShardRecord) -> SpooledFile:

@@ -128,7 +128,10 @@ def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
     tokenize(tmp_path / "tokens", tiny_model_dir, write_jsonl(tmp_path / "train.jsonl"))
     shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
     (local,) = json.loads((checkpoint / "manifest.json").read_text())["sources"]
-    hub = [{**local, "kind": "hub", "name": name} for name in ("some/texts", "some/texts:es@v1", "other/texts@main")]
+    hub = [
+        {**local, "kind": "hub", "name": name, "place": name}
+        for name in ("some/texts", "some/texts:es@v1", "other/texts@main")
+    ]
     edit_json(checkpoint / "manifest.json", lambda content: content.update(sources=[local, *hub]))
     card = card_of(checkpoint)
     assert card.data.get("datasets") == ["some/texts", "other/texts"]

@@ -107,7 +107,7 @@ def test_a_part_of_a_hub_dataset_is_read_at_its_commit(
     expected = [text for what in ("new en 0", "new en 1", "old en test", "new es") for text in texts(what)]
     assert found == expected[: len(found)]
     assert len(found) >= len(expected) - 1
-    records = [(one.name, one.kind, one.subset, one.splits, one.revision) for one in manifest_of(out).sources]
+    records = [(one.hub_name, one.kind, one.subset, one.splits, one.revision) for one in manifest_of(out).sources]
     assert records == [
         ("owner/texts", "hub", "en", ("train",), NEW),
         ("owner/texts", "hub", "en", ("test",), OLD),

@@ -51,6 +51,7 @@ def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     datasets.DatasetDict(train=train.add_column("labels", labels, feature=train.features["input_ids"])).save_to_disk(
         tmp_path / "saved"
     )
+    shutil.move(folder / "train" / "index", tmp_path / "saved" / "train")
     shutil.rmtree(folder / "train")
     shutil.copytree(tmp_path / "saved" / "train", folder / "train")
     shutil.copy(tmp_path / "saved" / "dataset_dict.json", folder)

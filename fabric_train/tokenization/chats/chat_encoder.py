@@ -14,7 +14,7 @@ from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat
 from fabric_train.tokenization.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
 from fabric_train.tokenization.chats.control_tokens import ControlTokens
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
+from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -133,6 +133,7 @@ class ChatEncoder:
             input_ids=input_ids,
             supervised=None if self._train_on == "all" else supervised,
             num_characters=sum(len(message["content"]) for message in messages),
+            num_bytes=sum(utf8_length(message["content"]) for message in messages),
             turn_ends=self._control_ids.intersection(input_ids[is_last].tolist()),
         )
 

@@ -116,6 +116,10 @@ def _row(row: RowView) -> Iterator[str]:
         title = f"positions {row.num_tokens - row.num_padding:,} to {row.num_tokens - 1:,}, not supervised"
         text = f"{row.num_padding:,} × {escape(visible(row.padding))}"
         yield f'<div class="padding" title="{title}">padding: {text}</div>'
+    if row.origins:
+        yield "<details><summary>documents</summary><ul>"
+        yield from (f"<li>{escape(visible(line))}</li>" for line in row.origins)
+        yield "</ul></details>"
     yield "</section>"
 
 

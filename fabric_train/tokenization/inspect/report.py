@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations
-from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck
+from fabric_train.tokenization.inspect.index_check import IndexCheck
+from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
+from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
 from fabric_train.tokenization.manifest import Manifest, Settings, load_manifest
+from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
@@ -61,7 +63,8 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         advance: called with the number of rows read so far and the number of all rows.
 
     Raises:
-        InputError: ``folder`` is not a token dataset, is damaged, or lacks the split or the rows.
+        InputError: ``folder`` is not a token dataset, is damaged, or lacks the split or the rows; or the content of its
+            document index is damaged.
     """
     splits = open_splits(folder)
     shown = next((name for name in SPLIT_NAMES[split] if name in splits), None)
@@ -80,22 +83,37 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     for name, entry in splits.items():
         parts = _expectations(name, manifest, vocabulary)
         examination = SplitCheck(name, parts[0])
+        index, faults = _open_index(folder, manifest, name)
+        problems += faults
+        index_check = IndexCheck(name, index) if index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
                 examination.begin_part(parts[batch.first_row])
             examination.add(batch)
+            if index_check:
+                index_check.add(batch, content_ends(batch, examination.expected))
             if name == shown:
                 views += view_rows(batch, and_next, vocabulary, examination.expected)
             done += len(batch.offsets) - 1
             advance(done, total)
         counts[name], found = examination.finish()
         problems += found
+        if manifest and index_check:
+            problems += index_check.finish(manifest.ledger.splits[name].sources)
+        if name == shown:
+            views = with_origins(with_continuations(views, rows), index)
     if manifest:
         problems += _ledger_problems(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
-    return DatasetReport(
-        folder, manifest, vocabulary is not None, counts, problems, shown, with_continuations(views, rows)
-    )
+    return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views)
+
+
+def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[DocumentIndex | None, list[Problem]]:
+    """Return the document index of a split, or None and why it cannot be used."""
+    try:
+        return (open_index(folder, manifest, split) if manifest else None), []
+    except InputError as error:
+        return None, [Problem(split, fault) for fault in error.faults]
 
 
 def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
@@ -201,6 +219,8 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
         ("documents", f"data format {setting('data_format')}; text {begin} and ends with {tokenizer.eos_token}"),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, encoded by {tokenizer.encoder}"),
     ]
+    if not manifest.has_index:
+        lines.append(("document index", "none: an older version wrote this dataset, or a part of it"))
     if tokenizer.chat_template_sha256:
         template = tokenizer.chat_template_sha256[:12]
         lines.append(("chats", f"supervised by --train_on {setting('train_on')}; template {template}"))

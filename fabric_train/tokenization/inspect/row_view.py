@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from fabric_train.tokenization.inspect.split_check import IGNORED_LABEL, Expectation, content_ends
+from fabric_train.tokenization.packing.document_index import DocumentIndex
 from fabric_train.tokenization.packing.token_folder import RowBatch
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary
 
@@ -40,6 +43,7 @@ class RowView:
         index: its number in the split, from 0.
         padding: the text of the padding token.
         continues: whether the next row continues its last document.
+        origins: a line for each piece: where its document comes from; empty without a document index.
     """
 
     index: int
@@ -49,6 +53,7 @@ class RowView:
     num_padding: int
     padding: str
     continues: bool
+    origins: tuple[str, ...] = ()
 
 
 def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
@@ -62,6 +67,20 @@ def with_continuations(rows: list[RowView], wanted: range) -> list[RowView]:
     """Return the wanted rows with ``continues`` set, for which ``rows`` must have the row after the last one."""
     followed = {row.index - 1 for row in rows if row.pieces and row.pieces[0].begins is False}
     return [replace(row, continues=row.index in followed) for row in rows if row.index in wanted]
+
+
+def with_origins(rows: list[RowView], index: DocumentIndex | None) -> list[RowView]:
+    """Return the rows with the origins of their documents."""
+    if index is None or not rows:
+        return rows
+    pieces = index.pieces(np.array([row.index for row in rows]))
+    lines: list[list[str]] = [[] for _ in rows]
+    columns = (pieces.rows, pieces.positions, pieces.documents, pieces.starts, pieces.lengths)
+    for row, position, document, start, length in zip(*(column.tolist() for column in columns), strict=True):
+        origin = index.origin(document)
+        part = f"tokens {start:,} to {start + length - 1:,} of {origin.num_tokens:,}"
+        lines[row].append(f"position {position:,}: {origin}, {part}, {origin.num_bytes:,} bytes")
+    return [replace(row, origins=tuple(own)) for row, own in zip(rows, lines, strict=True)]
 
 
 def visible(text: str) -> str:

@@ -23,6 +23,7 @@ from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token,
 _BAR_WIDTH = 40
 _LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
 _SHOWN_BEFORE, _SHOWN_AFTER = 250, 50
+_SHOWN_ORIGINS = 12  # documents of a row
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow"}
 _BORDER = "bold cyan"
 _SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
@@ -127,6 +128,11 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
     if row.num_padding:
         shown.append(f"░ {row.num_padding:,} × {visible(row.padding)}", _PADDING)
     console.print(shown)
+    for line in row.origins[:_SHOWN_ORIGINS]:
+        console.print(Text(f"  {visible(line)}", style=_UNSUPERVISED), soft_wrap=True)
+    if len(row.origins) > _SHOWN_ORIGINS:
+        more = len(row.origins) - _SHOWN_ORIGINS
+        console.print(Text(f"  and {more:,} more documents; --html lists all", style=_UNSUPERVISED))
 
 
 def _append_piece(shown: Text, piece: RowPiece) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.packing.rows import RowPlan
+from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 from fabric_train.tokenization.packing.spooled import PiecesToCopy, SpooledDocuments, SpoolReader
 from fabric_train.tokenization.progress import ThrottledLog
 
@@ -60,15 +60,15 @@ class RowFiller:
         rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
         filled = np.bincount(rows, weights=lengths).astype(np.int64)
         positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
-        pieces = PiecesToCopy(plan.documents[chosen], starts, lengths, targets=rows * max_length + positions)
+        pieces = PiecesToCopy(plan.documents(chosen), starts, lengths, targets=rows * max_length + positions)
 
         input_ids = np.full(num_rows * max_length, self.pad_token_id, dtype=np.int32)
         labels, num_supervised = None, len(input_ids)
         supervised = np.ones(len(input_ids), dtype=np.uint8) if self.with_labels else None
         self.reader.read(pieces, input_ids, supervised)
         if supervised is not None:
-            supervised[_ranges(pieces.targets, repeated)] = 0
-            supervised[_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
+            supervised[joined_ranges(pieces.targets, repeated)] = 0
+            supervised[joined_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
             labels = np.where(supervised, input_ids, np.int32(_IGNORED_LABEL))
             num_supervised = int(np.count_nonzero(supervised))
         begins = (positions > 0) | (starts + repeated == 0)
@@ -164,12 +164,6 @@ def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
 def _has_labels(documents: SpooledDocuments, plan: RowPlan) -> bool:
     """Return whether some tokens of the rows may not be supervised."""
     return documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the joined ranges ``start, start + 1, ..., start + length - 1``."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def _record_batch(batch: PackedRows, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":

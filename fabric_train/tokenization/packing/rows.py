@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ class RowPlan:
     padding. The ``concat`` example of :func:`plan_rows`, three rows of five pieces::
 
         row_offsets  0     2  3     5
-        documents    0  1  1  1  2      abcd e | efghi | ij klm
+        entries      0  1  1  1  2      abcd e | efghi | ij klm
         starts       0  0  0  4  0
         lengths      4  1  5  2  3
         repeated     0  0  1  1  0
@@ -27,7 +28,8 @@ class RowPlan:
     Args:
         max_length: tokens in a row.
         row_offsets: int64 [rows + 1].
-        documents: int64 [pieces], the document that the piece is cut from.
+        order: int64 [entries], the documents to pack; one may come several times.
+        entries: int64 [pieces], the entry of ``order`` that the piece is cut from.
         starts: int64 [pieces], the position of the piece's first token in its document.
         lengths: int32 [pieces], tokens in the piece.
         repeated: int32 [pieces], tokens at the start of the piece that are also in the row or window before it.
@@ -37,7 +39,8 @@ class RowPlan:
 
     max_length: int
     row_offsets: np.ndarray
-    documents: np.ndarray
+    order: np.ndarray
+    entries: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     repeated: np.ndarray
@@ -47,6 +50,15 @@ class RowPlan:
     @property
     def num_rows(self) -> int:
         return len(self.row_offsets) - 1
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """Whether a document begins with the piece, bool [pieces]; it does not if all its tokens are repeated."""
+        return (self.starts == 0) & (self.repeated == 0)
+
+    def documents(self, pieces: slice | np.ndarray) -> np.ndarray:
+        """Return the documents that some pieces are cut from, int64."""
+        return self.order[self.entries[pieces]]
 
     @property
     def tokens_in_rows(self) -> int:
@@ -92,6 +104,12 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_leng
         return _plan_joined(lengths, order, max_length, overlap)
     windows = _cut_windows(lengths, order, max_length, overlap)
     return _fill_best(windows) if packing == "best_fit" else windows
+
+
+def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the joined ranges ``start, start + 1, ..., start + length - 1``, int64 [sum of the lengths]."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
 def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
@@ -156,15 +174,16 @@ def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
     """Give each document a row, or several windows if it is too long; each window has at least one new token."""
     stride = max_length - overlap
     num_windows = 1 + np.maximum(-((max_length - lengths[order]) // stride), 0)
-    documents = np.repeat(order, num_windows)
-    starts = np.arange(len(documents)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+    entries = np.repeat(np.arange(len(order)), num_windows)
+    starts = np.arange(len(entries)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
     starts *= stride
     return RowPlan(
         max_length=max_length,
-        row_offsets=np.arange(len(documents) + 1),
-        documents=documents,
+        row_offsets=np.arange(len(entries) + 1),
+        order=order,
+        entries=entries,
         starts=starts,
-        lengths=np.minimum(lengths[documents] - starts, max_length).astype(np.int32),
+        lengths=np.minimum(lengths[order][entries] - starts, max_length).astype(np.int32),
         repeated=np.where(starts > 0, np.int32(overlap), np.int32(0)),
         tokens_in=int(lengths[order].sum()),
         tokens_dropped={},
@@ -178,7 +197,7 @@ def _fill_best(windows: RowPlan) -> RowPlan:
     return replace(
         windows,
         row_offsets=row_offsets,
-        documents=windows.documents[by_row],
+        entries=windows.entries[by_row],
         starts=windows.starts[by_row],
         lengths=windows.lengths[by_row],
         repeated=windows.repeated[by_row],
@@ -196,8 +215,8 @@ def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
     borders = borders[np.diff(borders, prepend=-1) > 0]
     piece_lengths = np.diff(borders).astype(np.int32)
     row_offsets = np.searchsorted(borders, row_begins)
-    index = np.searchsorted(document_begins, borders[:-1], side="right") - 1
-    starts = borders[:-1] - document_begins[index]
+    entries = np.searchsorted(document_begins, borders[:-1], side="right") - 1
+    starts = borders[:-1] - document_begins[entries]
     repeated = np.zeros(len(starts), dtype=np.int32)
     repeated[row_offsets[:-1]] = row_repeats
     starts -= repeated
@@ -205,7 +224,8 @@ def _plan_joined(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
     return RowPlan(
         max_length=max_length,
         row_offsets=row_offsets,
-        documents=order[index],
+        order=order,
+        entries=entries,
         starts=starts,
         lengths=piece_lengths,
         repeated=repeated,

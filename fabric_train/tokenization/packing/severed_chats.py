@@ -19,7 +19,7 @@ def count_severed_chats(documents: SpooledDocuments, plan: RowPlan, is_chat: np.
         is_chat: bool [documents].
     """
     new = plan.starts + plan.repeated  # the first token of each piece that is not repeated
-    pieces = np.flatnonzero(is_chat[plan.documents] & (new > 0))
+    pieces = np.flatnonzero(is_chat[plan.order][plan.entries] & (new > 0))
     is_severed = np.zeros(len(is_chat), dtype=bool)
     reader = SpoolReader(documents)
     step = max(1, _TOKENS_PER_BATCH // plan.max_length)
@@ -29,6 +29,6 @@ def count_severed_chats(documents: SpooledDocuments, plan: RowPlan, is_chat: np.
         targets = np.cumsum(lengths) - lengths
         supervised = np.ones(int(lengths.sum()), dtype=np.uint8)
         tokens = np.empty(len(supervised), dtype=np.int32)
-        reader.read(PiecesToCopy(plan.documents[batch], new[batch], lengths, targets), tokens, supervised)
-        is_severed[plan.documents[batch][np.maximum.reduceat(supervised, targets) > 0]] = True
+        reader.read(PiecesToCopy(plan.documents(batch), new[batch], lengths, targets), tokens, supervised)
+        is_severed[plan.documents(batch)[np.maximum.reduceat(supervised, targets) > 0]] = True
     return int(is_severed.sum())

@@ -54,6 +54,11 @@ class FilePart:
         return self.file.path
 
     @property
+    def origin(self) -> Path:
+        """The file that it is of."""
+        return self.file.path
+
+    @property
     def suffix(self) -> str:
         """Lower-case suffix without that of a compression."""
         return file_suffix(self.path)
@@ -63,7 +68,7 @@ class FileReader:
     """An iterable over the rows of a part as (number, row); ``number`` counts from 1 within the part.
 
     A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes read
-    so far.
+    so far, and ``num_counted`` that of its rows; of JSON lines, blank lines count too.
 
     Args:
         part: what to read.
@@ -75,12 +80,14 @@ class FileReader:
     """
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
-        self.part, self.columns, self.position = part, columns, 0
+        self.part, self.columns, self.position, self.num_counted = part, columns, 0, 0
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]:
         try:
             with memory_errors_name(str(self.part.path)):
-                yield from _READERS[self.part.suffix](self)
+                for number, row in _READERS[self.part.suffix](self):
+                    self.num_counted = number
+                    yield number, row
         except OSError as error:
             if error.errno and error.filename is None:  # of a read that failed
                 error.filename = str(self.part.path)
@@ -241,6 +248,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
         number = 0
         while position < stop and (line := file.readline()):
             number += 1
+            reader.num_counted = number
             start, position = position, position + len(line)
             if not is_compressed(part.path):
                 reader.position = position - part.start

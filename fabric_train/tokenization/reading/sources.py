@@ -22,6 +22,7 @@ class PartReader(Protocol):
     """An iterable over the rows of a part; see ``files.FileReader``."""
 
     position: int
+    num_counted: int
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]: ...
 
@@ -37,6 +38,7 @@ class FileSource:
 
     - ``notes``: lines for the user.
     - ``files``: the local files that it consists of, as they were when it was opened.
+    - ``origins``: its files or splits, in the order of ``record()``; each part has the ``origin`` that it is of.
     - ``num_bytes``: size of the source; 0 if it is unknown.
     - ``parts(part_bytes)``: yields the source's parts in order, each of about ``part_bytes`` bytes if its kind allows.
     - ``reader(part, columns)``: returns an iterable over the rows of a part.
@@ -53,6 +55,10 @@ class FileSource:
     def num_bytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    @property
+    def origins(self) -> list[Path]:
+        return [file.path for file in self.files]
+
     def parts(self, part_bytes: int) -> Iterator[FilePart]:
         for file in self.files:
             yield from split_file(file, part_bytes)
@@ -67,7 +73,8 @@ class FileSource:
 
     def record(self) -> SourceRecord:
         files = hash_files(self.root, self.files)
-        return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None)
+        folder = None if "://" in self.name else os.fsencode(self.root).decode("utf-8", "backslashreplace")
+        return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,11 @@ class RowRange:
     start: int
     stop: int
     num_bytes: int
+
+    @property
+    def origin(self) -> str:
+        """The split."""
+        return self.split
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,10 @@ class DatasetSource:
     @property
     def num_bytes(self) -> int:
         return sum(dataset.data.nbytes for dataset in self.splits.values())
+
+    @property
+    def origins(self) -> list[str]:
+        return list(self.splits)
 
     def parts(self, part_bytes: int) -> Iterator[RowRange]:
         for split, dataset in self.splits.items():
@@ -143,6 +159,10 @@ class StreamSource:
     def num_bytes(self) -> int:
         return sum(dataset.info.dataset_size or 0 for dataset in self.splits.values())
 
+    @property
+    def origins(self) -> list[str]:
+        return list(self.splits)
+
     def parts(self, _part_bytes: int) -> Iterator[RowRange]:
         for split, dataset in self.splits.items():
             for index in range(dataset.num_shards):
@@ -172,7 +192,7 @@ class RowReader:
     """
 
     def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
-        self.position = 0
+        self.position = self.num_counted = 0
         self._rows, self._place, self._part, self._first = rows, place, part, first
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
@@ -181,6 +201,7 @@ class RowReader:
         for columns in self._batches():
             for values in zip(*columns.values(), strict=True):
                 number += 1
+                self.num_counted = number
                 yield number, dict(zip(columns, values, strict=True))
             self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
         self.position = self._part.num_bytes

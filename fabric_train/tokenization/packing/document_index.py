@@ -1,0 +1,333 @@
+"""The document index of a split: which documents are in which row, and where each document comes from.
+
+Three arrays lie beside the rows, in numpy's files, which are memory-mapped and never read as a whole::
+
+    train/index/documents.npy      DOCUMENT [documents], in the order in which they begin in the rows, then the others
+                rows.npy           ROW [rows + 1], the documents and continuations before each row
+                continuations.npy  CONTINUATION [any number], the pieces that do not begin a document
+
+So row r has the documents ``rows["documents"][r] : rows["documents"][r + 1]`` from their beginning on, and the
+continuations of the same range of ``rows["continuations"]``, each of which is piece number ``ordinal`` of its row.
+The names of files and sources are in ``manifest.json``: ``file`` counts the files (of a dataset, the splits) of all its
+``sources`` in order. A document takes 16 bytes, a row 16 and a continuation 20.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
+from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
+
+FOLDER = "index"
+# row: from 1, a line of JSON lines, a record of json, csv and parquet, a row of a split; 1 for a txt or md file.
+# bytes: of its text in UTF-8; of a chat, of the content of its messages
+DOCUMENT = np.dtype([("file", "<u4"), ("row", "<u4"), ("tokens", "<u4"), ("bytes", "<u4")])
+ROW = np.dtype([("documents", "<u8"), ("continuations", "<u8")])
+# start: position in the document of the piece's first token, of which ``repeated`` are in a row before as well
+CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u4"), ("ordinal", "<u4")])
+
+_RECORDS_PER_COPY = 1 << 20
+
+_FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
+
+
+@dataclass(frozen=True)
+class IndexedPieces:
+    """P pieces of documents, those of some rows in order, int64 [P] each.
+
+    Args:
+        rows: the index of the piece's row among the rows asked for.
+        positions: where the piece begins in its row.
+        documents: number of its document.
+        starts: position of its first token in the document.
+        lengths: its tokens.
+        repeated: how many of these, at its start, are in a row before as well.
+        num_bytes: UTF-8 bytes of the tokens that are not repeated: the document's bytes, shared by tokens.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    repeated: np.ndarray
+    num_bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class DocumentOrigin:
+    """A document: the name of its source, its file (or split), the row there from 1, its tokens and UTF-8 bytes."""
+
+    source: str
+    file: str
+    row: int
+    num_tokens: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.file}:{self.row}"
+
+
+class SourceTable:
+    """The sources of a manifest by name, and their files, numbered as in the index.
+
+    Args:
+        records: of all sources, those of --validation_dataset too.
+    """
+
+    def __init__(self, records: Sequence[SourceRecord]) -> None:
+        self.names = tuple(dict.fromkeys(record.name for record in records))
+        self._records = tuple(records)
+        numbers = {name: number for number, name in enumerate(self.names)}
+        self._sources = np.array([numbers[record.name] for record in records], dtype=np.int64)
+        self._first_files = np.cumsum([0, *(record.num_files for record in records)])
+
+    @property
+    def num_files(self) -> int:
+        return int(self._first_files[-1])
+
+    def sources_of(self, files: np.ndarray) -> np.ndarray:
+        """Return the sources of some files, int64, as indices of ``names``.
+
+        Raises:
+            InputError: there is no such file.
+        """
+        if (files >= self.num_files).any():
+            raise InputError("the document index has a file that manifest.json does not list; tokenize again")
+        return self._sources[np.searchsorted(self._first_files, files, side="right") - 1]
+
+    def file_name(self, file: int) -> str:
+        """Return the name of a file, with its folder as it was given."""
+        record = int(np.searchsorted(self._first_files, file, side="right")) - 1
+        return self._records[record].file_name(file - int(self._first_files[record]))
+
+
+class DocumentIndex:
+    """The index of one split, read from disk as it is asked for; opening it takes the same time for any size.
+
+    Args:
+        folder: of the split.
+        sources: of the manifest.
+        max_length: tokens in a row.
+        num_documents: documents packed, from the manifest's ledger.
+        num_rows: rows of the split.
+
+    Raises:
+        InputError: a file is missing or damaged, or not as long as the manifest says.
+    """
+
+    def __init__(self, folder: Path, sources: SourceTable, max_length: int, num_documents: int, num_rows: int) -> None:
+        self.sources = sources
+        self.documents, self.rows, self.continuations = (
+            _map(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in _FILES.items()
+        )
+        self._folder, self._max_length = folder, max_length
+        found, expected = (len(self.documents), len(self.rows)), (num_documents, num_rows + 1)
+        last = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
+        if found != expected or last["continuations"] != len(self.continuations) or last["documents"] > num_documents:
+            raise InputError(f"{folder / FOLDER}: not the index of these rows and this manifest.json; tokenize again")
+
+    def pieces(self, rows: np.ndarray) -> IndexedPieces:
+        """Return the pieces of documents in some rows, in any order of rows.
+
+        Args:
+            rows: integers [R], numbers of rows in the split.
+
+        Raises:
+            InputError: the index is damaged.
+        """
+        first, last = self.rows[rows], self.rows[rows + 1]
+        for name, array in (("documents", self.documents), ("continuations", self.continuations)):
+            self._check((first[name] <= last[name]) & (last[name] <= len(array)))
+        num_begun, num_continued = (
+            last[name].astype(np.int64) - first[name].astype(np.int64) for name in ("documents", "continuations")
+        )
+        num_pieces = num_begun + num_continued
+        owners = np.repeat(np.arange(len(rows)), num_pieces)
+        first_pieces = np.cumsum(num_pieces) - num_pieces
+        found = self.continuations[joined_ranges(first["continuations"].astype(np.int64), num_continued)]
+        self._check(found["ordinal"] < np.repeat(num_pieces, num_continued))
+        self._check(found["document"] < len(self.documents))
+        at = np.repeat(first_pieces, num_continued) + found["ordinal"].astype(np.int64)
+        documents, starts, repeated = np.zeros((3, len(owners)), dtype=np.int64)
+        begins = np.ones(len(owners), dtype=bool)
+        begins[at] = False
+        self._check(begins.sum() == num_begun.sum())
+        documents[begins] = joined_ranges(first["documents"].astype(np.int64), num_begun)
+        documents[at], starts[at], repeated[at] = found["document"], found["start"], found["repeated"]
+        stored = self.documents[documents]
+        self._check(starts < stored["tokens"])
+        lengths = np.minimum(stored["tokens"] - starts, self._max_length)
+        before = np.cumsum(lengths) - lengths
+        positions = before - before[first_pieces][owners] if len(owners) else before
+        lengths = np.minimum(lengths, self._max_length - positions)  # concat cuts documents at the end of the row
+        ends = [position.astype(np.uint64) for position in (starts + repeated, starts + lengths)]
+        shares = [stored["bytes"].astype(np.uint64) * end // stored["tokens"] for end in ends]
+        num_bytes = (shares[1] - shares[0]).astype(np.int64)
+        return IndexedPieces(owners, positions, documents, starts, lengths, repeated, num_bytes)
+
+    def _check(self, are_right: np.ndarray) -> None:
+        if not np.all(are_right):
+            raise InputError(f"{self._folder}: the document index is damaged; tokenize again")
+
+    def source_numbers(self, documents: np.ndarray) -> np.ndarray:
+        """Return the sources of some documents, int64, as indices of ``sources.names``."""
+        return self.sources.sources_of(self.documents["file"][documents])
+
+    def count_by_source(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and the bytes that each source has in some rows, int64 [R, sources] each.
+
+        Repeated tokens do not count, so that a document counts once over all rows.
+        """
+        pieces = self.pieces(rows)
+        shape = (len(rows), len(self.sources.names))
+        cells = pieces.rows * shape[1] + self.source_numbers(pieces.documents)
+        tokens, num_bytes = (
+            np.bincount(cells, weights=values, minlength=shape[0] * shape[1]).astype(np.int64).reshape(shape)
+            for values in (pieces.lengths - pieces.repeated, pieces.num_bytes)
+        )
+        return tokens, num_bytes
+
+    def origin(self, document: int) -> DocumentOrigin:
+        """Return where a document comes from."""
+        file, row, num_tokens, num_bytes = (int(value) for value in self.documents[document])
+        source = self.sources.names[int(self.sources.sources_of(np.array([file]))[0])]
+        return DocumentOrigin(source, self.sources.file_name(file), row, num_tokens, num_bytes)
+
+
+def open_index(folder: Path, manifest: Manifest, split: str) -> DocumentIndex | None:
+    """Open the document index of a split of the token dataset ``folder``; None if an older version wrote it.
+
+    Raises:
+        InputError: the index is damaged, or not that of the manifest.
+    """
+    if not manifest.has_index or split not in manifest.ledger.splits:
+        return None
+    ledger = manifest.ledger.splits[split]
+    sources = SourceTable(manifest.sources)
+    return DocumentIndex(folder / split, sources, manifest.settings.max_length, ledger.documents, ledger.rows)
+
+
+def write_index(folder: Path, plan: RowPlan, documents: np.ndarray) -> None:
+    """Write the index of the split ``folder``.
+
+    Args:
+        folder: of the split; exists.
+        plan: its rows.
+        documents: DOCUMENT [entries of ``plan.order``].
+    """
+    begins = plan.begins
+    begun = plan.entries[begins]
+    is_left = np.ones(len(documents), dtype=bool)
+    is_left[begun] = False
+    in_order = np.concatenate([begun, np.flatnonzero(is_left)])
+    numbers = np.empty(len(documents), dtype=np.int64)
+    numbers[in_order] = np.arange(len(documents))
+
+    rows = np.empty(plan.num_rows + 1, dtype=ROW)
+    rows["documents"] = np.concatenate([[0], np.cumsum(begins)])[plan.row_offsets]
+    rows["continuations"] = plan.row_offsets - rows["documents"].astype(np.int64)
+    continued = np.flatnonzero(~begins)
+    continuations = np.empty(len(continued), dtype=CONTINUATION)
+    continuations["document"] = numbers[plan.entries[continued]]
+    continuations["start"], continuations["repeated"] = plan.starts[continued], plan.repeated[continued]
+    own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
+    continuations["ordinal"] = continued - plan.row_offsets[own_rows]
+    save_index(folder, documents[in_order], rows, continuations)
+
+
+def save_index(folder: Path, documents: np.ndarray, rows: np.ndarray, continuations: np.ndarray) -> None:
+    """Write the arrays of an index into the split ``folder``."""
+    (folder / FOLDER).mkdir()
+    for name, array in zip(_FILES, (documents, rows, continuations), strict=True):
+        np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
+
+
+def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
+    """Write the index of a split whose rows are those of several splits, joined.
+
+    Args:
+        folder: of the split; exists.
+        indexes: of the splits, in the order of their rows.
+        first_files: the number that the first file of each has in the new manifest.
+    """
+    (folder / FOLDER).mkdir()
+    num_placed = [int(index.rows["documents"][-1]) for index in indexes]
+    sizes = (
+        sum(len(index.documents) for index in indexes),
+        sum(len(index.rows) - 1 for index in indexes) + 1,
+        sum(len(index.continuations) for index in indexes),
+    )
+    documents, rows, continuations = (
+        np.lib.format.open_memmap(folder / FOLDER / f"{name}.npy", "w+", dtype, (size,))
+        for (name, dtype), size in zip(_FILES.items(), sizes, strict=True)
+    )
+    row = document = continuation = 0
+    left = sum(num_placed)
+    for index, first_file, placed in zip(indexes, first_files, num_placed, strict=True):
+        _copy(index.documents[:placed], documents[document:], {"file": first_file})
+        _copy(index.documents[placed:], documents[left:], {"file": first_file})
+        _copy(index.rows[:-1], rows[row:], {"documents": document, "continuations": continuation})
+        _copy(index.continuations, continuations[continuation:], {"document": document})
+        row += len(index.rows) - 1
+        document += placed
+        left += len(index.documents) - placed
+        continuation += len(index.continuations)
+    rows[-1] = (document, continuation)
+    for array in (documents, rows, continuations):
+        array.flush()
+
+
+def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> None:
+    """Copy records to the beginning of ``target``, with a number added to some of their fields."""
+    for begin in range(0, len(records), _RECORDS_PER_COPY):
+        part = np.array(records[begin : begin + _RECORDS_PER_COPY])
+        for name, number in added.items():
+            part[name] += number
+        target[begin : begin + len(part)] = part
+
+
+def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
+    """Return the ledger of each source that has documents in the plan, by its name.
+
+    Args:
+        plan: the rows of a split.
+        documents: DOCUMENT [entries of ``plan.order``].
+        sources: the names of the sources.
+    """
+    numbers = sources.sources_of(documents["file"])
+
+    def total(of: np.ndarray, values: np.ndarray | None = None) -> list[int]:
+        return np.bincount(of, weights=values, minlength=len(sources.names)).astype(np.int64).tolist()
+
+    of_pieces = numbers[plan.entries]
+    counts = zip(
+        sources.names,
+        total(numbers),
+        total(numbers, documents["bytes"]),
+        total(numbers, documents["tokens"]),
+        total(of_pieces, plan.repeated),
+        total(of_pieces, plan.lengths),
+        strict=True,
+    )
+    return {
+        name: SourceLedger(num, num_bytes, tokens_in, repeated, in_rows, tokens_in + repeated - in_rows)
+        for name, num, num_bytes, tokens_in, repeated, in_rows in counts
+        if num
+    }
+
+
+def _map(file: Path, dtype: np.dtype) -> np.ndarray:
+    try:
+        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise InputError(f"{file}: the file is missing; tokenize again") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
+    if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
+        raise InputError(f"{file}: damaged, it holds no records of the index; tokenize again")
+    return mapped

@@ -1,0 +1,33 @@
+"""Names of sources: ``--dataset es=corpus/es/`` reads ``corpus/es/`` and calls it es."""
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.redaction import redact
+
+_NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
+
+
+def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Return the name and the place (path, pattern, URL or hub name) of each source that ``option`` gives.
+
+    What is before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like a
+    name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
+    name are one source.
+
+    Raises:
+        InputError: what is given as a whole is a path that exists, so that it is not known what is meant.
+    """
+    faults = []
+    named = []
+    for value in given:
+        found = _NAMED.fullmatch(value)
+        if found and (os.path.lexists(value) or (glob.has_magic(value) and next(glob.iglob(value), None))):
+            faults.append(f"{option} {value}: a path, and also {found[2]} with the name {found[1]}; give ./{value}")
+        named.append((found[1], found[2]) if found else (redact(value), value))
+    if faults:
+        raise InputError(*faults)
+    return named
