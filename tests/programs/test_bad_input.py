@@ -76,6 +76,11 @@ CASES: dict[str, Case] = {
     "a negative number": Case("train", "--lr -1", "--lr: expected a number above 0, got '-1'"),
     "zero": Case("train", "--micro_batch_size 0", "--micro_batch_size: expected a whole number above 0, got '0'"),
     "a fraction": Case("train", "--max_step 1.5", "--max_step: expected a whole number above 0 or null, got '1.5'"),
+    "a decay as long as the run": Case(
+        "train",
+        "--max_step 3 --lr_schedule wsd --decay_steps 3",
+        "--decay_steps 3: the run has 3 steps, and 1 is needed to reach --lr; give fewer, at most 2 steps",
+    ),
     "infinite": Case("train", "--grad_clip .inf", "--grad_clip: expected a number, 0 or more, got '.inf'"),
     "not a number": Case("train", "--weight_decay .nan", "--weight_decay: expected a number, 0 or more, got '.nan'"),
     "not true or false": Case("train", "--resume maybe", "--resume: expected true or false, got 'maybe'"),
