@@ -4,11 +4,9 @@
 import hashlib
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,49 +15,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arguments import MergeArguments, parse
-from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.errors import run_program
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.manifest import (
-    FILE_NAME,
-    Ledger,
     Manifest,
     MergedPart,
-    SourceLedger,
-    SplitLedger,
-    TokenizerRecord,
-    changed_tokenizer,
-    read_manifest,
     write_manifest,
 )
+from fabric_train.tokenization.merged_manifest import MergeInput, merge_manifests, open_inputs
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
-from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
-
-_VERSIONS_OF = ("fabric-train", "pyarrow")
-
-
-@dataclass(frozen=True)
-class MergeInput:
-    """A token dataset to merge."""
-
-    folder: Path
-    manifest: Manifest
-    splits: dict[str, Split]
-
-    def parts(self) -> tuple[MergedPart, ...]:
-        """Return the parts that were merged into this token dataset, or the dataset itself as the only part."""
-        if self.manifest.parts:
-            return self.manifest.parts
-        return (
-            MergedPart(
-                name=str(self.folder),
-                manifest_sha256=hashlib.sha256((self.folder / FILE_NAME).read_bytes()).hexdigest(),
-                rows={name: split.num_rows for name, split in self.splits.items()},
-                settings=self.manifest.settings,
-                versions=self.manifest.versions,
-            ),
-        )
+from fabric_train.tokenization.packing.token_folder import Split, read_arrow
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -92,29 +59,9 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)
-    merged = _open(folders)
-    first = merged[0]
-    faults = [fault for other in merged[1:] for fault in _differences(first, other)]
-    if not faults:  # all have the same tokenizer
-        faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
-    if faults:
-        raise InputError(*faults)
-    parts = tuple(part for dataset in merged for part in dataset.parts())
+    merged = open_inputs(folders)
+    first, manifest = merged[0], merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
-    manifest = Manifest(
-        ledger=_sum([dataset.manifest.ledger for dataset in merged], with_sources=not without_index),
-        # weights and shares are relative to the other sources of one part; the part's settings keep the weights
-        sources=tuple(
-            replace(source, weight=None, share_asked=None, share_reached=None)
-            for dataset in merged
-            for source in dataset.manifest.sources
-        ),
-        tokenizer=_tokenizer(merged),
-        settings=first.manifest.settings,
-        versions={name: version(name) for name in _VERSIONS_OF},
-        parts=parts,
-        has_index=not without_index,
-    )
     num_bytes = sum(
         file.stat().st_size for dataset in merged for split in dataset.splits.values() for file in split.files
     )
@@ -132,59 +79,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
         "to have one"
         for folder in without_index
     ]
-    return manifest, [*notes, *_settings_that_differ(parts), *_sources_in_common(merged)]
-
-
-def _open(folders: Sequence[Path]) -> list[MergeInput]:
-    opened: list[MergeInput] = []
-    faults: list[str] = []
-    for folder in folders:
-        try:
-            splits, manifest = open_splits(folder), read_manifest(folder)
-        except InputError as error:
-            faults += error.faults
-            continue
-        if manifest is None:
-            faults.append(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
-        elif sorted(splits) != sorted(manifest.ledger.splits):
-            faults.append(f"{folder}: its splits are not those of its manifest.json; tokenize again")
-        elif any(folder.samefile(other.folder) for other in opened):
-            faults.append(f"{folder} is given twice, so its documents would come twice; give it once")
-        else:
-            opened.append(MergeInput(folder, manifest, splits))
-    if faults:
-        raise InputError(*faults)
-    return opened
-
-
-def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
-    """Yield one line for each difference that prevents a merge."""
-    ours, theirs = first.manifest, other.manifest
-    if ours.settings.max_length != theirs.settings.max_length:
-        yield (
-            f"{other.folder}: its rows have {theirs.settings.max_length:,} tokens, those of {first.folder} have "
-            f"{ours.settings.max_length:,}; tokenize one of them again with the --max_length of the other"
-        )
-    digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
-    names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
-    if names:
-        yield (
-            f"{other.folder}: its tokenizer is not that of {first.folder}, {', '.join(names)} differ"
-            f"{'s' if len(names) == 1 else ''}; tokenize one of them again with the --tokenizer_name of the other"
-        )
-    templates = {ours.tokenizer.chat_template_sha256, theirs.tokenizer.chat_template_sha256} - {None}
-    if len(templates) == 2 and not names:
-        yield (
-            f"{other.folder}: its chats are rendered with another template than those of {first.folder}; "
-            "tokenize one of them again"
-        )
-    for name in first.splits.keys() & other.splits.keys():
-        if _without_labels(first.splits[name].schema) != _without_labels(other.splits[name].schema):
-            yield f"{other.folder}: {name} has other columns than that of {first.folder}; tokenize again"
-
-
-def _without_labels(schema: pa.Schema) -> dict[str, pa.DataType]:
-    return {field.name: field.type for field in schema if field.name != "labels"}
+    return manifest, [*notes, *_settings_that_differ(manifest.parts), *_sources_in_common(merged)]
 
 
 def _join(splits: Sequence[Split], folder: Path, advance: Callable[[int], None]) -> None:
@@ -225,44 +120,6 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
         if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
     ]
     join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
-
-
-def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:
-    names = dict.fromkeys(name for ledger in ledgers for name in ledger.splits)
-    splits = {}
-    for name in names:
-        of_split = [ledger.splits[name] for ledger in ledgers if name in ledger.splits]
-        splits[name] = SplitLedger(**_totals(of_split), sources=_sum_sources(of_split) if with_sources else {})
-    return Ledger(splits=splits, **{key: value for key, value in _totals(ledgers).items() if key != "splits"})
-
-
-def _sum_sources(ledgers: Sequence[SplitLedger]) -> dict[str, SourceLedger]:
-    names = dict.fromkeys(name for ledger in ledgers for name in ledger.sources)
-    return {
-        name: SourceLedger(**_totals([ledger.sources[name] for ledger in ledgers if name in ledger.sources]))
-        for name in names
-    }
-
-
-def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger]) -> dict:
-    """Return the sum of each count, and per reason the sums of the counts by reason."""
-    totals: dict = {}
-    for ledger in ledgers:
-        for field in fields(ledger):
-            value = getattr(ledger, field.name)
-            if isinstance(value, int):
-                totals[field.name] = totals.get(field.name, 0) + value
-            elif field.name not in ("splits", "sources"):
-                totals[field.name] = dict(Counter(totals.get(field.name, {})) + Counter(value))
-    return totals
-
-
-def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
-    """Return the first tokenizer record with a chat template, or the first record, with the ends of all turns."""
-    records = [dataset.manifest.tokenizer for dataset in merged]
-    ends = {end for record in records for end in record.turn_end_token_ids}
-    first = next((record for record in records if record.chat_template_sha256), records[0])
-    return replace(first, turn_end_token_ids=tuple(sorted(ends)))
 
 
 def _settings_that_differ(parts: Iterable[MergedPart]) -> Iterator[str]:
