@@ -87,8 +87,18 @@ class DeviceArguments:
 class DataArguments:
     """Data"""
 
-    train_data_dir: str | None = None
-    """Token dataset from tokenize_dataset.py: a folder with train/ and validation/."""
+    train_data_dir: str | list[str] | None = None
+    """Token datasets from tokenize_dataset.py: folders with train/ and validation/. Those of one tokenizer and
+    --max_length can be trained on together; then every optimizer step has rows of each in its share.
+    """
+    shares: list[PositiveFloat] | None = None
+    """How much of each --train_data_dir an epoch reads: 1 is every row once, 2 twice, 0.15 is 15 % of the rows, in the
+    next epoch other 15 %. Default: 1.
+    """
+    token_shares: list[PositiveFloat] | None = None
+    """Instead of --shares: the share of each --train_data_dir in the tokens of every step, such as 0.7 0.2 0.1; an
+    epoch has as many rows as all of them together.
+    """
     streaming_dataset: list[str] | None = None
     """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
     names, also as NAME:SUBSET:SPLIT@REVISION. With --train_data_dir as well, only its validation/ is used.
@@ -110,9 +120,11 @@ class DataArguments:
 
     def faults(self) -> list[str]:
         """Return missing data, and sources that cannot be streamed."""
+        faults = self._faults_of_shares()
         if self.streaming_dataset is None:
-            return [] if self.train_data_dir else ["--train_data_dir is required, or --streaming_dataset"]
-        faults = [
+            missing = "--train_data_dir is required, or --streaming_dataset"
+            return faults if self.data_dirs else [missing, *faults]
+        faults += [
             f"--streaming_dataset {name}: a URL is not streamed; download it, or tokenize it with tokenize_dataset.py"
             for name in self.streaming_dataset
             if "://" in name
@@ -122,6 +134,29 @@ class DataArguments:
         if self.max_length < 2:
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
         return faults
+
+    @property
+    def data_dirs(self) -> list[str]:
+        """The folders of --train_data_dir."""
+        given = self.train_data_dir or []
+        return [given] if isinstance(given, str) else given
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the rows come from several token datasets, or from a share of one."""
+        return len(self.data_dirs) > 1 or self.shares is not None or self.token_shares is not None
+
+    def _faults_of_shares(self) -> list[str]:
+        given = {name: getattr(self, name) for name in ("shares", "token_shares") if getattr(self, name) is not None}
+        if len(given) == 2:
+            return ["--shares and --token_shares contradict each other: give one of them"]
+        if given and self.streaming_dataset is not None:
+            return [f"--{name}: a stream has no shares; tokenize it and give --train_data_dir" for name in given]
+        return [
+            f"--{name} has {len(shares)} numbers for {len(self.data_dirs)} folders of --train_data_dir; give one each"
+            for name, shares in given.items()
+            if len(shares) != len(self.data_dirs)
+        ]
 
 
 @dataclass(frozen=True)

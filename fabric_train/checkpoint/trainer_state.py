@@ -23,12 +23,18 @@ PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class DataOrder:
-    """The values that determine which rows a step consumes. They must be equal to resume a run."""
+    """The values that determine which rows a step consumes. They must be equal to resume a run.
+
+    ``num_rows`` are those of an epoch. ``version`` is that of the order: 2 for a mixture, else 1, as in checkpoints
+    that do not have it. ``rows_per_epoch`` are the rows of each token dataset of a mixture.
+    """
 
     fingerprint: str
     num_rows: PositiveCount
     rows_per_window: PositiveCount
     seed: int
+    version: PositiveCount = 1
+    rows_per_epoch: list[PositiveCount] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class TrainerState:
     """The counters of a run after ``step`` optimizer steps.
 
     ``epoch`` and the losses are those of the last step. ``skipped_steps`` were skipped because their loss or gradient
-    was not finite. ``rows_hash`` is the hash of all consumed rows of a token dataset, see ``WindowOrder.rows_hash``;
-    None for a stream. ``unlogged`` are the step's metrics if a signal came before its evaluation was complete.
+    was not finite. ``rows_hash`` is the hash of consumed rows of token datasets, see ``WindowOrder.rows_hash``; None
+    for a stream. ``rows_of_sources`` counts the consumed rows of each token dataset of a mixture; None without one.
+    ``unlogged`` are the step's metrics if a signal came before its evaluation was complete.
     """
 
     step: Count = 0
@@ -61,6 +68,7 @@ class TrainerState:
     num_samples: Count = 0
     skipped_steps: Count = 0
     rows_hash: str | None = None
+    rows_of_sources: list[Count] | None = None
     train_loss: float | None = None
     val_loss: float | None = None
     unlogged: dict[str, Any] | None = None
@@ -116,6 +124,7 @@ _REQUIRED: dict[str, Any] = {name: (kind, ...) for name, kind in _TYPES.items() 
 _OTHERWISE: dict[str, Any] = {
     "arguments": (_SavedArguments, ...),
     "base_model": (ModelOrigin | None, None),
+    "rows_of_sources": (list[Count] | None, None),
     "unlogged": (dict[str, int | float | None] | None, ...),
     "schedule_steps": (PositiveCount | None, None),
     "lineage": (list[BranchPoint], []),
@@ -260,6 +269,8 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
         "num_rows": "--train_data_dir has another number of rows",
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
+        "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
+        "rows_per_epoch": "an epoch has other numbers of rows of each --train_data_dir (--shares, --token_shares)",
     }
     return [
         f"{causes[name]}: {_difference(saved[name], value)}" for name, value in current.items() if saved[name] != value

@@ -7,7 +7,8 @@ Legend:
 - micro-batch: the rows of one forward pass on one rank. All ranks have equally many micro-batches in a window.
 
 The order of the rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the
-number of ranks. Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
+number of ranks. One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch;
+a mixture has version 2 (see ``mixture``). Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
 
     rows in order   17 4 23 8 11
     rank 0          [17] [23] [11]
@@ -26,8 +27,9 @@ from torch.utils.data import DataLoader
 
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import Batch
+from fabric_train.data.mixture import Mixture
 from fabric_train.data.row_hash import hash_of
-from fabric_train.data.token_dataset import Rows
+from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
 VALIDATION_VERSION = "2"
@@ -41,7 +43,8 @@ class Window:
     ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
     indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
     stream's positions after this window, see ``streaming.StreamBatch``; None for a token dataset, where the step is
-    enough. ``rows_hash`` is the hash of all rows up to this window; None for a stream.
+    enough. ``rows_hash`` is that of ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each
+    source of a mixture; None without one.
     """
 
     step: int
@@ -52,6 +55,7 @@ class Window:
     batches: list[Batch]
     cursors: np.ndarray | None = None
     rows_hash: str | None = None
+    rows_of_sources: list[int] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,8 +85,8 @@ def positions(batch: int, micro_batch_size: int, world_size: int, rank: int) -> 
 class WindowOrder:
     """The rows of every window and micro-batch, as functions of the step, the seed and the rank.
 
-    ``rows_per_window`` and ``micro_batch_size`` count rows, the latter on one rank. ``world_size`` and ``rank`` are
-    those of the data ranks.
+    ``num_rows`` are those of an epoch. ``rows_per_window`` and ``micro_batch_size`` count rows, the latter on one rank.
+    ``world_size`` and ``rank`` are those of the data ranks. With a ``mixture``, that decides the rows.
     """
 
     num_rows: int
@@ -91,6 +95,7 @@ class WindowOrder:
     world_size: int
     rank: int
     seed: int
+    mixture: Mixture | None = None
 
     @property
     def windows_per_epoch(self) -> int:
@@ -107,15 +112,26 @@ class WindowOrder:
 
     def rows_in(self, epoch: int, window: int) -> np.ndarray:
         """Return the row indices of an epoch's window, counted from 0, over all ranks."""
+        if self.mixture:
+            return self.mixture.rows_in(epoch, window)
         start = window * self.rows_per_window
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
 
     def rows_hash(self, step: int) -> str:
-        """Hash the rows of all steps up to ``step`` in order. The hash does not depend on ranks and micro-batches."""
+        """Hash the rows of the steps up to ``step`` in order. The hash does not depend on ranks and micro-batches.
+
+        Without a mixture, it is the hash of all these steps. For a mixture see ``Mixture.rows_hash``.
+        """
+        if self.mixture:
+            return self.mixture.rows_hash(step)
         rows_hash = ""
         for done in range(step):
             rows_hash = hash_of(self.rows_in(*divmod(done, self.windows_per_epoch)), rows_hash)
         return rows_hash
+
+    def rows_hash_after(self, step: int, rows: np.ndarray, before: str) -> str:
+        """Return ``rows_hash(step)`` from the rows of the step and the hash before it."""
+        return self.mixture.rows_hash(step) if self.mixture else hash_of(rows, before)
 
     def num_batches_in(self, window: int) -> int:
         """Return the number of micro-batches in a window, which is the same on every rank."""
@@ -154,7 +170,7 @@ class TrainBatches:
     The order begins with the step after ``starts_after``.
     """
 
-    rows: Rows
+    rows: IndexedRows
     order: WindowOrder
     num_workers: int
     pin_memory: bool
@@ -171,7 +187,7 @@ class TrainBatches:
             for window in range(first, stop):
                 step += 1
                 rows = self.order.rows_in(epoch, window)
-                rows_hash = hash_of(rows, rows_hash)
+                rows_hash = self.order.rows_hash_after(step - self.starts_after, rows, rows_hash)
                 yield Window(
                     step=step,
                     epoch=epoch,
@@ -180,6 +196,7 @@ class TrainBatches:
                     micro_batch_size=self.order.micro_batch_size,
                     batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
                     rows_hash=rows_hash,
+                    rows_of_sources=self.order.mixture.count(rows) if self.order.mixture else None,
                 )
 
 
@@ -196,7 +213,7 @@ def validation_rows(num_rows: int, limit: int | None, seed: int) -> np.ndarray:
 
 
 def validation_batches(
-    rows: Rows, batch_size: int, world_size: int, rank: int, limit: int | None, seed: int, num_workers: int
+    rows: IndexedRows, batch_size: int, world_size: int, rank: int, limit: int | None, seed: int, num_workers: int
 ) -> DataLoader:
     """Return a loader of this rank's rows of a split.
 
@@ -219,7 +236,7 @@ class _Epoch:
         return self.order.batches(self.epoch, self.first_window)
 
 
-def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
+def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
     return WorkerLoader(
         rows,
         batch_sampler=indices,
@@ -232,7 +249,7 @@ def _loader(rows: Rows, indices: Sequence[list[int]] | _Epoch, num_workers: int,
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch, which ``Rows.__getitems__`` has already made."""
+    """Return the batch, which ``IndexedRows.__getitems__`` has already made."""
     return batch
 
 

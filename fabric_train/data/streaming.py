@@ -21,7 +21,8 @@ from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
 from fabric_train.data.step_sampler import Window, WorkerLoader, positions
-from fabric_train.data.token_dataset import Rows, TokenDataset
+from fabric_train.data.token_dataset import IndexedRows, TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import detect_format
@@ -108,10 +109,10 @@ class Stream:
     tokenizer_folder: Path
     max_length: int
     isolates: bool
-    held_out: TokenDataset | None
+    held_out: TokenDataset | TokenMixture | None
 
     @property
-    def validation(self) -> Rows | None:
+    def validation(self) -> IndexedRows | None:
         """The rows of the validation split, None if there is none."""
         return self.held_out.validation if self.held_out else None
 
@@ -168,7 +169,7 @@ def open_stream(
     special_text_is_plain: bool | None,
     tokenizer_folder: Path,
     isolate_documents: bool,
-    held_out: TokenDataset | None,
+    held_out: TokenDataset | TokenMixture | None,
 ) -> Stream:
     """Open the sources of --streaming_dataset and the tokenizer.
 

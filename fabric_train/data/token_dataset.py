@@ -1,10 +1,12 @@
 """Open a token dataset on disk and read its rows as batches."""
 
+import abc
 import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import datasets
 import numpy as np
@@ -21,8 +23,39 @@ from fabric_train.tokenization.packing.token_folder import check_listed_files
 VALIDATION_NAMES = ("validation", "valid")
 
 
-class Rows(torch.utils.data.Dataset):
-    """The rows of one split, read as batches of a list of indices.
+StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+"""The ``input_ids`` of a row, its labels, and the starts of its documents; None if documents are not kept apart."""
+
+
+class IndexedRows(torch.utils.data.Dataset, abc.ABC):
+    """Rows that are read as batches of a list of indices."""
+
+    isolates: bool
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def longest(self) -> int:
+        """Return the number of tokens in the longest row."""
+
+    @abc.abstractmethod
+    def lengths(self) -> set[int]:
+        """Return the distinct row lengths, in tokens."""
+
+    @abc.abstractmethod
+    def read(self, indices: Sequence[int]) -> list[StoredRow]:
+        """Return the rows in the order of ``indices``."""
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
+        rows = self.read(indices)
+        starts = [borders for *_, borders in rows if borders is not None]
+        return pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], starts)
+
+
+class Rows(IndexedRows):
+    """The rows of one split.
 
     With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``.
     """
@@ -80,12 +113,12 @@ class Rows(torch.utils.data.Dataset):
             first += len(counts)
         return None
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
+    def read(self, indices: Sequence[int]) -> list[StoredRow]:
+        """Return the rows in the order of ``indices``."""
         table = self._table[list(indices)]
         labels = _lists(table, "labels" if self.has_labels else "input_ids")
-        starts = _lists(table, "document_starts") if self.isolates else []
-        return pad_rows(_lists(table, "input_ids"), labels, starts)
+        starts = _lists(table, "document_starts") if self.isolates else [None] * len(labels)
+        return list(zip(_lists(table, "input_ids"), labels, starts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,6 +128,16 @@ class TokenDataset:
     folder: Path
     train: Rows
     validation: Rows | None
+
+    @property
+    def parts(self) -> tuple["TokenDataset", ...]:
+        """This token dataset, as the only part of what is trained on."""
+        return (self,)
+
+    @property
+    def name(self) -> str:
+        """The folder, for messages."""
+        return str(self.folder)
 
     @functools.cached_property
     def manifest(self) -> Manifest | None:

@@ -12,8 +12,10 @@ from lightning import Fabric
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import find_other_world, num_restarts
+from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
+from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.distributed import devices, xla
 from fabric_train.distributed.compile import check_compiler
 from fabric_train.distributed.float8 import check_float8
@@ -27,10 +29,10 @@ from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import plan_steps, rows_per_window
 from fabric_train.training.metrics import Metrics, find_lost_rows
-from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, TrainArguments
+    from arguments import CheckpointArguments, DataArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""
@@ -47,7 +49,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         InputError: for whatever the user can fix.
     """
     folder = Path(arguments.save.output_dir)
-    _check_output_dir(folder, arguments.data.train_data_dir, arguments.checkpoint.checkpoint)
+    _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     device_plan = _plan_devices(arguments)
     start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
     continues = not (start_from.weights_only or arguments.evaluation.only_reads)
@@ -210,8 +212,9 @@ def _continue_from(
         return StartingPoint(checkpoint, state, lineage=lineage)
     same_data = not checkpoints.describe_data_changes(checkpoint, order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
-    # metrics that a signal left unlogged are those of a step of the other run
-    return StartingPoint(checkpoint, replace(state, unlogged=None), lineage=(*lineage, branch), branches=True)
+    # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
+    state = replace(state, unlogged=None, rows_of_sources=state.rows_of_sources if same_data else None)
+    return StartingPoint(checkpoint, state, lineage=(*lineage, branch), branches=True)
 
 
 def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
@@ -223,7 +226,7 @@ def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
     return state
 
 
-def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | None) -> TokenDataset | Stream:
+def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | None) -> TrainingData:
     """Open the training data, or with ``--eval_only`` the token dataset that has the validation rows."""
     given = arguments.data
     if arguments.evaluation.self_check and given.streaming_dataset is not None:
@@ -231,7 +234,7 @@ def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | Non
             "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
             "texts with tokenize_dataset.py --max_tokens 100000 and give --train_data_dir"
         )
-    dataset = open_dataset(given.train_data_dir, given.isolate_documents) if given.train_data_dir else None
+    dataset = _open_datasets(given, folder)
     if given.streaming_dataset is None or arguments.evaluation.eval_only:
         if dataset is None:
             raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
@@ -253,7 +256,13 @@ def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | Non
     )
 
 
-def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
+def _open_datasets(given: "DataArguments", folder: Path) -> TokenDataset | TokenMixture | None:
+    if given.mixes:
+        return open_mixture(given.data_dirs, given.shares, given.token_shares, given.isolate_documents, folder)
+    return open_dataset(given.data_dirs[0], given.isolate_documents) if given.data_dirs else None
+
+
+def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
     """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
     shape = _read_shape(arguments, checkpoint, data)
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
@@ -262,7 +271,7 @@ def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: Toke
     return shape
 
 
-def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: TokenDataset | Stream) -> ModelShape:
+def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
     given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
     if not given.family or checkpoint:
         return read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
@@ -273,12 +282,13 @@ def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: Toke
     return new_shape(given, layer_class)
 
 
-def _data_order(
-    data: TokenDataset | Stream, rows_per_window: int, seed: int
-) -> checkpoints.DataOrder | checkpoints.StreamOrder:
+def _data_order(data: TrainingData, rows_per_window: int, seed: int) -> checkpoints.DataOrder | checkpoints.StreamOrder:
     """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
         return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, seed)
+    if isinstance(data, TokenMixture):
+        rows = list(data.rows_per_epoch)
+        return checkpoints.DataOrder(data.fingerprint, sum(rows), rows_per_window, seed, Mixture.VERSION, rows)
     return checkpoints.StreamOrder(
         sources=data.texts.identities(),
         text_column=data.texts.column,

@@ -18,7 +18,7 @@ from fabric_train.checkpoint import (
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
-from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.streaming import Stream
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.packed_forward import VARLEN
 from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, scheduled_rate
@@ -191,7 +191,7 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
 
     The lanes of a stream check their own rows.
     """
-    if not isinstance(run.data, TokenDataset) or run.start.state.step > run.plan.num_steps:
+    if isinstance(run.data, Stream) or run.start.state.step > run.plan.num_steps:
         return []
     step, saved = run.start.state.step, run.start.state.rows_hash
     here = run.plan.window_order(run.arguments.data.seed).rows_hash(step - run.plan.data_starts_after)

@@ -4,19 +4,20 @@ import math
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
+from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream
-from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import num_decay_steps
-from fabric_train.preflight.dataset_check import DatasetCheck, check_dataset
-from fabric_train.training.prepared_run import StepPlan
+from fabric_train.preflight.dataset_check import check_dataset
+from fabric_train.training.prepared_run import StepPlan, TrainingData
 
 if TYPE_CHECKING:
     from arguments import TrainArguments, TrainingArguments
 
 
 def plan_steps(
-    arguments: "TrainArguments", model: ModelShape, data: TokenDataset | Stream, world_size: int, data_starts_after: int
+    arguments: "TrainArguments", model: ModelShape, data: TrainingData, world_size: int, data_starts_after: int
 ) -> StepPlan:
     """Count the windows and steps of a run, whose data begin after the step ``data_starts_after``.
 
@@ -26,15 +27,14 @@ def plan_steps(
     """
     training = arguments.training
     dataset = data.held_out if isinstance(data, Stream) else data
-    check = DatasetCheck((), ())
-    if dataset is not None:
-        check = check_dataset(dataset, model, arguments.data.isolate_documents)
-    faults = list(check.faults)
+    parts = dataset.parts if dataset is not None else ()
+    checks = [check_dataset(part, model, arguments.data.isolate_documents) for part in parts]
+    faults = [fault for check in checks for fault in check.faults]
     if isinstance(data, Stream):
         faults += _faults_of_stream(data, model, training.max_step)
     elif arguments.evaluation.eval_only and data.validation is None:
         faults.append(
-            f"--eval_only true: {data.folder} has no validation split; tokenize with --validation_split above 0"
+            f"--eval_only true: {data.name} has no validation split; tokenize with --validation_split above 0"
         )
     num_data_ranks = world_size // arguments.fsdp.tensor_parallel_size
     together, accumulation = _rows_at_once(arguments, world_size)
@@ -47,9 +47,12 @@ def plan_steps(
         )
     if faults:
         raise InputError(*faults)
-    num_rows = windows_per_epoch = in_epochs = None
-    if isinstance(data, TokenDataset):
-        num_rows = len(data.train)
+    num_rows = windows_per_epoch = in_epochs = mixture = None
+    if isinstance(data, TokenMixture):
+        sizes = tuple(len(part.train) for part in data.parts)
+        mixture = Mixture(sizes, data.rows_per_epoch, together * accumulation, arguments.data.seed)
+    if not isinstance(data, Stream):
+        num_rows = sum(mixture.rows_per_epoch) if mixture else len(data.train)
         windows_per_epoch = math.ceil(num_rows / (together * accumulation))
         in_epochs = data_starts_after + windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
@@ -65,7 +68,8 @@ def plan_steps(
         windows_per_epoch=windows_per_epoch,
         num_steps=num_steps,
         tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
-        notes=(*check.notes, *_notes(arguments, num_steps, in_epochs, data)),
+        mixture=mixture,
+        notes=(*(note for check in checks for note in check.notes), *_notes(arguments, num_steps, in_epochs, data)),
         data_starts_after=data_starts_after,
     )
 
@@ -113,9 +117,7 @@ def _check_decay(training: "TrainingArguments", num_steps: int) -> None:
         )
 
 
-def _notes(
-    arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TokenDataset | Stream
-) -> list[str]:
+def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TrainingData) -> list[str]:
     notes = []
     training = arguments.training
     if training.max_step and in_epochs and training.max_step > in_epochs:
@@ -130,7 +132,7 @@ def _notes(
     if training.warmup_steps > num_steps:
         notes.append(f"--warmup_steps {training.warmup_steps} is longer than the run's {num_steps} steps")
     if data.validation is None:
-        folder = arguments.data.train_data_dir
-        lacking = f"{folder} has no validation split" if folder else "--train_data_dir is not given"
+        folders = ", ".join(arguments.data.data_dirs)
+        lacking = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
         notes.append(f"{lacking}: nothing will be evaluated")
     return notes

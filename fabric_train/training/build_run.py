@@ -11,7 +11,7 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
 from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
-from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.collectives import StepSync, data_ranks, first_text, sync_step
 from fabric_train.distributed.compile import MAX_STATIC_LENGTHS
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
@@ -33,7 +33,7 @@ from fabric_train.training.evaluation import Evaluation, evaluate
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import LoopParts
 from fabric_train.training.nonfinite_guard import StepGuard
-from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.progress_line import ProgressLine
 from fabric_train.training.run_log import note, progress
@@ -49,9 +49,8 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
     arguments = run.arguments
     progress.info("building the model")
     meta_model = _open(run)
-    if fabric.is_global_zero and isinstance(run.data, TokenDataset):
-        line = note_on_end_of_turn(meta_model, run.data)
-        if line:
+    if fabric.is_global_zero and not isinstance(run.data, Stream):
+        for line in filter(None, (note_on_end_of_turn(meta_model, part) for part in run.data.parts)):
             note(line)
     if meta_model.model.generation_config is not None:
         add_stop_tokens(meta_model.model.generation_config, run.data.stop_token_ids)
@@ -163,7 +162,7 @@ def build_loop_parts(
             given.save.async_save,
             saved,
         ),
-        guard=StepGuard(fabric, f"{data.folder / 'train'}" if isinstance(data, TokenDataset) else "the stream", warn),
+        guard=_guard(fabric, data, warn),
         evaluate=validate,
         log=outputs.log,
         flush=outputs.flush,
@@ -172,6 +171,12 @@ def build_loop_parts(
         flops=run.model.flops,
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
     )
+
+
+def _guard(fabric: Fabric, data: TrainingData, warn: Callable[[str], None]) -> StepGuard:
+    if isinstance(data, TokenMixture):
+        return StepGuard(fabric, "the token datasets", warn, data.row_name)
+    return StepGuard(fabric, "the stream" if isinstance(data, Stream) else f"{data.folder / 'train'}", warn)
 
 
 def _open(run: PreparedRun) -> MetaModel:
@@ -228,7 +233,7 @@ def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSo
 def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     arguments, plan, data = run.arguments, run.plan, run.data
     num_workers, pins, ranks = arguments.data.num_workers, fabric.device.type == "cuda", data_ranks(fabric)
-    if isinstance(data, TokenDataset):
+    if not isinstance(data, Stream):
         order = plan.window_order(arguments.data.seed, ranks.rank)
         return TrainBatches(data.train, order, num_workers, pins, plan.data_starts_after)
     fabric.barrier()  # rank 0 has written the tokenizer

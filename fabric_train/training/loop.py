@@ -259,8 +259,17 @@ def _state_after(state: TrainerState, window: Window, step: _Step) -> TrainerSta
         skipped_steps=state.skipped_steps + has_fault,
         train_loss=None if has_fault else step.check.loss,
         rows_hash=window.rows_hash,
+        rows_of_sources=_rows_of_sources(state, window),
         val_loss=None,
     )
+
+
+def _rows_of_sources(state: TrainerState, window: Window) -> list[int] | None:
+    """Return the rows of each source after a window; None without a mixture."""
+    if window.rows_of_sources is None:
+        return None
+    before = state.rows_of_sources or [0] * len(window.rows_of_sources)
+    return [rows + more for rows, more in zip(before, window.rows_of_sources, strict=True)]
 
 
 def _metrics(parts: LoopParts, state: TrainerState, step: _Step, stopwatch: Stopwatch) -> Metrics:

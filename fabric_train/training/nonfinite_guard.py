@@ -29,9 +29,11 @@ class StepCheck:
 class StepGuard:
     """Checks the loss and the gradient norm of every step. All ranks call it together and get the same result."""
 
-    def __init__(self, fabric: Fabric, data: str, warn: Callable[[str], None]) -> None:
-        """``data`` names the source of the rows in messages; ``warn`` shows the user a line, once for all ranks."""
-        self._fabric, self._data, self._warn = fabric, data, warn
+    def __init__(
+        self, fabric: Fabric, data: str, warn: Callable[[str], None], row_name: Callable[[int], str] = str
+    ) -> None:
+        """``data`` and ``row_name`` name the rows in messages; ``warn`` shows the user a line, once for all ranks."""
+        self._fabric, self._data, self._warn, self._row_name = fabric, data, warn, row_name
         self._scaler = getattr(fabric.strategy.precision, "scaler", None)
         self._spikes = SpikeRule()
 
@@ -83,7 +85,7 @@ class StepGuard:
     def _names(self, window: Window) -> dict[int, str]:
         """Name every row of the window: by its index, or in a stream by its lane and the document after it."""
         if window.cursors is None:
-            return {row: str(row) for row in window.rows.tolist()}
+            return {row: self._row_name(row) for row in window.rows.tolist()}
         cursors = gather_over_data_ranks(self._fabric, torch.from_numpy(window.cursors)).reshape(-1, 4).tolist()
         return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, _ in cursors}
 

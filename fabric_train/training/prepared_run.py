@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from fabric_train.checkpoint import BranchPoint, DataOrder, StreamOrder, TrainerState
+from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
+
+
+TrainingData: TypeAlias = TokenDataset | TokenMixture | Stream
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,10 @@ class StartingPoint:
 class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
-    ``num_rows`` and ``windows_per_epoch`` are None for a stream, whose length is unknown. The first window of the data
-    is that of the step after ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines
-    that the user should read before the run starts.
+    ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream, whose length is unknown. ``mixture`` is
+    None for a stream and for one token dataset without shares. The first window of the data is that of the step after
+    ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines that the user should read
+    before the run starts.
     """
 
     num_rows: int | None
@@ -63,13 +69,22 @@ class StepPlan:
     windows_per_epoch: int | None
     num_steps: int
     tokens_per_row: int
+    mixture: Mixture | None = None
     notes: tuple[str, ...] = ()
     data_starts_after: int = 0
 
     def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
         """Return which rows of a token dataset a data rank takes at every step."""
         assert self.num_rows is not None  # a stream has an order of its own
-        return WindowOrder(self.num_rows, self.rows_per_window, self.micro_batch_size, self.num_data_ranks, rank, seed)
+        return WindowOrder(
+            self.num_rows,
+            self.rows_per_window,
+            self.micro_batch_size,
+            self.num_data_ranks,
+            rank,
+            seed,
+            self.mixture,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ class PreparedRun:
     folder: Path
     devices: DevicePlan
     start: StartingPoint
-    data: TokenDataset | Stream
+    data: TrainingData
     model: ModelShape
     plan: StepPlan
     order: DataOrder | StreamOrder

@@ -13,7 +13,7 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import FAILURE, STOPPED
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
-from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.heartbeat import Heartbeat
 from fabric_train.distributed.host_memory import reuse_freed_memory
 from fabric_train.distributed.signals import stop_signals
@@ -75,6 +75,8 @@ def _write_run_folder(run: PreparedRun) -> None:
     if isinstance(run.data, Stream):
         check_no_links_in(run.data.tokenizer_folder)
         run.data.tokenizer.save(run.data.tokenizer_folder)
+    elif isinstance(run.data, TokenMixture) and not run.arguments.evaluation.only_reads:
+        run.data.write_manifest()
 
 
 def _train(
@@ -134,7 +136,7 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: H
 
 def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) -> int:
     """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
-    assert isinstance(run.data, TokenDataset)  # preflight refuses streams
+    assert not isinstance(run.data, Stream)  # preflight refuses it
     path = run.folder / "self_check.json"
     check_no_link(path)
     progress.info("self check")

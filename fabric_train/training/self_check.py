@@ -17,7 +17,7 @@ from lightning import Fabric
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
-from fabric_train.data.token_dataset import Rows
+from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.collectives import data_ranks, gather_over_ranks
 from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.distributed.shards import original_name
@@ -102,7 +102,7 @@ def check_cuts(
     fabric: Fabric,
     model: Any,
     optimizer: Any,
-    rows: Rows,
+    rows: IndexedRows,
     indices: list[int],
     micro_batch_size: int,
     precision: str,
@@ -158,7 +158,7 @@ def _length(longest: int, micro_batch_size: int, device: str) -> int:
     return min(longest, max(_SHORTEST, together // _ROWS_OF_RANK))
 
 
-def _read(rows: Rows, index: int, length: int) -> _Row:
+def _read(rows: IndexedRows, index: int, length: int) -> _Row:
     """Return ``length`` tokens of a row, around its first document border or from its first label."""
     batch = rows.__getitems__([index])
     starts = np.array([0])

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fabric_train.checkpoint import TrainerState, best_checkpoint, read_trainer_state
+from fabric_train.data.streaming import Stream
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps, scheduled_rate
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from fabric_train.training.self_check import SelfCheck
 
 
-def describe_start(run: PreparedRun) -> Table:
-    """Return the run in short: model, data, devices, steps, learning rate, and what it starts from."""
+def describe_start(run: PreparedRun) -> Group:
+    """Return the run in short: model, data, devices, steps, learning rate, what it starts from, and its mixture."""
     arguments, plan = run.arguments, run.plan
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
     table = _table("Fabric Train")
@@ -39,7 +40,7 @@ def describe_start(run: PreparedRun) -> Table:
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row("learning rate", _learning_rate(run))
     table.add_row("output", arguments.save.output_dir)
-    return table
+    return Group(table, *describe_mixture(run))
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
@@ -49,10 +50,11 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
     return f"mfu: ({flops}) × tokens/s / {peak_flops / 1e12:,.1f} TFLOP/s of all devices"
 
 
-def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Table:
+def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
 
-    Reads the validation loss of each checkpoint.
+    Of a mixture, it has the tokens of each token dataset that were seen, beside those that were planned. Reads the
+    validation loss of each checkpoint.
     """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
@@ -72,7 +74,31 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         table.add_row("best checkpoint", f"{best}, validation loss {read_trainer_state(best).val_loss:.4f}")
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
-    return table
+    return Group(table, *describe_mixture(run, state.rows_of_sources))
+
+
+def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Table]:
+    """Return the table of a mixture's token datasets; no table without a mixture.
+
+    ``seen`` are the rows of each that the run has read, None before it starts.
+    """
+    plan = run.plan
+    if plan.mixture is None or isinstance(run.data, Stream):
+        return []
+    planned = plan.mixture.rows_until(plan.num_steps - plan.data_starts_after)
+    columns = ["source", "tokens", "share", "epochs", "tokens of the run", *(["tokens seen"] if seen else [])]
+    table = Table(*columns[:1], title="Mixture", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    totals = [planned, *([seen] if seen else [])]
+    rows = zip((part.folder for part in run.data.parts), plan.mixture.num_rows, *totals, strict=True)
+    for folder, num_rows, *counts in rows:
+        share, epochs = f"{counts[0] / sum(planned):.2%}", f"{counts[0] / num_rows:.2f}"
+        tokens = [f"{count * plan.tokens_per_row:,}" for count in (num_rows, *counts)]
+        table.add_row(str(folder), tokens[0], share, epochs, *tokens[1:])
+    sums = [f"{sum(counts) * plan.tokens_per_row:,}" for counts in (plan.mixture.num_rows, *totals)]
+    table.add_row("all", sums[0], "", "", *sums[1:])
+    return [table]
 
 
 def describe_stop(end: "End", num_steps: int) -> str:
@@ -132,7 +158,8 @@ def _data(run: PreparedRun) -> str:
     given, rows = run.arguments.data, f"rows of {run.plan.tokens_per_row:,} tokens"
     if given.streaming_dataset:
         return f"stream of {', '.join(given.streaming_dataset)}, {rows}"
-    return f"{given.train_data_dir}: {run.plan.num_rows:,} {rows}"
+    an_epoch = " an epoch" if given.mixes else ""
+    return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{an_epoch}"
 
 
 def _table(title: str) -> Table:

@@ -292,6 +292,32 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("--shares 1 2", "--shares has 2 numbers for 3 folders of --train_data_dir; give one each"),
+        ("--token_shares 1", "--token_shares has 1 numbers for 3 folders of --train_data_dir; give one each"),
+        ("--shares 1 1 1 --token_shares 1 1 1", "--shares and --token_shares contradict each other: give one of them"),
+        (
+            "--shares 1 1 1 --streaming_dataset texts",
+            "--shares: a stream has no shares; tokenize it and give --train_data_dir",
+        ),
+        ("--shares 1 0 1", "--shares: expected a list, each a number above 0 or null, got ['1', '0', '1']"),
+    ],
+)
+def test_shares_that_fit_no_token_datasets_are_refused(line: str, fault: str) -> None:
+    given = f"--train_data_dir a b c --output_dir run {line}".split()
+    assert faults(*given, required=[]) == [fault]
+
+
+def test_several_token_datasets_and_their_shares_can_be_in_yaml(tmp_path: Path) -> None:
+    config = write(tmp_path / "run.yaml", "train_data_dir: [a, b]\nshares: [1, 0.15]\noutput_dir: run\n")
+    data = parse(TrainArguments, ["--config", config]).data
+    assert (data.data_dirs, data.shares, data.mixes) == (["a", "b"], [1.0, 0.15], True)
+    one = parse(TrainArguments, ["--config", config, "--train_data_dir", "a", "--shares", "null"]).data
+    assert (one.data_dirs, one.shares, one.mixes) == (["a"], None, False)
+
+
 def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
     assert faults("--lr", "1e-3x", "--min_lr", "1e-3") == ["--lr: expected a number above 0, got '1e-3x'"]
 

@@ -57,7 +57,7 @@ def train_windows(
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> dict[str, int]:
+def cuts(draw: st.DrawFn) -> dict[str, Any]:
     """Rows, and the ways a window of them may be cut."""
     micro_batch_size, world_size = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     accumulation = draw(st.integers(1, 4))
@@ -70,7 +70,7 @@ def cuts(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def windows_of_rank(cut: dict[str, int], rank: int, epoch: int) -> list[list[list[int]]]:
+def windows_of_rank(cut: dict[str, Any], rank: int, epoch: int) -> list[list[list[int]]]:
     """The micro-batches of every window of an epoch on a rank."""
     order = WindowOrder(**cut, rank=rank)
     batches = order.batches(epoch, 0)
@@ -81,7 +81,7 @@ def windows_of_rank(cut: dict[str, int], rank: int, epoch: int) -> list[list[lis
 
 @settings(deadline=None)
 @given(cuts(), st.integers(0, 3))
-def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, int], epoch: int) -> None:
+def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, Any], epoch: int) -> None:
     seen: list[int] = []
     for rank in range(cut["world_size"]):
         for window in windows_of_rank(cut, rank, epoch):
@@ -91,7 +91,7 @@ def test_every_row_is_seen_once_an_epoch_over_all_ranks(cut: dict[str, int], epo
 
 @settings(deadline=None)
 @given(cuts(), cuts(), st.integers(0, 3))
-def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, int], other: dict[str, int], epoch: int) -> None:
+def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, Any], other: dict[str, Any], epoch: int) -> None:
     # two cuts of the same window: only micro-batches and ranks differ
     other = other | {name: cut[name] for name in ("num_rows", "rows_per_window", "seed")}
     windows = []
@@ -103,7 +103,7 @@ def test_a_window_holds_the_same_rows_however_it_is_cut(cut: dict[str, int], oth
 
 @settings(deadline=None)
 @given(cuts())
-def test_every_rank_has_as_many_micro_batches_and_none_is_too_large(cut: dict[str, int]) -> None:
+def test_every_rank_has_as_many_micro_batches_and_none_is_too_large(cut: dict[str, Any]) -> None:
     ranks = [windows_of_rank(cut, rank, 0) for rank in range(cut["world_size"])]
     assert len({tuple(len(window) for window in windows) for windows in ranks}) == 1
     sizes = [len(batch) for windows in ranks for window in windows for batch in window]
@@ -112,7 +112,7 @@ def test_every_rank_has_as_many_micro_batches_and_none_is_too_large(cut: dict[st
 
 @settings(deadline=None)
 @given(cuts())
-def test_the_last_window_holds_what_is_left(cut: dict[str, int]) -> None:
+def test_the_last_window_holds_what_is_left(cut: dict[str, Any]) -> None:
     order = WindowOrder(**cut, rank=0)
     sizes = [order.num_rows_in(window) for window in range(order.windows_per_epoch)]
     assert sizes[:-1] == [cut["rows_per_window"]] * (len(sizes) - 1)

@@ -10,10 +10,11 @@ from fabric_train.preflight.memory.plan_tables import report
 from fabric_train.preflight.memory.resources import device_memory, machine_memory
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
+from fabric_train.training.summary import describe_mixture
 
 
 def print_plan(run: PreparedRun) -> None:
-    """Print memory, disk and traffic of a run, traced on fake tensors.
+    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture.
 
     Raises:
         InputError: the run does not fit, or the model cannot be traced.
@@ -26,6 +27,8 @@ def print_plan(run: PreparedRun) -> None:
         raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
     lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
     show(report(forecast, run.plan, request.num_checkpoints(), request.device_memory, *lines))
+    for table in describe_mixture(run):
+        show(table)
     for line in run.notes:
         note(line)
     faults = faults_of(request, forecast)

@@ -1,0 +1,271 @@
+"""Compute by index which rows of several sources an optimizer step takes, in constant memory.
+
+This is version 2 of the order. Version 1 is ``step_sampler.WindowOrder`` without a mixture, which draws a permutation
+of all rows for each epoch. Row r of a window follows from (seed, epoch, window, r) in three steps:
+
+1. Each source has the same number of rows in every window, up or down to a whole number (:class:`Mixture`).
+2. So the row is the q-th that the run reads of its source. These make passes over the source, each in a new order.
+3. The order of a pass is a permutation that is computed by index (:func:`permute`).
+
+Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch has 6 + 4 = 10 rows in 2 windows of
+3 + 2 rows. The rows of the second source are read twice in each epoch.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from fabric_train.data.row_hash import hash_of
+
+_ROUNDS = 8
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+_INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+_TRIED_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The rows of every window of a mixture, as a function of (seed, epoch, window).
+
+    ``num_rows`` and ``rows_per_epoch`` have one number for each source: the rows that it has, and those that an epoch
+    takes of it. A row is an index into the sources' rows one after the other.
+
+    Each window has, of every source, ``rows in the window × rows_per_epoch[source] / rows of an epoch`` rows, rounded
+    up or down, and an epoch has exactly ``rows_per_epoch``.
+
+    The windows of an epoch but a shorter last one are alike. Let M be their number. In each of them a source has g/M
+    rows more than a whole number, and G is the sum of g up to this source, so G of the last one is a multiple of M.
+    With an offset u between 0 and M - 1, the source gets one more row in the window if a multiple of M lies between its
+    two sums plus u: systematic sampling (W. G. Madow, L. H. Madow: On the theory of systematic sampling, 1944). Window
+    v has the offset v × s mod M, where s and M have no common divisor, so M windows have all offsets and give the
+    source exactly g rows. s is near M divided by the golden ratio, so that a source's rows are spread over the epoch.
+    """
+
+    num_rows: tuple[int, ...]
+    rows_per_epoch: tuple[int, ...]
+    rows_per_window: int
+    seed: int
+
+    VERSION: ClassVar[int] = 2
+
+    def rows_in(self, epoch: int, window: int) -> np.ndarray:
+        """Return the rows of an epoch's window, both counted from 0, as int64 [rows in the window].
+
+        The rows of each source are spread evenly over the window.
+        """
+        before, counts = np.array(self.rows_before(window)), np.array(self._counts(window))
+        sources = np.repeat(np.arange(len(counts)), counts)
+        nth = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+        in_order = np.argsort((2 * nth + 1) / counts[sources], kind="stable")
+        sources, nth = sources[in_order], nth[in_order]
+        sizes = np.array(self.num_rows)[sources]
+        passes, index = np.divmod(epoch * np.array(self.rows_per_epoch)[sources] + before[sources] + nth, sizes)
+        return self._offsets[sources] + permute(index, sizes, _keys(self.seed, sources, passes))
+
+    def rows_before(self, window: int) -> list[int]:
+        """Return how many rows of each source an epoch has before a window.
+
+        The number of windows gives the whole epoch. It takes O(sources × log windows) operations.
+        """
+        if window == 0:
+            return [0] * len(self.num_rows)
+        if window > self._full_windows:
+            return list(self.rows_per_epoch)
+        # the offset of window i is step × i without multiples of M; these are the same in two sums, and cancel out
+        further = [floor_sum(window, self._full_windows, self._step, sum_) for sum_ in self._sums]
+        return [
+            window * base + after - until for base, (until, after) in zip(self._bases, pairwise(further), strict=True)
+        ]
+
+    def rows_until(self, step: int) -> list[int]:
+        """Return how many rows of each source the first ``step`` windows of a run have."""
+        epochs, window = divmod(step, self.windows_per_epoch)
+        return [epochs * rows + more for rows, more in zip(self.rows_per_epoch, self.rows_before(window), strict=True)]
+
+    def rows_hash(self, step: int) -> str:
+        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``: O(log step) windows.
+
+        A resumed run compares it. The rows of other steps follow from the same numbers, so they need no replay.
+        """
+        return _rows_hash(self, step)
+
+    def count(self, rows: np.ndarray) -> list[int]:
+        """Count the rows of each source among ``rows``, which are int64 of any length."""
+        sources = np.searchsorted(self._offsets, rows, side="right") - 1
+        return np.bincount(sources, minlength=len(self.num_rows)).tolist()
+
+    def _counts(self, window: int) -> list[int]:
+        """Return how many rows of each source a window has."""
+        if window == self._full_windows:
+            return list(self._in_last_window)
+        offset = self._step * window % self._full_windows
+        further = [(sum_ + offset) // self._full_windows for sum_ in self._sums]
+        return [base + after - until for base, (until, after) in zip(self._bases, pairwise(further), strict=True)]
+
+    @functools.cached_property
+    def windows_per_epoch(self) -> int:
+        """The number of windows in an epoch; the last one has the remaining rows."""
+        return -(-sum(self.rows_per_epoch) // self.rows_per_window)
+
+    @functools.cached_property
+    def _offsets(self) -> np.ndarray:
+        return np.array([0, *accumulate(self.num_rows)][:-1])
+
+    @functools.cached_property
+    def _full_windows(self) -> int:
+        return sum(self.rows_per_epoch) // self.rows_per_window
+
+    @functools.cached_property
+    def _in_last_window(self) -> list[int]:
+        """The rows of each source in the shorter last window; 0 if all windows are full.
+
+        What is left for the M full windows then has the bounds that the class promises. Let a source's share of such a
+        window be x. It keeps a whole number of rows that differs from M × x by less than 1. So it is not below
+        M × floor(x) nor above M × ceil(x), which are whole numbers too.
+        """
+        return apportion(self.rows_per_epoch, sum(self.rows_per_epoch) % self.rows_per_window)
+
+    @functools.cached_property
+    def _in_full_windows(self) -> list[int]:
+        return [rows - last for rows, last in zip(self.rows_per_epoch, self._in_last_window, strict=True)]
+
+    @functools.cached_property
+    def _bases(self) -> list[int]:
+        """The rows that a source has in every full window."""
+        return [rows // self._full_windows for rows in self._in_full_windows]
+
+    @functools.cached_property
+    def _sums(self) -> list[int]:
+        """The sums G of the rows beyond ``_bases`` [sources + 1], from 0."""
+        return [0, *accumulate(rows % self._full_windows for rows in self._in_full_windows)]
+
+    @functools.cached_property
+    def _step(self) -> int:
+        return spreading_step(self._full_windows)
+
+
+@functools.lru_cache(maxsize=64)  # of a run's next step, all but one or two are known
+def _rows_hash(mixture: Mixture, step: int) -> str:
+    if step == 0:
+        return ""
+    return hash_of(mixture.rows_in(*divmod(step - 1, mixture.windows_per_epoch)), _rows_hash(mixture, step // 2))
+
+
+def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:
+    """Return whole numbers with the sum ``total``: each is ``total × weight / sum of weights``, rounded up or down."""
+    sums = [0, *accumulate(weights)]
+    borders = [math.floor(total * Fraction(sum_) / Fraction(sums[-1])) for sum_ in sums]
+    return [after - until for until, after in pairwise(borders)]
+
+
+def rows_of_shares(num_rows: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """Return how many rows of each source an epoch takes: 1 is all, 0.15 is 15 % of them, 2 is each row twice.
+
+    A share of 0.15 takes other rows in each epoch, until all were taken. The result is rounded to whole rows.
+    """
+    return [round(Fraction(str(share)) * rows) for rows, share in zip(num_rows, shares, strict=True)]
+
+
+def rows_of_token_shares(num_rows: Sequence[int], token_shares: Sequence[float]) -> list[int]:
+    """Return how many rows of each source an epoch takes if it has as many rows as all sources together.
+
+    ``token_shares`` are relative to their sum. They are shares of the tokens because all rows have the same length.
+    """
+    return apportion([Fraction(str(share)) for share in token_shares], sum(num_rows))
+
+
+def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the place of each index in a permutation of ``range(num_rows)`` that its key chooses.
+
+    A Feistel network on a × b values, at least ``num_rows`` and fewer than ``num_rows + a``, with cycle walking: the
+    generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The round
+    function is :func:`_mix`, which is not secret. Eight rounds.
+
+    Args:
+        index: int64 [n], from 0 to ``num_rows`` - 1.
+        num_rows: int64 [n], above 0 and below 2**53.
+        keys: uint64 [n].
+
+    Returns:
+        int64 [n], from 0 to ``num_rows`` - 1; for one key a bijection.
+    """
+    size = num_rows.astype(np.uint64)
+    width = np.ceil(np.sqrt(num_rows)).astype(np.uint64)
+    height = -(-num_rows // width.astype(np.int64)).astype(np.uint64)
+    values = index.astype(np.uint64)
+    outside: np.ndarray = np.arange(len(values))
+    while len(outside):
+        values[outside] = _feistel(values[outside], width[outside], height[outside], keys[outside])
+        outside = outside[values[outside] >= size[outside]]
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return a bijection of ``range(width × height)``; all arguments and the result are uint64 [n]."""
+    right, left = np.divmod(values, width)
+    for number in range(0, _ROUNDS, 2):
+        left = (left + _mix(keys + _round_constant(number) ^ right) % width) % width
+        right = (right + _mix(keys + _round_constant(number + 1) ^ left) % height) % height
+    return right * width + left
+
+
+def _round_constant(number: int) -> np.uint64:
+    return np.uint64((number + 1) * _GOLDEN_RATIO_64 % 2**64)
+
+
+def _keys(seed: int, sources: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """Return a key, uint64 [n], for each (seed, source, pass)."""
+    key: np.ndarray = np.full(len(sources), seed, np.uint64)
+    for part in (sources, passes):
+        key = _mix(key + np.uint64(_GOLDEN_RATIO_64)) ^ part.astype(np.uint64)
+    return _mix(key + np.uint64(_GOLDEN_RATIO_64))
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Return the output function of SplitMix64, a bijection of uint64 (Steele, Lea, Flood: OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def floor_sum(count: int, modulus: int, step: int, start: int) -> int:
+    """Return ``sum((start + step * i) // modulus for i in range(count))`` in O(log modulus) operations.
+
+    By Euclid's algorithm: Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5; AtCoder Library, ``floor_sum``.
+    """
+    total = 0
+    while True:
+        total += count * (count - 1) // 2 * (step // modulus) + count * (start // modulus)
+        step, start = step % modulus, start % modulus
+        last = step * count + start
+        if last < modulus:
+            return total
+        count, start = divmod(last, modulus)
+        modulus, step = step, modulus
+
+
+@functools.lru_cache
+def spreading_step(modulus: int) -> int:
+    """Return a number s without a common divisor with ``modulus`` whose multiples spread evenly over its residues.
+
+    Of the numbers near ``modulus`` divided by the golden ratio, s has the continued fraction s / modulus with the
+    smallest sum of partial quotients, which bounds the discrepancy of its multiples (H. Niederreiter: Random Number
+    Generation and Quasi-Monte Carlo Methods, 1992, chapter 3).
+    """
+    near = round(modulus * _INVERSE_GOLDEN_RATIO)
+    tried = range(max(1, near - _TRIED_STEPS), max(2, min(modulus, near + _TRIED_STEPS + 1)))
+    coprime = [number for number in tried if math.gcd(number, modulus) == 1]
+    return min(coprime, key=lambda number: sum(_partial_quotients(number, modulus)))
+
+
+def _partial_quotients(number: int, modulus: int) -> Iterator[int]:
+    while number:
+        quotient, rest = divmod(modulus, number)
+        yield quotient
+        modulus, number = number, rest

@@ -1,0 +1,150 @@
+"""Open several token datasets as one: the rows of one after the rows of another, read in shares."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError
+from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
+from fabric_train.data.token_dataset import IndexedRows, StoredRow, TokenDataset, open_dataset
+from fabric_train.files.regular_file import check_no_link
+from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
+from fabric_train.tokenization.merged_manifest import merge_manifests, open_inputs
+
+
+class JoinedRows(IndexedRows):
+    """The rows of several splits, those of one after those of another."""
+
+    def __init__(self, parts: Sequence[IndexedRows]) -> None:
+        self._parts = tuple(parts)
+        self._starts = np.array([0, *accumulate(map(len, parts))])
+        self.isolates = parts[0].isolates
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def longest(self) -> int:
+        """Return the number of tokens in the longest row."""
+        return max(part.longest() for part in self._parts)
+
+    def lengths(self) -> set[int]:
+        """Return the distinct row lengths, in tokens."""
+        return set[int]().union(*(part.lengths() for part in self._parts))
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the number of the split that has a row, and the row's number in it."""
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return part, row - int(self._starts[part])
+
+    def read(self, indices: Sequence[int]) -> list[StoredRow]:
+        """Return the rows in the order of ``indices``; those of one split are read together."""
+        by_part: dict[int, list[tuple[int, int]]] = {}
+        for number, index in enumerate(indices):
+            part, row = self.place(index)
+            by_part.setdefault(part, []).append((number, row))
+        found: dict[int, StoredRow] = {}
+        for part, wanted in by_part.items():
+            numbers, rows = zip(*wanted, strict=True)
+            found |= zip(numbers, self._parts[part].read(rows), strict=True)
+        return [found[number] for number in range(len(indices))]
+
+
+@dataclass(frozen=True)
+class TokenMixture:
+    """Several token datasets of one tokenizer and one row length, or one of which an epoch takes a share.
+
+    ``rows_per_epoch`` has the rows that an epoch takes of each one's train split. ``manifest_folder`` is where the run
+    keeps ``manifest``, which describes all of them.
+    """
+
+    parts: tuple[TokenDataset, ...]
+    rows_per_epoch: tuple[int, ...]
+    train: JoinedRows
+    validation: JoinedRows | None
+    manifest: Manifest
+    manifest_folder: Path
+
+    @property
+    def isolates(self) -> bool:
+        """Whether training keeps the documents of a row apart."""
+        return self.train.isolates
+
+    @property
+    def name(self) -> str:
+        """The folders, for messages."""
+        return ", ".join(str(part.folder) for part in self.parts)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The SHA-256 of the fingerprints of the token datasets, in their order."""
+        return hashlib.sha256("\n".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end documents, and turns of chats."""
+        return self.manifest.tokenizer.stop_token_ids
+
+    @property
+    def attachments(self) -> tuple[Path, ...]:
+        """The files and folders that each checkpoint copies, so that it can be exported and used on its own."""
+        return self.manifest_folder / FILE_NAME, self.parts[0].folder / "tokenizer"
+
+    def write_manifest(self) -> None:
+        """Write ``manifest`` into ``manifest_folder``."""
+        check_no_link(self.manifest_folder / FILE_NAME)
+        write_manifest(self.manifest_folder, self.manifest)
+
+    def row_name(self, row: int) -> str:
+        """Return a row's token dataset and its number there, for messages."""
+        part, number = self.train.place(row)
+        return f"{self.parts[part].folder / 'train'}:{number}"
+
+
+def open_mixture(
+    folders: Sequence[str],
+    shares: Sequence[float] | None,
+    token_shares: Sequence[float] | None,
+    isolate_documents: bool,
+    manifest_folder: Path,
+) -> TokenMixture:
+    """Open the token datasets of ``--train_data_dir``.
+
+    Args:
+        folders: The token datasets.
+        shares: How much of each an epoch takes, see ``rows_of_shares``; None is all of each.
+        token_shares: The shares of the tokens instead, see ``rows_of_token_shares``.
+        isolate_documents: Whether batches keep the documents of a row apart.
+        manifest_folder: Where the manifest of all of them will be.
+
+    Raises:
+        InputError: one cannot be read, they do not fit together, or a share is less than one row.
+    """
+    parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
+    manifest = merge_manifests(open_inputs([part.folder for part in parts]))
+    num_rows = [len(part.train) for part in parts]
+    if token_shares is None:
+        rows_per_epoch = rows_of_shares(num_rows, shares or [1.0] * len(parts))
+    else:
+        rows_per_epoch = rows_of_token_shares(num_rows, token_shares)
+    given = "--shares" if token_shares is None else "--token_shares"
+    faults = [
+        f"{given} takes no row of {part.folder} in an epoch, which has {total:,}; give it more, or leave it out"
+        for part, rows, total in zip(parts, rows_per_epoch, num_rows, strict=True)
+        if rows == 0
+    ]
+    if faults:
+        raise InputError(*faults)
+    held_out = [part.validation for part in parts if part.validation]
+    return TokenMixture(
+        parts=parts,
+        rows_per_epoch=tuple(rows_per_epoch),
+        train=JoinedRows([part.train for part in parts]),
+        validation=JoinedRows(held_out) if held_out else None,
+        manifest=manifest,
+        manifest_folder=manifest_folder,
+    )
