@@ -403,7 +403,7 @@ def test_family_whose_documents_see_each_other_is_refused(config: PretrainedConf
             "cuda",
             "--attention flash_attention_2 computes in 16 bits only, not in --precision 32-true; use",
         ),
-        (["--attention", "flex_attention"], "cpu", "--attention flex_attention cannot train without a GPU: torch has no"),
+        (["--attention", "flex_attention"], "cpu", "--attention flex_attention cannot train without a GPU: torch"),
     ],
 )
 def test_attention_that_cannot_run_here_is_refused(options: list[str], accelerator: str, fault: str) -> None:
