@@ -199,7 +199,7 @@ def _lineage(branches: Sequence[BranchPoint]) -> str:
             for name, (there, here) in branch.changed.items()
             if name in (*_HYPERPARAMETERS, *_DATA)
         ]
-        data = [] if branch.continues_data else ["the data began anew"]
+        data = [] if branch.continues_data else ["other data from the start"]
         rows.append((f"`{Path(branch.run).name}`", f"{branch.step:,}", ", ".join([*changed, *data]) or "nothing"))
     return (
         "## Lineage\n\nThe training data and the hyperparameters of this card are those of the last run, after the "

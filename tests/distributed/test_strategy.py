@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.strategy import resolve_parallelism
+from fabric_train.distributed.tensor_parallel import check_tensor_parallel
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, at_point
@@ -105,3 +107,13 @@ def test_every_group_has_the_timeout_of_the_run(
     run = forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **given), 4, before=before)
     run.finish()
     assert f"timeouts {num_groups} {{{77.0 * SLOW_PHASE_FACTOR}}}" in run.stdout()
+
+
+def test_only_layers_are_sharded_by_tensor_parallelism() -> None:
+    """Some versions of transformers add the tied embedding to the plan, in a style that is not used here."""
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, intermediate_size=64, tie_word_embeddings=True)
+    config.base_model_tp_plan = {**config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    check_tensor_parallel(config, "model", 2)
+    config.base_model_tp_plan = {"layers.*.experts": "grouped"}
+    with pytest.raises(InputError, match="does not support tensor parallelism"):
+        check_tensor_parallel(config, "model", 2)
