@@ -39,6 +39,7 @@ Precision = Literal["auto", "bf16-true", "bf16-mixed", "32-true", "16-mixed"]
 Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
+_OF_MIXTURES = ("shares", "token_shares", "phases")
 _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_context_width", "vocab_size")
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
@@ -99,6 +100,10 @@ class DataArguments:
     """Instead of --shares: the share of each --train_data_dir in the tokens of every step, such as 0.7 0.2 0.1; an
     epoch has as many rows as all of them together.
     """
+    phases: str | None = None
+    """YAML file with parts of the run, each from a step or share of the run on, that have other shares or another
+    learning rate: a list such as [{from: 0.9, token_shares: [0.5, 0.5], lr: 1e-5}]. The run then has --max_step steps.
+    """
     streaming_dataset: list[str] | None = None
     """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
     names, also as NAME:SUBSET:SPLIT@REVISION. With --train_data_dir as well, only its validation/ is used.
@@ -143,18 +148,19 @@ class DataArguments:
 
     @property
     def mixes(self) -> bool:
-        """Whether the rows come from several token datasets, or from a share of one."""
-        return len(self.data_dirs) > 1 or self.shares is not None or self.token_shares is not None
+        """Whether the rows come from several token datasets, or from a share of one, which may change."""
+        return len(self.data_dirs) > 1 or any(getattr(self, name) is not None for name in _OF_MIXTURES)
 
     def _faults_of_shares(self) -> list[str]:
-        given = {name: getattr(self, name) for name in ("shares", "token_shares") if getattr(self, name) is not None}
-        if len(given) == 2:
+        given = [name for name in _OF_MIXTURES if getattr(self, name) is not None]
+        if self.shares is not None and self.token_shares is not None:
             return ["--shares and --token_shares contradict each other: give one of them"]
         if given and self.streaming_dataset is not None:
             return [f"--{name}: a stream has no shares; tokenize it and give --train_data_dir" for name in given]
+        shares = {name: getattr(self, name) for name in given if name != "phases"}
         return [
             f"--{name} has {len(shares)} numbers for {len(self.data_dirs)} folders of --train_data_dir; give one each"
-            for name, shares in given.items()
+            for name, shares in shares.items()
             if len(shares) != len(self.data_dirs)
         ]
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command, run
 from benchmarks.report import Report
 from fabric_train.data.mixture import Mixture, rows_of_shares
+from fabric_train.data.mixture_order import MixtureOrder
 
 NUM_ROWS, NUM_SOURCES, ROWS_PER_WINDOW, TOKENS_PER_ROW = 10**9, 100, 512, 2048
 SHARES = [1.0, 0.15, 2.0, 0.5]
@@ -113,16 +114,16 @@ def _read_windows(folder: Path, step: int) -> dict[str, float]:
     rows = [np.memmap(file.with_suffix(".rows"), np.int32, "r").reshape(shape) for file in manifests]
     starts = np.cumsum([0, *num_rows])
     rows_per_epoch = tuple(rows_of_shares(num_rows, SHARES * (NUM_SOURCES // len(SHARES))))
-    mixture = Mixture(tuple(num_rows), rows_per_epoch, ROWS_PER_WINDOW, seed=0)
-    mixture.rows_hash(step)  # which a resumed run compares
-    mixture.rows_until(step)
+    order = MixtureOrder((Mixture(tuple(num_rows), rows_per_epoch, ROWS_PER_WINDOW, seed=0),))
+    order.rows_hash(step)  # which a resumed run compares
+    order.rows_until(step)
     num_tokens = 0
-    for number in range(step, step + 10):
-        if number == step + 1:
+    for number in range(step + 1, step + 11):
+        if number == step + 2:
             read = time.process_time()
-        indices = mixture.rows_in(*divmod(number, mixture.windows_per_epoch))
-        mixture.rows_hash(number + 1)
-        if number == step:
+        indices = order.rows_of(number)
+        order.rows_hash(number)
+        if number == step + 1:
             sources = np.searchsorted(starts, indices, side="right") - 1
             places = zip(sources.tolist(), (indices - starts[sources]).tolist(), strict=True)
             num_tokens += sum(int((rows[source][row] == 0).sum()) for source, row in places)

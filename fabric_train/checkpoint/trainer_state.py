@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_type_hints
@@ -22,11 +22,20 @@ PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True)
+class PhaseRows:
+    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each token dataset of a mixture."""
+
+    first_step: PositiveCount
+    rows_per_epoch: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
 class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
     ``num_rows`` are those of an epoch. ``version`` is that of the order: 2 for a mixture, else 1, as in checkpoints
-    that do not have it. ``rows_per_epoch`` are the rows of each token dataset of a mixture.
+    that do not have it. ``rows_per_epoch`` are the rows of each token dataset of a mixture. ``phases`` have others,
+    from their first step to that of the next one; those that have not begun may change.
     """
 
     fingerprint: str
@@ -35,6 +44,11 @@ class DataOrder:
     seed: int
     version: PositiveCount = 1
     rows_per_epoch: list[PositiveCount] | None = None
+    phases: tuple[PhaseRows, ...] = ()
+
+    def begun(self, step: int) -> "DataOrder":
+        """Return this order with the phases that have taken a step by ``step``: all that these rows depend on."""
+        return replace(self, phases=tuple(phase for phase in self.phases if phase.first_step <= step))
 
 
 @dataclass(frozen=True)
@@ -90,13 +104,27 @@ class BranchPoint:
 
 
 @dataclass(frozen=True)
+class PhaseSchedule:
+    """A learning-rate schedule of the steps from ``first_step`` to ``last_step``, in place of that of the run.
+
+    It has ``num_steps``, which are more if it is cut short, and fewer if the rate stays at its last one.
+    ``arguments`` are those that decide it, see ``lr_schedule.ARGUMENTS``.
+    """
+
+    first_step: PositiveCount
+    last_step: PositiveCount
+    num_steps: PositiveCount
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Description:
     """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
     ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
     manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
     ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
-    points from the first run to this one.
+    points from the first run to this one. ``phase_schedules`` are those of the phases that have their own.
     """
 
     state_dict_type: str
@@ -108,6 +136,7 @@ class Description:
     attachments: tuple[Path, ...]
     schedule_steps: int | None = None
     lineage: tuple[BranchPoint, ...] = ()
+    phase_schedules: tuple[PhaseSchedule, ...] = ()
 
 
 class _SavedArguments(BaseModel):
@@ -128,6 +157,7 @@ _OTHERWISE: dict[str, Any] = {
     "unlogged": (dict[str, int | float | None] | None, ...),
     "schedule_steps": (PositiveCount | None, None),
     "lineage": (list[BranchPoint], []),
+    "phase_schedules": (list[PhaseSchedule], []),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -207,6 +237,26 @@ def read_lineage(checkpoint: Path) -> tuple[BranchPoint, ...]:
     return tuple(parsed.lineage)
 
 
+def read_phase_schedules(checkpoint: Path) -> tuple[PhaseSchedule, ...]:
+    """Return the learning-rate schedules of the phases of the checkpoint's run.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    return tuple(parsed.phase_schedules)
+
+
+def read_phase_rows(checkpoint: Path) -> tuple[PhaseRows, ...]:
+    """Return the phases of the checkpoint's run; empty if it has none.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    return parsed.data.phases if isinstance(parsed.data, DataOrder) else ()
+
+
 def data_starts_after(lineage: Iterable[BranchPoint]) -> int:
     """Return the step after which a run's data order begins: that of the last branch to other data, or 0."""
     return max((branch.step for branch in lineage if not branch.continues_data), default=0)
@@ -248,13 +298,14 @@ def find_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[s
 
 
 def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> list[str]:
-    """Return each difference between the data order of a checkpoint and another one.
+    """Return each difference between the data order of a checkpoint and another one, up to the checkpoint's step.
 
     Raises:
         InputError: trainer.json is damaged.
     """
     _, parsed = _read(checkpoint)
-    saved, current = asdict(parsed.data), asdict(data)
+    orders = [order.begun(parsed.step) if isinstance(order, DataOrder) else order for order in (parsed.data, data)]
+    saved, current = map(asdict, orders)
     if saved.keys() != current.keys():
         options = ("--streaming_dataset", "--train_data_dir")
         saved_option, current_option = options if "sources" in saved else reversed(options)
@@ -271,6 +322,7 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
         "seed": "--seed differs",
         "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
         "rows_per_epoch": "an epoch has other numbers of rows of each --train_data_dir (--shares, --token_shares)",
+        "phases": "--phases differs in a phase that has begun",
     }
     return [
         f"{causes[name]}: {_difference(saved[name], value)}" for name, value in current.items() if saved[name] != value
@@ -279,15 +331,20 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
 
 def _difference(saved: Any, current: Any) -> str:
     """Return both values as text; for lists, the first elements that differ."""
-    if isinstance(current, list):
+    if isinstance(current, list | tuple):
         saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
+    if isinstance(saved, dict) or isinstance(current, dict):
+        saved, current = (
+            f"{each['rows_per_epoch']} from step {each['first_step']} on" if isinstance(each, dict) else each
+            for each in (saved, current)
+        )
     return f"{saved} there, {current} here"
 
 
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
 
-    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps`` and ``lineage``.
+    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage`` and phases.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)
@@ -304,7 +361,7 @@ def _num_steps(parsed: Any) -> float:
     """Return the number of steps of the run that saved a checkpoint; infinite if its arguments do not say it."""
     data, arguments = parsed.data, parsed.arguments
     steps = [math.inf if arguments.max_step is None else arguments.max_step]
-    if isinstance(data, DataOrder) and arguments.number_epochs is not None:
+    if isinstance(data, DataOrder) and arguments.number_epochs is not None and not data.phases:
         in_epochs = math.ceil(data.num_rows / data.rows_per_window) * arguments.number_epochs
         steps.append(data_starts_after(parsed.lineage) + in_epochs)
     return min(steps)

@@ -21,8 +21,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from fabric_train.data.row_hash import hash_of
-
 _ROUNDS = 8
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -34,7 +32,8 @@ class Mixture:
     """The rows of every window of a mixture, as a function of (seed, epoch, window).
 
     ``num_rows`` and ``rows_per_epoch`` have one number for each source: the rows that it has, and those that an epoch
-    takes of it. A row is an index into the sources' rows one after the other.
+    takes of it, which may be 0. A row is an index into the sources' rows one after the other. ``already_read`` are the
+    rows of each source that a run has read before (see ``mixture_order``): its passes go on from there. Empty is none.
 
     Each window has, of every source, ``rows in the window × rows_per_epoch[source] / rows of an epoch`` rows, rounded
     up or down, and an epoch has exactly ``rows_per_epoch``.
@@ -51,6 +50,7 @@ class Mixture:
     rows_per_epoch: tuple[int, ...]
     rows_per_window: int
     seed: int
+    already_read: tuple[int, ...] = ()
 
     VERSION: ClassVar[int] = 2
 
@@ -65,7 +65,8 @@ class Mixture:
         in_order = np.argsort((2 * nth + 1) / counts[sources], kind="stable")
         sources, nth = sources[in_order], nth[in_order]
         sizes = np.array(self.num_rows)[sources]
-        passes, index = np.divmod(epoch * np.array(self.rows_per_epoch)[sources] + before[sources] + nth, sizes)
+        read = np.array(self.already_read or [0] * len(counts)) + epoch * np.array(self.rows_per_epoch) + before
+        passes, index = np.divmod(read[sources] + nth, sizes)
         return self._offsets[sources] + permute(index, sizes, _keys(self.seed, sources, passes))
 
     def rows_before(self, window: int) -> list[int]:
@@ -84,16 +85,11 @@ class Mixture:
         ]
 
     def rows_until(self, step: int) -> list[int]:
-        """Return how many rows of each source the first ``step`` windows of a run have."""
+        """Return how many rows of each source are read after ``step`` windows, with those that were read before."""
         epochs, window = divmod(step, self.windows_per_epoch)
-        return [epochs * rows + more for rows, more in zip(self.rows_per_epoch, self.rows_before(window), strict=True)]
-
-    def rows_hash(self, step: int) -> str:
-        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``: O(log step) windows.
-
-        A resumed run compares it. The rows of other steps follow from the same numbers, so they need no replay.
-        """
-        return _rows_hash(self, step)
+        read = self.already_read or [0] * len(self.num_rows)
+        of_epochs = zip(read, self.rows_per_epoch, self.rows_before(window), strict=True)
+        return [first + epochs * rows + more for first, rows, more in of_epochs]
 
     def count(self, rows: np.ndarray) -> list[int]:
         """Count the rows of each source among ``rows``, which are int64 of any length."""
@@ -148,13 +144,6 @@ class Mixture:
     @functools.cached_property
     def _step(self) -> int:
         return spreading_step(self._full_windows)
-
-
-@functools.lru_cache(maxsize=64)  # of a run's next step, all but one or two are known
-def _rows_hash(mixture: Mixture, step: int) -> str:
-    if step == 0:
-        return ""
-    return hash_of(mixture.rows_in(*divmod(step - 1, mixture.windows_per_epoch)), _rows_hash(mixture, step // 2))
 
 
 def apportion(weights: Sequence[int | Fraction], total: int) -> list[int]:

@@ -8,7 +8,8 @@ Legend:
 
 The order of the rows is a function of (seed, epoch), and the window is a function of the step. Neither depends on the
 number of ranks. One token dataset without shares has version 1 of the order, a permutation of all rows for each epoch;
-a mixture has version 2 (see ``mixture``). Example: a window of 5 rows, micro-batches of 1 row, 2 ranks::
+a mixture has version 2 (see ``mixture``), and its shares may change at given steps (``mixture_order``). Example: a
+window of 5 rows, micro-batches of 1 row, 2 ranks::
 
     rows in order   17 4 23 8 11
     rank 0          [17] [23] [11]
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import Batch
-from fabric_train.data.mixture import Mixture
+from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
@@ -86,7 +87,8 @@ class WindowOrder:
     """The rows of every window and micro-batch, as functions of the step, the seed and the rank.
 
     ``num_rows`` are those of an epoch. ``rows_per_window`` and ``micro_batch_size`` count rows, the latter on one rank.
-    ``world_size`` and ``rank`` are those of the data ranks. With a ``mixture``, that decides the rows.
+    ``world_size`` and ``rank`` are those of the data ranks. With a ``mixture``, that decides the rows. Steps are
+    counted from 1.
     """
 
     num_rows: int
@@ -95,55 +97,55 @@ class WindowOrder:
     world_size: int
     rank: int
     seed: int
-    mixture: Mixture | None = None
+    mixture: MixtureOrder | None = None
 
-    @property
-    def windows_per_epoch(self) -> int:
-        """The number of windows in an epoch; the last one has the remaining rows."""
-        return math.ceil(self.num_rows / self.rows_per_window)
-
-    def epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the row indices of an epoch in order: a permutation [num_rows] that depends on seed and epoch."""
-        return _permutation(self.num_rows, self.seed, epoch)
-
-    def num_rows_in(self, window: int) -> int:
-        """Return the number of rows in an epoch's window, counted from 0, over all ranks."""
-        return min(self.rows_per_window, self.num_rows - window * self.rows_per_window)
-
-    def rows_in(self, epoch: int, window: int) -> np.ndarray:
-        """Return the row indices of an epoch's window, counted from 0, over all ranks."""
+    def rows_of(self, step: int) -> np.ndarray:
+        """Return the row indices of a step's window over all ranks, int64 in order."""
         if self.mixture:
-            return self.mixture.rows_in(epoch, window)
+            return self.mixture.rows_of(step)
+        epoch, window = divmod(step - 1, self._windows_per_epoch)
         start = window * self.rows_per_window
         return self.epoch_order(epoch)[start : start + self.rows_per_window]
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch of a step, counted from 0."""
+        return self.mixture.epoch_of(step) if self.mixture else (step - 1) // self._windows_per_epoch
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the row indices of an epoch without a mixture: a permutation [num_rows] of seed and epoch."""
+        return _permutation(self.num_rows, self.seed, epoch)
 
     def rows_hash(self, step: int) -> str:
         """Hash the rows of the steps up to ``step`` in order. The hash does not depend on ranks and micro-batches.
 
-        Without a mixture, it is the hash of all these steps. For a mixture see ``Mixture.rows_hash``.
+        Without a mixture, it is the hash of all these steps. For a mixture see ``MixtureOrder.rows_hash``.
         """
         if self.mixture:
             return self.mixture.rows_hash(step)
         rows_hash = ""
-        for done in range(step):
-            rows_hash = hash_of(self.rows_in(*divmod(done, self.windows_per_epoch)), rows_hash)
+        for done in range(1, step + 1):
+            rows_hash = hash_of(self.rows_of(done), rows_hash)
         return rows_hash
 
     def rows_hash_after(self, step: int, rows: np.ndarray, before: str) -> str:
         """Return ``rows_hash(step)`` from the rows of the step and the hash before it."""
         return self.mixture.rows_hash(step) if self.mixture else hash_of(rows, before)
 
-    def num_batches_in(self, window: int) -> int:
-        """Return the number of micro-batches in a window, which is the same on every rank."""
-        return math.ceil(self.num_rows_in(window) / (self.micro_batch_size * self.world_size))
+    def num_batches(self, num_rows: int) -> int:
+        """Return the number of micro-batches in a window of ``num_rows``, which is the same on every rank."""
+        return math.ceil(num_rows / (self.micro_batch_size * self.world_size))
 
-    def batches(self, epoch: int, first_window: int) -> Iterator[list[int]]:
-        """Yield the row indices of this rank's micro-batches from a window to the end of the epoch."""
-        for window in range(first_window, self.windows_per_epoch):
-            rows = self.rows_in(epoch, window)
-            for batch in range(self.num_batches_in(window)):
+    def batches(self, after_step: int, last_step: int) -> Iterator[list[int]]:
+        """Yield the row indices of this rank's micro-batches of the steps ``after_step + 1`` to ``last_step``."""
+        for step in range(after_step + 1, last_step + 1):
+            rows = self.rows_of(step)
+            for batch in range(self.num_batches(len(rows))):
                 indices = positions(batch, self.micro_batch_size, self.world_size, self.rank)
                 yield rows[indices.start : indices.stop].tolist()
+
+    @property
+    def _windows_per_epoch(self) -> int:
+        return math.ceil(self.num_rows / self.rows_per_window)
 
 
 class WorkerLoader(DataLoader):
@@ -178,26 +180,23 @@ class TrainBatches:
 
     def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
-        per_epoch = self.order.windows_per_epoch
-        step, rows_hash = after_step, self.order.rows_hash(after_step - self.starts_after)
-        while step < last_step:
-            epoch, first = divmod(step - self.starts_after, per_epoch)
-            stop = min(per_epoch, first + last_step - step)
-            batches = iter(_loader(self.rows, _Epoch(self.order, epoch, first), self.num_workers, self.pin_memory))
-            for window in range(first, stop):
-                step += 1
-                rows = self.order.rows_in(epoch, window)
-                rows_hash = self.order.rows_hash_after(step - self.starts_after, rows, rows_hash)
-                yield Window(
-                    step=step,
-                    epoch=epoch,
-                    ends_epoch=window == per_epoch - 1,
-                    rows=rows,
-                    micro_batch_size=self.order.micro_batch_size,
-                    batches=[next(batches) for _ in range(self.order.num_batches_in(window))],
-                    rows_hash=rows_hash,
-                    rows_of_sources=self.order.mixture.count(rows) if self.order.mixture else None,
-                )
+        order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
+        rows_hash, epoch = order.rows_hash(begin), order.epoch_of(begin + 1)
+        batches = iter(_loader(self.rows, _Steps(order, begin, end), self.num_workers, self.pin_memory))
+        for step in range(begin + 1, end + 1):
+            rows, next_epoch = order.rows_of(step), order.epoch_of(step + 1)
+            rows_hash = order.rows_hash_after(step, rows, rows_hash)
+            yield Window(
+                step=self.starts_after + step,
+                epoch=epoch,
+                ends_epoch=next_epoch > epoch,
+                rows=rows,
+                micro_batch_size=order.micro_batch_size,
+                batches=[next(batches) for _ in range(order.num_batches(len(rows)))],
+                rows_hash=rows_hash,
+                rows_of_sources=order.mixture.count(rows) if order.mixture else None,
+            )
+            epoch = next_epoch
 
 
 def validation_rows(num_rows: int, limit: int | None, seed: int) -> np.ndarray:
@@ -227,16 +226,16 @@ def validation_batches(
 
 
 @dataclass(frozen=True)
-class _Epoch:
+class _Steps:
     order: WindowOrder
-    epoch: int
-    first_window: int
+    after_step: int
+    last_step: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.order.batches(self.epoch, self.first_window)
+        return self.order.batches(self.after_step, self.last_step)
 
 
-def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Epoch, num_workers: int, pin_memory: bool) -> DataLoader:
+def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Steps, num_workers: int, pin_memory: bool) -> DataLoader:
     return WorkerLoader(
         rows,
         batch_sampler=indices,

@@ -126,25 +126,44 @@ def open_mixture(
     """
     parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
     manifest = merge_manifests(open_inputs([part.folder for part in parts]))
-    num_rows = [len(part.train) for part in parts]
-    if token_shares is None:
-        rows_per_epoch = rows_of_shares(num_rows, shares or [1.0] * len(parts))
-    else:
-        rows_per_epoch = rows_of_token_shares(num_rows, token_shares)
-    given = "--shares" if token_shares is None else "--token_shares"
-    faults = [
-        f"{given} takes no row of {part.folder} in an epoch, which has {total:,}; give it more, or leave it out"
-        for part, rows, total in zip(parts, rows_per_epoch, num_rows, strict=True)
-        if rows == 0
-    ]
-    if faults:
-        raise InputError(*faults)
     held_out = [part.validation for part in parts if part.validation]
     return TokenMixture(
         parts=parts,
-        rows_per_epoch=tuple(rows_per_epoch),
+        rows_per_epoch=rows_per_epoch(parts, shares, token_shares),
         train=JoinedRows([part.train for part in parts]),
         validation=JoinedRows(held_out) if held_out else None,
         manifest=manifest,
         manifest_folder=manifest_folder,
     )
+
+
+def rows_per_epoch(
+    parts: Sequence[TokenDataset], shares: Sequence[float] | None, token_shares: Sequence[float] | None, where: str = ""
+) -> tuple[int, ...]:
+    """Return the rows that an epoch takes of each token dataset.
+
+    Args:
+        parts: The token datasets.
+        shares: How much of each an epoch takes, see ``rows_of_shares``; None is all of each. 0 leaves one out.
+        token_shares: The shares of the tokens instead, see ``rows_of_token_shares``.
+        where: Where the shares are given, for messages.
+
+    Raises:
+        InputError: they are not one for each, all are 0, or one above 0 is less than one row.
+    """
+    name, given = ("shares", shares or [1.0] * len(parts)) if token_shares is None else ("token_shares", token_shares)
+    where = where or f"--{name}"
+    if len(given) != len(parts):
+        raise InputError(f"{where}: {len(given)} numbers for {len(parts)} folders of --train_data_dir; give one each")
+    if not any(given):
+        raise InputError(f"{where}: nothing is left to train on; give a number above 0")
+    num_rows = [len(part.train) for part in parts]
+    rows = (rows_of_shares if token_shares is None else rows_of_token_shares)(num_rows, given)
+    faults = [
+        f"{where} takes no row of {part.folder} in an epoch, which has {total:,}; give it more, or leave it out"
+        for part, share, taken, total in zip(parts, given, rows, num_rows, strict=True)
+        if share and not taken
+    ]
+    if faults:
+        raise InputError(*faults)
+    return tuple(rows)

@@ -1,6 +1,7 @@
 """The learning rate as a pure function of the optimizer step."""
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,10 @@ SCHEDULES_VERSION = "2"
 
 _STEP_DECAYS = 3
 """The ``step`` schedule falls to ``min_lr`` in this many equal steps, of the logarithm if ``min_lr`` is above 0."""
+
+
+ARGUMENTS = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
+"""Those that decide the learning rate."""
 
 
 def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> float:
@@ -51,12 +56,41 @@ def learning_rate(step: int, num_steps: int, arguments: "TrainingArguments") -> 
     return peak + (end - peak) * progress
 
 
-def scheduled_rate(step: int, schedule_steps: int, arguments: "TrainingArguments") -> float:
-    """Return the learning rate of step ``step`` of a run that may be longer than its schedule of ``schedule_steps``.
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rates of a run; or of one of its phases, from the step after ``starts_after`` to ``last_step``.
 
-    After the schedule's last step, the rate stays at that of this step.
+    After ``num_steps`` steps of the schedule, the rate stays at that of the last one.
     """
-    return learning_rate(min(step, schedule_steps), schedule_steps, arguments)
+
+    num_steps: int
+    arguments: "TrainingArguments"
+    starts_after: int = 0
+    last_step: int | None = None
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of the run's optimizer step ``step``."""
+        return learning_rate(min(step - self.starts_after, self.num_steps), self.num_steps, self.arguments)
+
+    def takes(self, step: int) -> bool:
+        """Whether a step is one of this phase's."""
+        return self.last_step is not None and self.starts_after < step <= self.last_step
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedule of a run, and those of phases, which replace it in their steps."""
+
+    of_run: Schedule
+    of_phases: tuple[Schedule, ...] = ()
+
+    def at(self, step: int) -> Schedule:
+        """Return the schedule of a step."""
+        return next((phase for phase in self.of_phases if phase.takes(step)), self.of_run)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return self.at(step).rate(step)
 
 
 def num_decay_steps(num_steps: int, arguments: "TrainingArguments") -> int:

@@ -26,10 +26,11 @@ from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.automatic import resolve_automatic
+from fabric_train.preflight.phases import read_phases
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import plan_steps, rows_per_window
 from fabric_train.training.metrics import Metrics, find_lost_rows
-from fabric_train.training.prepared_run import DevicePlan, PreparedRun, StartingPoint, TrainingData
+from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 
 if TYPE_CHECKING:
     from arguments import CheckpointArguments, DataArguments, TrainArguments
@@ -66,12 +67,13 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     data = _open_data(arguments, folder, checkpoint)
     model = _read_model(arguments, checkpoint, data)
     masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
-    order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data.seed)
+    phases = read_phases(arguments, data)
+    order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data.seed, phases)
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
     if checkpoint and continues:
         start = _continue_from(checkpoint, order, branches=branch_point is not None)
     starts_after = checkpoints.data_starts_after(start.lineage)
-    plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after)
+    plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
     run = PreparedRun(
         given=arguments,
         arguments=arguments,
@@ -100,8 +102,8 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     changed: list[str] = []
     if continues:
         run, changed = (check_branch if start.branches else check_resume)(run, checkpoint)
-        kept, lengths = choose_schedule(run, checkpoint)
-        run, changed = replace(run, start=replace(run.start, schedule_steps=kept)), [*changed, *lengths]
+        run, lengths = choose_schedule(run, checkpoint)
+        changed += lengths
     return replace(run, notes=(*run.notes, *damaged, *([chosen] if chosen else []), *changed))
 
 
@@ -282,13 +284,16 @@ def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
     return new_shape(given, layer_class)
 
 
-def _data_order(data: TrainingData, rows_per_window: int, seed: int) -> checkpoints.DataOrder | checkpoints.StreamOrder:
+def _data_order(
+    data: TrainingData, rows_per_window: int, seed: int, phases: tuple[RunPhase, ...]
+) -> checkpoints.DataOrder | checkpoints.StreamOrder:
     """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
         return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, seed)
     if isinstance(data, TokenMixture):
         rows = list(data.rows_per_epoch)
-        return checkpoints.DataOrder(data.fingerprint, sum(rows), rows_per_window, seed, Mixture.VERSION, rows)
+        later = tuple(checkpoints.PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
+        return checkpoints.DataOrder(data.fingerprint, sum(rows), rows_per_window, seed, Mixture.VERSION, rows, later)
     return checkpoints.StreamOrder(
         sources=data.texts.identities(),
         text_column=data.texts.column,

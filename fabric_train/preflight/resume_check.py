@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.checkpoint import (
     DataOrder,
+    PhaseRows,
+    PhaseSchedule,
     StreamOrder,
     describe_data_changes,
     find_data_changes,
     read_lengths,
+    read_phase_rows,
+    read_phase_schedules,
     read_trainer_json,
 )
 from fabric_train.cli.errors import InputError
@@ -21,17 +25,17 @@ from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.packed_forward import VARLEN
-from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, scheduled_rate
+from fabric_train.optim import lr_schedule
+from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, Schedule
 from fabric_train.training.prepared_run import PreparedRun, StepPlan
 
 if TYPE_CHECKING:
-    from arguments import TrainArguments, TrainingArguments
+    from arguments import TrainArguments
 
-_SCHEDULE = ("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form")
 # A change of one of these changes the losses from the next step on. Devices, parallelism and micro-batches only split
 # the same windows in another way. What fixes the data order is compared by content and not by name, see DataOrder.
 _DECIDE_THE_LOSSES = (
-    *_SCHEDULE,
+    *lr_schedule.ARGUMENTS,
     *("weight_decay", "beta1", "beta2", "grad_clip"),
     *("precision", "float8", "optimizer_states", "stochastic_rounding"),
     *("attention", "isolate_documents", "seed", "eval_iters"),
@@ -54,14 +58,20 @@ def own_versions(model: ModelShape) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Change:
-    """An argument whose value differs from the checkpoint's."""
+    """An argument whose value differs from the checkpoint's. ``option`` is another one that sets it."""
 
     name: str
     there: Any
     here: Any
+    option: str | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to give to undo it."""
+        return f"give {_shown(self.there)} there" if self.option else f"give --{self.name} {_shown(self.there)}"
 
     def __str__(self) -> str:
-        return f"{self.name}: {_shown(self.there)} -> {_shown(self.here)}"
+        return f"{self.option + ', ' if self.option else ''}{self.name}: {_shown(self.there)} -> {_shown(self.here)}"
 
 
 def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
@@ -82,10 +92,11 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     faults = find_data_changes(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
     deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
+    deciding += _changes_of_begun_phases(run, checkpoint)
     if not arguments.checkpoint.allow_changes:
         faults += [
-            f"{change} since {checkpoint}, which changes the losses to come; give --{change.name} "
-            f"{_shown(change.there)}, or accept other losses with --allow_changes true"
+            f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other losses "
+            "with --allow_changes true"
             for change in deciding
         ]
     if faults:
@@ -96,6 +107,12 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
         notes.append(
             f"changed since {checkpoint.name}, so the losses to come differ from those of an unchanged run: "
             + _joined(deciding)
+        )
+    step = run.start.state.step
+    there, here = _phases_there(checkpoint, step), _phases_here(run, step)
+    if there != here:
+        notes.append(
+            f"the phases that begin after step {step} are others than at {checkpoint.name}: {here}, not {there}"
         )
     return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
 
@@ -120,7 +137,10 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
         raise InputError(*faults)
     saved = read_trainer_json(checkpoint)
     changes = _changes(saved["arguments"], _as_saved(run.arguments, plan))
-    changed = {change.name: change for change in changes if change.name != "output_dir"}
+    changed = {change.name: change for change in changes if change.name not in ("output_dir", "phases")}
+    there, here = _phases_there(checkpoint), _phases_here(run)
+    if there != here:
+        changed["phases"] = Change("phases", there, here)
     branch = replace(branch, changed={name: [change.there, change.here] for name, change in changed.items()})
     notes = [f"branch of {branch.run} after step {branch.step}; changed: {_joined(changed.values()) or 'nothing'}"]
     if not branch.continues_data:
@@ -128,6 +148,40 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
         notes.append(f"the data begin at their first epoch: {causes}")
     run = replace(run, start=replace(start, lineage=(*before, branch)))
     return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+
+
+def _changes_of_begun_phases(run: PreparedRun, checkpoint: Path) -> Iterator[Change]:
+    """Compare the learning rates of phases that have taken a step; their rows are in the data order."""
+    saved, current = (
+        {phase.first_step: phase.arguments for phase in phases if phase.first_step <= run.start.state.step}
+        for phases in (read_phase_schedules(checkpoint), run.phase_schedules)
+    )
+    for first_step in sorted({*saved, *current}):
+        there, here = saved.get(first_step, {}), current.get(first_step, {})
+        for name in lr_schedule.ARGUMENTS:
+            if there.get(name) != here.get(name):
+                yield Change(name, there.get(name), here.get(name), option=f"--phases from step {first_step}")
+
+
+def _phases_there(checkpoint: Path, after_step: int = 0) -> str:
+    return _in_words(read_phase_rows(checkpoint), read_phase_schedules(checkpoint), after_step)
+
+
+def _phases_here(run: PreparedRun, after_step: int = 0) -> str:
+    rows = run.order.phases if isinstance(run.order, DataOrder) else ()
+    return _in_words(rows, run.phase_schedules, after_step)
+
+
+def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], after_step: int) -> str:
+    """Return the phases that begin after a step in one line."""
+    own = {phase.first_step: phase.arguments for phase in schedules}
+    phases = [
+        f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
+        + "".join(f", {name} {value}" for name, value in own.get(phase.first_step, {}).items() if value is not None)
+        for phase in rows
+        if phase.first_step > after_step
+    ]
+    return "; ".join(phases) or "none"
 
 
 def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
@@ -138,52 +192,64 @@ def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]
     return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_joined(updated)}"]
 
 
-def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[int | None, list[str]]:
-    """Choose the length of the learning-rate schedule of a run that resumes or branches.
+def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
+    """Choose the length of the learning-rate schedule that a run which resumes or branches is in.
 
-    It is the run's length, unless the learning rate would jump only because the run has another number of steps than
-    before. Then the schedule keeps its length, and the rate stays at that of its last step; with ``--allow_changes``,
-    or another schedule, it follows the run.
+    It is the length of the run, or of its phase, unless the learning rate would jump only because that has another
+    number of steps than before. Then the schedule keeps its length, and the rate stays at that of its last step; with
+    ``--allow_changes``, or another schedule, it follows the run.
 
     Returns:
-        The length in steps that is kept, None if the schedule is as long as the run, and notes for the user.
+        The run, and notes for the user.
     """
-    arguments, num_steps, step = run.arguments, run.plan.num_steps, run.start.state.step
-    had_steps, kept = read_lengths(checkpoint)
-    saved = read_trainer_json(checkpoint)["arguments"]
-    if any(change.name in _SCHEDULE for change in _changes(saved, flatten(arguments))):
-        rate = scheduled_rate(step + 1, num_steps, arguments.training)
-        return None, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
+    step, now = run.start.state.step, run.schedules.at(run.start.state.step)
+    had_steps, kept, is_same = _schedule_there(run, now, checkpoint)
+    if now.last_step is not None:  # a later phase may go on in the schedule of the run
+        had, of_run = read_lengths(checkpoint)
+        run = run.keeping(replace(run.schedules.of_run, num_steps=int(of_run))) if of_run != had else run
+    last_step, num_steps = now.last_step or run.plan.num_steps, now.num_steps
+    if not is_same:
+        rate = run.schedules.rate(step + 1)
+        return run, [f"the schedule has changed: the learning rate is {rate:g} at step {step + 1}"]
     if not math.isfinite(kept) or kept == num_steps:
-        return None, []
-    kept = int(kept)
-    now, then = (_Schedule(length, arguments.training) for length in (num_steps, kept))
-    keeps = then.rate(step) != now.rate(step) and not arguments.checkpoint.allow_changes
-    if num_steps <= step or (keeps and num_steps == had_steps):  # nothing to train, or noted by the start before
-        return (kept if keeps else None), []
-    lengths = f"the run has {num_steps} steps now and had {had_steps:g}"
+        return run, []
+    then = replace(now, num_steps=int(kept))
+    keeps = then.rate(step) != now.rate(step) and not run.arguments.checkpoint.allow_changes
+    run = run.keeping(then) if keeps else run
+    if last_step <= step or (keeps and num_steps == had_steps):  # nothing to train, or noted by the start before
+        return run, []
+    of = "run" if now.last_step is None else "phase"
+    lengths = f"the {of} has {num_steps} steps now and had {had_steps:g}"
     if keeps:
-        stays = f", and from step {kept} on stays at {then.rate(kept):g}" if num_steps > kept else ""
-        return kept, [
-            f"{lengths}: so that the learning rate does not jump, it follows its {arguments.training.lr_schedule} "
+        end = then.starts_after + then.num_steps
+        stays = f", and from step {end} on stays at {then.rate(end):g}" if last_step > end else ""
+        return run, [
+            f"{lengths}: so that the learning rate does not jump, it follows its {then.arguments.lr_schedule} "
             f"schedule of {kept} steps{stays}; --allow_changes true stretches the schedule to {num_steps} steps: "
             f"{now.rate(step + 1):g} instead of {then.rate(step + 1):g} at step {step + 1}"
         ]
     if then.rate(step + 1) == now.rate(step + 1):
-        return None, []
-    return None, [
+        return run, []
+    return run, [
         f"{lengths}, and the learning rate follows from that: {then.rate(step):g} at step {step}, "
         f"{now.rate(step + 1):g} at step {step + 1}"
     ]
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    num_steps: int
-    arguments: "TrainingArguments"
+def _schedule_there(run: PreparedRun, now: Schedule, checkpoint: Path) -> tuple[float, float, bool]:
+    """Return the steps of the run or phase that a checkpoint was in, those of its schedule, and if it is that of now.
 
-    def rate(self, step: int) -> float:
-        return scheduled_rate(step, self.num_steps, self.arguments)
+    It is ``now`` if it began at the same step with the same arguments.
+    """
+    step = run.start.state.step
+    there = next((one for one in read_phase_schedules(checkpoint) if one.first_step <= step <= one.last_step), None)
+    here = next((one for one in run.phase_schedules if one.first_step == now.starts_after + 1), None)
+    if there is None or here is None or now.last_step is None:
+        changes = _changes(read_trainer_json(checkpoint)["arguments"], flatten(run.arguments))
+        has_changed = any(change.name in lr_schedule.ARGUMENTS for change in changes)
+        return *read_lengths(checkpoint), there is None and now.last_step is None and not has_changed
+    is_same = (there.first_step, there.arguments) == (here.first_step, here.arguments)
+    return there.last_step - there.first_step + 1, there.num_steps, is_same
 
 
 def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:

@@ -5,19 +5,25 @@ from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import Mixture
+from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import num_decay_steps
 from fabric_train.preflight.dataset_check import check_dataset
-from fabric_train.training.prepared_run import StepPlan, TrainingData
+from fabric_train.training.prepared_run import RunPhase, StepPlan, TrainingData
 
 if TYPE_CHECKING:
     from arguments import TrainArguments, TrainingArguments
 
 
 def plan_steps(
-    arguments: "TrainArguments", model: ModelShape, data: TrainingData, world_size: int, data_starts_after: int
+    arguments: "TrainArguments",
+    model: ModelShape,
+    data: TrainingData,
+    world_size: int,
+    data_starts_after: int,
+    phases: tuple[RunPhase, ...],
 ) -> StepPlan:
     """Count the windows and steps of a run, whose data begin after the step ``data_starts_after``.
 
@@ -50,14 +56,16 @@ def plan_steps(
     num_rows = windows_per_epoch = in_epochs = mixture = None
     if isinstance(data, TokenMixture):
         sizes = tuple(len(part.train) for part in data.parts)
-        mixture = Mixture(sizes, data.rows_per_epoch, together * accumulation, arguments.data.seed)
+        mixture = MixtureOrder((Mixture(sizes, data.rows_per_epoch, together * accumulation, arguments.data.seed),))
+        for phase in phases:
+            mixture = mixture.followed_by(max(0, phase.first_step - 1 - data_starts_after), phase.rows_per_epoch)
     if not isinstance(data, Stream):
-        num_rows = sum(mixture.rows_per_epoch) if mixture else len(data.train)
+        num_rows = sum(mixture.mixtures[0].rows_per_epoch) if mixture else len(data.train)
         windows_per_epoch = math.ceil(num_rows / (together * accumulation))
-        in_epochs = data_starts_after + windows_per_epoch * training.number_epochs
+        in_epochs = None if phases else data_starts_after + windows_per_epoch * training.number_epochs
     num_steps = min(steps for steps in (training.max_step, in_epochs) if steps is not None)
-    if not arguments.evaluation.only_reads:
-        _check_decay(training, num_steps)
+    if not arguments.evaluation.only_reads and (fault := fault_of_decay(training, num_steps)):
+        raise InputError(fault)
     return StepPlan(
         num_rows=num_rows,
         world_size=world_size,
@@ -69,6 +77,7 @@ def plan_steps(
         num_steps=num_steps,
         tokens_per_row=data.max_length if isinstance(data, Stream) else data.train.longest(),
         mixture=mixture,
+        phases=phases,
         notes=(*(note for check in checks for note in check.notes), *_notes(arguments, num_steps, in_epochs, data)),
         data_starts_after=data_starts_after,
     )
@@ -104,17 +113,18 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
     return faults
 
 
-def _check_decay(training: "TrainingArguments", num_steps: int) -> None:
-    """Check that a ``wsd`` schedule has a step at its peak between warm-up and decay."""
+def fault_of_decay(training: "TrainingArguments", num_steps: int, of: str = "the run") -> str | None:
+    """Return a fault if a ``wsd`` schedule has no step at its peak between warm-up and decay, else None."""
     if training.lr_schedule != "wsd" or not training.lr_decay:
-        return
+        return None
     decay, rises = num_decay_steps(num_steps, training), max(training.warmup_steps, 1)
-    if decay + rises > num_steps:
-        given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
-        raise InputError(
-            f"{given}: the run has {num_steps} steps, and {rises} {'is' if rises == 1 else 'are'} needed to reach "
-            f"--lr; give fewer, at most {max(num_steps - rises, 0)} steps"
-        )
+    if decay + rises <= num_steps:
+        return None
+    given = f"--decay_steps {decay}" if training.decay_steps else f"--decay_share {training.decay_share:g}"
+    return (
+        f"{given}: {of} has {num_steps} steps, and {rises} {'is' if rises == 1 else 'are'} needed to reach --lr; give "
+        f"fewer, at most {max(num_steps - rises, 0)} steps"
+    )
 
 
 def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TrainingData) -> list[str]:

@@ -150,7 +150,7 @@ def build_loop_parts(
         optimizer=optimizer,
         batches=_batches(fabric, run, heartbeat),
         num_steps=run.plan.num_steps,
-        schedule_steps=run.schedule_steps,
+        schedules=run.schedules,
         start=run.start.checkpoint if run.start.resumes else None,
         checkpoints=checkpoints.CheckpointManager(
             run.folder / "checkpoints",
@@ -209,6 +209,7 @@ def _description(
         attachments=(*run.data.attachments, *licence),
         schedule_steps=run.schedule_steps,
         lineage=run.start.lineage,
+        phase_schedules=run.phase_schedules,
     )
 
 

@@ -22,7 +22,7 @@ from fabric_train.distributed.signals import stop_signals
 from fabric_train.distributed.stop_border import RunStopped
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.lr_schedule import scheduled_rate, set_learning_rate
+from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
 from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import collect
 from fabric_train.training.loss import LocalLoss, WindowLoss, summed_loss
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 class LoopParts:
     """What the loop works with.
 
-    ``schedule_steps`` is the length of the learning-rate schedule.
     ``start`` is the checkpoint of the state that the loop starts from, None at step 0. ``evaluate`` is None without
     validation rows; it returns None if a signal interrupts it. ``log`` and ``warn`` show the user metrics and a line.
     ``flush`` waits until all logged metrics are written. ``flops`` is the cost of tokens, ``peak_flops`` the FLOP/s of
@@ -50,7 +49,7 @@ class LoopParts:
     optimizer: Any
     batches: WindowSource
     num_steps: int
-    schedule_steps: int
+    schedules: Schedules
     start: Path | None
     checkpoints: CheckpointManager
     guard: StepGuard
@@ -151,7 +150,7 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
 def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) -> _Step:
     """Compute the gradient of a window, clip and check it, and take the step unless the check finds a fault."""
     seed_step(arguments.data.seed, window.step, data_ranks(parts.fabric).rank, parts.fabric.device)
-    rate = scheduled_rate(window.step, parts.schedule_steps, arguments.training)
+    rate = parts.schedules.rate(window.step)
     set_learning_rate(parts.optimizer, rate)
     reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
     loss = backpropagate(parts.fabric, parts.model, window, parts.heartbeat, reduces_each)

@@ -1,16 +1,17 @@
 """What preflight hands to training: a run that is checked and not started."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, DataOrder, StreamOrder, TrainerState
-from fabric_train.data.mixture import Mixture
+from fabric_train.checkpoint import BranchPoint, DataOrder, PhaseSchedule, StreamOrder, TrainerState
+from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
+from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -51,11 +52,25 @@ class StartingPoint:
 
 
 @dataclass(frozen=True)
+class RunPhase:
+    """A phase of ``--phases``: from ``first_step`` to ``last_step``, an epoch has ``rows_per_epoch`` of each source.
+
+    ``schedule`` is None where the learning rate is that of the run's schedule.
+    """
+
+    first_step: int
+    last_step: int
+    rows_per_epoch: tuple[int, ...]
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """The counts of a run. A window is the rows that one optimizer step consumes over all ranks.
 
     ``num_rows``, of an epoch, and ``windows_per_epoch`` are None for a stream, whose length is unknown. ``mixture`` is
-    None for a stream and for one token dataset without shares. The first window of the data is that of the step after
+    None for a stream and for one token dataset without shares; with ``phases``, ``num_rows`` and ``windows_per_epoch``
+    are those of its first one. The first window of the data is that of the step after
     ``data_starts_after``, which is 0 except in a branch with other data. ``notes`` are lines that the user should read
     before the run starts.
     """
@@ -69,9 +84,18 @@ class StepPlan:
     windows_per_epoch: int | None
     num_steps: int
     tokens_per_row: int
-    mixture: Mixture | None = None
+    mixture: MixtureOrder | None = None
+    phases: tuple[RunPhase, ...] = ()
     notes: tuple[str, ...] = ()
     data_starts_after: int = 0
+
+    def epoch_ends(self) -> set[int]:
+        """Return the steps that end an epoch or a phase; empty for a stream."""
+        last = self.num_steps - self.data_starts_after
+        if self.mixture:
+            return {self.data_starts_after + step for step in self.mixture.epoch_ends(last)}
+        per_epoch = self.windows_per_epoch
+        return set(range(self.data_starts_after + per_epoch, self.num_steps + 1, per_epoch)) if per_epoch else set()
 
     def window_order(self, seed: int, rank: int = 0) -> WindowOrder:
         """Return which rows of a token dataset a data rank takes at every step."""
@@ -111,3 +135,33 @@ class PreparedRun:
     def schedule_steps(self) -> int:
         """Number of steps of the learning-rate schedule; after them the rate stays."""
         return self.start.schedule_steps or self.plan.num_steps
+
+    @property
+    def schedules(self) -> Schedules:
+        """The learning rate of every step."""
+        of_phases = tuple(phase.schedule for phase in self.plan.phases if phase.schedule)
+        return Schedules(Schedule(self.schedule_steps, self.arguments.training), of_phases)
+
+    @property
+    def phase_schedules(self) -> tuple[PhaseSchedule, ...]:
+        """The schedules of phases as trainer.json has them."""
+        return tuple(
+            PhaseSchedule(
+                phase.first_step,
+                phase.last_step,
+                phase.schedule.num_steps,
+                {name: getattr(phase.schedule.arguments, name) for name in ARGUMENTS},
+            )
+            for phase in self.plan.phases
+            if phase.schedule
+        )
+
+    def keeping(self, schedule: Schedule) -> "PreparedRun":
+        """Return this run with a schedule that has another number of steps, in place of that of the same steps."""
+        if schedule.last_step is None:
+            return replace(self, start=replace(self.start, schedule_steps=schedule.num_steps))
+        phases = (
+            replace(phase, schedule=schedule) if phase.first_step == schedule.starts_after + 1 else phase
+            for phase in self.plan.phases
+        )
+        return replace(self, plan=replace(self.plan, phases=tuple(phases)))

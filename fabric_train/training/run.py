@@ -141,7 +141,7 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) ->
     check_no_link(path)
     progress.info("self check")
     order = run.plan.window_order(run.arguments.data.seed)
-    rows = order.rows_in(epoch=0, window=0).tolist()
+    rows = order.rows_of(1).tolist()
     precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
     check = check_cuts(fabric, model, optimizer, run.data.train, rows, micro_batch_size, precision)
     if fabric.is_global_zero:

@@ -11,7 +11,7 @@ from fabric_train.checkpoint import TrainerState, best_checkpoint, read_trainer_
 from fabric_train.data.streaming import Stream
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
-from fabric_train.optim.lr_schedule import decay_form, num_decay_steps, scheduled_rate
+from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
 from fabric_train.training.evaluation import perplexity
 from fabric_train.training.prepared_run import PreparedRun
 
@@ -36,11 +36,11 @@ def describe_start(run: PreparedRun) -> Group:
         f"{plan.rows_per_window} rows = {plan.micro_batch_size} × {plan.accumulation} × {plan.num_data_ranks} "
         f"(micro-batch × accumulation × {shared_by}), {plan.rows_per_window * plan.tokens_per_row:,} tokens",
     )
-    per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch else ""
+    per_epoch = f"; {plan.windows_per_epoch:,} an epoch" if plan.windows_per_epoch and not plan.phases else ""
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row("learning rate", _learning_rate(run))
     table.add_row("output", arguments.save.output_dir)
-    return Group(table, *describe_mixture(run))
+    return Group(table, *describe_mixture(run), *describe_phases(run))
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
@@ -101,6 +101,33 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     return [table]
 
 
+def describe_phases(run: PreparedRun) -> list[Table]:
+    """Return the table of a run's phases: steps, learning rate, and share and tokens of each source that is read.
+
+    There is none without ``--phases``. It begins with the first step of the data.
+    """
+    plan = run.plan
+    if plan.mixture is None or isinstance(run.data, Stream) or not plan.phases:
+        return []
+    table = Table(
+        "steps", "learning rate", "source", title="Phases", title_justify="left", title_style="bold", box=None
+    )
+    table.pad_edge = False
+    for column in ("share", "tokens"):
+        table.add_column(column, justify="right")
+    begun = [plan.data_starts_after + start for start in plan.mixture.starts_after]
+    for start, end in zip(begun, [*begun[1:], plan.num_steps], strict=True):
+        until = (plan.mixture.rows_until(step - plan.data_starts_after) for step in (start, end))
+        rows = [after - before for before, after in zip(*until, strict=True)]
+        read = [(part.folder, count) for part, count in zip(run.data.parts, rows, strict=True) if count]
+        cells = [f"{start + 1:,}–{end:,}", _rates(run, start + 1, end)]
+        for folder, count in read:
+            tokens = f"{count * plan.tokens_per_row:,}"
+            table.add_row(*cells, str(folder), f"{count / sum(rows):.2%}", tokens)
+            cells = ["", ""]
+    return [table]
+
+
 def describe_stop(end: "End", num_steps: int) -> str:
     """Return the line for a run that a signal stopped: after which step, and where that is saved."""
     cause = describe_signal(end.stopped_by)
@@ -140,11 +167,19 @@ def _learning_rate(run: PreparedRun) -> str:
     if schedule != "constant" and num_steps != run.plan.num_steps:
         falls += f" of its {num_steps:,} steps"
         if num_steps < run.plan.num_steps:
-            falls += f", but stays at {scheduled_rate(num_steps, num_steps, training):g} from step {num_steps:,} on"
+            falls += f", but stays at {run.schedules.of_run.rate(num_steps):g} from step {num_steps:,} on"
     if schedule == "wsd":
         decay = num_decay_steps(num_steps, training)
         rises += f" up to step {num_steps - decay:,}, then {decay_form(training)} over {_counted(decay, 'step')}"
     return f"{rises}{falls}, warm-up {training.warmup_steps}"
+
+
+def _rates(run: PreparedRun, first_step: int, last_step: int) -> str:
+    """Return the learning rate in the steps of a phase, in short."""
+    schedule = run.schedules.at(first_step)
+    name = schedule.arguments.lr_schedule if schedule.arguments.lr_decay else "constant"
+    begins, ends = (f"{schedule.rate(step):.3g}" for step in (first_step, last_step))
+    return f"{name}, {begins}" + (f" to {ends}" if ends != begins else "")
 
 
 def _start(run: PreparedRun) -> str:
@@ -158,8 +193,9 @@ def _data(run: PreparedRun) -> str:
     given, rows = run.arguments.data, f"rows of {run.plan.tokens_per_row:,} tokens"
     if given.streaming_dataset:
         return f"stream of {', '.join(given.streaming_dataset)}, {rows}"
-    an_epoch = " an epoch" if given.mixes else ""
-    return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{an_epoch}"
+    if run.plan.mixture and run.plan.phases:
+        return f"{', '.join(given.data_dirs)}: {sum(run.plan.mixture.num_rows):,} {rows}"
+    return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{' an epoch' if given.mixes else ''}"
 
 
 def _table(title: str) -> Table:

@@ -18,6 +18,7 @@ from fabric_train.data.mixture import (
     rows_of_token_shares,
     spreading_step,
 )
+from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
 
 ROWS = [
@@ -94,7 +95,7 @@ def test_rows_of_this_version_of_the_order_never_change() -> None:
     mixture = Mixture((10**9, 7, 300), (10**9, 14, 45), 10, seed=2**63 - 1)
     assert mixture.rows_in(0, 0).tolist() == ROWS[0]
     assert mixture.rows_in(2, 99_999_999).tolist() == ROWS[1]
-    assert mixture.rows_hash(1_000_000) == HASH
+    assert MixtureOrder((mixture,)).rows_hash(1_000_000) == HASH
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 17, 256, 1000, 65_537])
@@ -147,23 +148,23 @@ def test_shares_say_how_many_rows_an_epoch_takes() -> None:
 
 def test_any_number_of_ranks_reads_the_same_windows() -> None:
     mixture = Mixture((30, 50, 9), (30, 25, 18), 12, seed=5)
-    for epoch in range(2):
-        for world_size, micro_batch_size in ((1, 3), (2, 2), (3, 1), (4, 3)):
-            orders = [WindowOrder(73, 12, micro_batch_size, world_size, rank, 5, mixture) for rank in range(world_size)]
-            ranks = [order.batches(epoch, 0) for order in orders]
-            for window in range(orders[0].windows_per_epoch):
-                steps = range(orders[0].num_batches_in(window))
-                rows = [row for _ in steps for rank in ranks for row in next(rank)]
-                assert rows == mixture.rows_in(epoch, window).tolist()
+    order = MixtureOrder((mixture,)).followed_by(4, (0, 40, 9))
+    for world_size, micro_batch_size in ((1, 3), (2, 2), (3, 1), (4, 3)):
+        ranks = [WindowOrder(73, 12, micro_batch_size, world_size, rank, 5, order) for rank in range(world_size)]
+        batches = [rank.batches(0, 12) for rank in ranks]
+        for step in range(1, 13):
+            wanted = order.rows_of(step).tolist()
+            num_batches = range(ranks[0].num_batches(len(wanted)))
+            assert [row for _ in num_batches for rank in batches for row in next(rank)] == wanted
 
 
 def test_hash_of_a_mixture_needs_no_replay_and_depends_on_the_rows() -> None:
     mixture = Mixture((30, 50), (30, 25), 12, seed=5)
-    order = WindowOrder(55, 12, 1, 2, 1, 5, mixture)
+    order = WindowOrder(55, 12, 1, 2, 1, 5, MixtureOrder((mixture,)))
     hashes = [order.rows_hash(step) for step in range(12)]
     assert len(set(hashes)) == 12
     assert order.rows_hash_after(7, np.arange(3), "") == hashes[7]
-    counts = Counter(Mixture((30, 50), (30, 25), 12, seed).rows_hash(7) for seed in range(5))
+    counts = Counter(MixtureOrder((Mixture((30, 50), (30, 25), 12, seed),)).rows_hash(7) for seed in range(5))
     assert max(counts.values()) == 1
-    huge = Mixture((10**9,) * 3, (10**9,) * 3, 512, seed=5)
+    huge = MixtureOrder((Mixture((10**9,) * 3, (10**9,) * 3, 512, seed=5),))
     assert huge.rows_hash(5_000_000) != huge.rows_hash(5_000_001)

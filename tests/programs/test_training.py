@@ -133,21 +133,17 @@ def plain_pytorch(model_dir: Path, tokens_dir: Path) -> tuple[list[float], list[
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     order = WindowOrder(len(dataset.train), ROWS_PER_WINDOW, ROWS_PER_WINDOW, world_size=1, rank=0, seed=0)
-    losses, norms, step = [], [], 0
+    losses, norms = [], []
     schedule = TrainingArguments(lr=LR, warmup_steps=2)
-    for epoch in range(2):
-        for rows in order.batches(epoch, 0):
-            step += 1
-            if step > MAX_STEP:
-                break
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, MAX_STEP, schedule)
-            loss = mean_loss(model, dataset.train.split, rows)
-            loss.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+    for step, rows in enumerate(order.batches(0, MAX_STEP), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, MAX_STEP, schedule)
+        loss = mean_loss(model, dataset.train.split, rows)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     assert dataset.validation is not None
     with torch.no_grad():
         held_out = mean_loss(model, dataset.validation.split, range(len(dataset.validation)))

@@ -1,14 +1,22 @@
-"""Runs on several token datasets in shares: what is planned is seen, and a resumed run goes on in the same order."""
+"""Runs on several token datasets in shares and phases: what is planned is seen; resumed, they go on in their order."""
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arguments import TrainArguments, TrainingArguments
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.data.token_mixture import TokenMixture, open_mixture
+from fabric_train.optim.lr_schedule import learning_rate
+from fabric_train.preflight.phases import read_phases
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.short_runs import argv, metrics
+from tests.support.kills import differences
+from tests.support.short_runs import argv, at_point, metrics
 from tests.support.token_datasets import TEXTS, manifest_of, tokenize, write_jsonl
 
 pytestmark = pytest.mark.slow
@@ -25,11 +33,11 @@ class Mixing:
             documents = write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in texts])
             tokenize(folder / name, model, documents, validation_split=0.1)
 
-    def start(self, run: str, num_ranks: int, *shares: object, **options: object) -> ForkedRun:
+    def start(self, run: str, num_ranks: int, *shares: object, before: str = "", **options: Any) -> ForkedRun:
         words = argv(self._model, Path("TOKENS"), Path(run), **{**OPTIONS, **options})
         place = words.index("TOKENS")
         return self._runs.start(
-            [*words[:place], *NAMES, *map(str, shares), *words[place + 1 :]], num_ranks, cwd=self.folder
+            [*words[:place], *NAMES, *map(str, shares), *words[place + 1 :]], num_ranks, cwd=self.folder, before=before
         )
 
     def state(self, run: str, step: int) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def test_resumed_mixture_reads_the_same_rows_on_any_number_of_ranks(
 ) -> None:
     end = last_step(whole)
     checkpoint = mixing.folder / "whole" / "checkpoints" / "step-00000004"
-    options = {"checkpoint": checkpoint, "resume": "true", "max_step": None, "number_epochs": 2}
+    options: dict[str, Any] = {"checkpoint": checkpoint, "resume": "true", "max_step": None, "number_epochs": 2}
     run = f"resumed-{num_ranks}"
     mixing.start(run, num_ranks, "--shares", 1.0, 0.15, 2, **options).finish()
     here, there = (mixing.state(each, end) for each in (run, "whole"))
@@ -100,7 +108,10 @@ def test_resumed_mixture_reads_the_same_rows_on_any_number_of_ranks(
 
 
 def test_mixture_is_not_resumed_in_other_shares(mixing: Mixing, whole: ForkedRun) -> None:
-    options = {"checkpoint": mixing.folder / "whole" / "checkpoints" / "step-00000004", "resume": "true"}
+    options: dict[str, Any] = {
+        "checkpoint": mixing.folder / "whole" / "checkpoints" / "step-00000004",
+        "resume": "true",
+    }
     other = mixing.start("other", 1, "--shares", 1.0, 0.25, 2, **options)
     assert other.wait() == [2]
     assert "an epoch has other numbers of rows of each --train_data_dir" in other.stderr()
@@ -122,3 +133,159 @@ def test_share_of_less_than_a_row_is_refused(mixing: Mixing) -> None:
     assert re.fullmatch(
         "error: --shares takes no row of es in an epoch, which has [0-9]+; give it more, or leave it out", line
     )
+
+
+PHASES = """
+- {from: 0.5, shares: [1, 0, 2]}
+- {from: 9, token_shares: [0.25, 0.75, 0], lr: 0.01, min_lr: 0.001, lr_schedule: linear}
+"""
+IN_PHASES: dict[str, Any] = {"max_step": 12, "save_step_interval": 5, "phases": "phases.yaml"}
+
+
+@pytest.fixture(scope="module")
+def phased(mixing: Mixing) -> ForkedRun:
+    """A run on two ranks with other shares after half of its steps, and a schedule of its own from step 9 on."""
+    (mixing.folder / "phases.yaml").write_text(PHASES)
+    run = mixing.start("phased", 2, "--shares", 1.0, 0.15, 2, **IN_PHASES, keep_checkpoints=9)
+    run.finish()
+    return run
+
+
+def test_phases_are_planned_and_taken(mixing: Mixing, phased: ForkedRun) -> None:
+    before, after = phased.stdout().split("Done\n")
+    total = [manifest_of(mixing.folder / name).ledger.splits["train"].rows for name in NAMES]
+    rows = [mixing.state("phased", step)["rows_of_sources"] for step in (6, 8, 12)]  # borders are saved
+    seen = [[late - early for early, late in zip(*pair, strict=True)] for pair in pairwise([[0, 0, 0], *rows])]
+    assert seen[2] == [8, 24, 0]
+    assert seen[1][1] == 0
+    starts = ["1–6 constant, 0.001", "7–8 constant, 0.001", "9–12 linear, 0.01 to 0.00325"]
+    timeline = [" ".join(line.split()) for line in before.split("Phases\n")[1].splitlines()]
+    wanted = [
+        f"{name} {count / sum(counts):.2%} {count * 16:,}"
+        for counts in seen
+        for name, count in zip(NAMES, counts, strict=True)
+        if count
+    ]
+    for start, place in zip(starts, (0, 3, 5), strict=True):
+        wanted[place] = f"{start} {wanted[place]}"
+    assert timeline[1 : len(wanted) + 1] == wanted
+    for name, num_rows, count in zip(NAMES, total, rows[2], strict=True):
+        share, epochs = f"{count / sum(rows[2]):.2%}", f"{count / num_rows:.2f}"
+        planned = [name, f"{num_rows * 16:,}", share, epochs, f"{count * 16:,}"]
+        assert planned in [line.split() for line in before.splitlines()]
+        assert [*planned, planned[-1]] in [line.split() for line in after.splitlines()]
+
+
+def test_a_phase_has_its_schedule_and_begins_and_ends_an_epoch(mixing: Mixing, phased: ForkedRun) -> None:
+    rows = metrics(mixing.folder / "phased")
+    own = TrainingArguments(lr=0.01, min_lr=0.001, lr_schedule="linear")
+    rates = [0.001] * 8 + [learning_rate(step, 4, own) for step in range(1, 5)]
+    assert [float(row[5]) for row in rows] == rates
+    assert {6, 8, 12} <= {int(row[0]) for row in rows if row[3]}  # evaluated
+    epochs = [int(row[1]) for row in rows]
+    assert epochs[5] < epochs[6]
+    assert epochs[7] < epochs[8]
+    trainer = mixing.state("phased", 12)
+    assert [phase["first_step"] for phase in trainer["data"]["phases"]] == [7, 9]
+    (schedule,) = trainer["phase_schedules"]
+    assert (schedule["first_step"], schedule["last_step"], schedule["num_steps"]) == (9, 12, 4)
+
+
+def test_a_killed_run_resumes_across_a_phase_border_bit_for_bit(mixing: Mixing, phased: ForkedRun) -> None:
+    die = at_point("os.kill(os.getpid(), signal.SIGKILL)", 7, "OPTIMIZER")
+    killed = mixing.start("killed", 2, "--shares", 1.0, 0.15, 2, **IN_PHASES, before=die)
+    assert killed.wait() == [-9, -9]
+    mixing.start("killed", 2, "--shares", 1.0, 0.15, 2, **IN_PHASES, resume="true").finish()
+    assert metrics(mixing.folder / "killed") == metrics(mixing.folder / "phased")
+    assert differences(mixing.folder / "killed", mixing.folder / "phased") == []
+
+
+def test_one_rank_reads_the_same_rows_in_every_phase(mixing: Mixing, phased: ForkedRun) -> None:
+    mixing.start("alone", 1, "--shares", 1.0, 0.15, 2, **IN_PHASES, keep_checkpoints=9).finish()
+    for step in (6, 8, 12):
+        here, there = (mixing.state(run, step) for run in ("alone", "phased"))
+        assert [here[name] for name in ("rows_hash", "rows_of_sources", "epoch")] == [
+            there[name] for name in ("rows_hash", "rows_of_sources", "epoch")
+        ]
+
+
+def test_only_phases_that_have_not_begun_may_change(mixing: Mixing, phased: ForkedRun) -> None:
+    checkpoint = mixing.folder / "phased" / "checkpoints" / "step-00000008"
+    given = {**IN_PHASES, "phases": "other.yaml", "checkpoint": checkpoint, "resume": "true"}
+
+    def resume(name: str, phases: str, **options: object) -> ForkedRun:
+        (mixing.folder / "other.yaml").write_text(phases)
+        return mixing.start(name, 1, "--shares", 1.0, 0.15, 2, **{**given, **options})
+
+    begun = resume("begun", "- {from: 7, shares: [1, 0, 1]}")
+    assert begun.wait() == [2]
+    assert "--phases differs in a phase that has begun: " in begun.stderr()
+    later = resume("later", PHASES.replace("0.75, 0]", "0.5, 0.25]"))
+    later.finish()
+    assert "note: the phases that begin after step 8 are others than at step-00000008: from step 9 " in later.stdout()
+    ended = mixing.folder / "phased" / "checkpoints" / "step-00000010"
+    own = resume("own", PHASES.replace("0.01", "0.02"), checkpoint=ended)
+    assert own.wait() == [2]
+    (line,) = own.stderr().splitlines()
+    assert line.startswith("error: --phases from step 9, lr: 0.01 -> 0.02 since ")
+    # more steps alone: the phase that has begun keeps its schedule, and the rate does not jump
+    longer = resume("longer", PHASES.replace("0.5", "7"), checkpoint=ended, max_step=14)
+    longer.finish()
+    assert "note: the phase has 6 steps now and had 4: so that the learning rate does not jump" in longer.stdout()
+    rates = [float(row[5]) for row in metrics(mixing.folder / "longer")]
+    assert rates == pytest.approx([0.0055, 0.00325, 0.00325, 0.00325])
+
+
+def test_a_branch_takes_other_phases_from_a_border(mixing: Mixing, phased: ForkedRun) -> None:
+    (mixing.folder / "branch.yaml").write_text("- {from: 7, shares: [1, 0, 2]}\n- {from: 9, shares: [0, 0, 1]}\n")
+    options = {**IN_PHASES, "phases": "branch.yaml", "branch": f"{mixing.folder / 'phased'}@8"}
+    mixing.start("branch", 1, "--shares", 1.0, 0.15, 2, **options).finish()
+    there, here = mixing.state("phased", 8)["rows_of_sources"], mixing.state("branch", 12)["rows_of_sources"]
+    assert here[:2] == there[:2]
+    assert here[2] > there[2]
+    (branch,) = mixing.state("branch", 12)["lineage"]
+    assert branch["continues_data"]
+    assert "lr 0.01" in branch["changed"]["phases"][0]
+    assert "lr" not in branch["changed"]["phases"][1]
+
+
+@pytest.fixture(scope="module")
+def opened(mixing: Mixing) -> TokenMixture:
+    return open_mixture([str(mixing.folder / name) for name in NAMES], None, None, True, mixing.folder)
+
+
+@pytest.mark.parametrize(
+    ("phases", "fault"),
+    [
+        ("- {shares: [1, 1, 1]}", "phase 1: 'from' is missing: the first step of the phase, or the share of the run "),
+        (
+            "- {from: 0.5, shares: [1, 1]}",
+            "phase 1: shares: 2 numbers for 3 folders of --train_data_dir; give one each",
+        ),
+        ("- {from: 0.5, shares: [0, 0, 0]}", "phase 1: shares: nothing is left to train on; give a number above 0"),
+        ("- {from: 0.5, lrr: 1}", "phase 1: 'lrr': no such value; a phase has from, shares, "),
+        ("- {from: 0.5}", "phase 1: it changes nothing: give shares, token_shares or lr"),
+        ("- {from: 3.5, lr: 1}", "phase 1: from: expected a step, or a share of the run below 1; got 3.5"),
+        ("- {from: 5, lr: 1}\n- {from: 5, lr: 2}", "phase 2 begins at step 5, not after the phase before it"),
+        ("- {from: 99, lr: 1}", "phase 1 begins at step 99, after the last one, --max_step 12"),
+        ("- {from: 0, shares: [1, 1, 1]}", "phase 1 begins with the run and has shares: leave those of the command "),
+        ("- {from: 7, lr_schedule: wsd, decay_steps: 9}", "phase 1 of 6 steps: --decay_steps 9: the phase has 6 steps"),
+        ("from: 0.5", "expected a list of phases, such as "),
+    ],
+)
+def test_phases_that_cannot_be_are_refused_in_one_line(
+    mixing: Mixing, opened: TokenMixture, phases: str, fault: str
+) -> None:
+    file = mixing.folder / "wrong.yaml"
+    file.write_text(phases)
+    words = ["--train_data_dir", *NAMES, "--shares", "1", "1", "1", "--max_step", "12", "--output_dir", "wrong"]
+    with pytest.raises(InputError) as refused:
+        read_phases(parse_arguments(TrainArguments, [*words, "--phases", str(file)]), opened)
+    (line,) = refused.value.faults
+    assert f"{file}: {fault}" in line
+
+
+def test_phases_need_the_length_of_the_run(mixing: Mixing, phased: ForkedRun) -> None:
+    run = mixing.start("endless", 1, "--shares", 1, 1, 1, **{**IN_PHASES, "max_step": None})
+    assert run.wait() == [2]
+    assert run.stderr() == "error: --phases divides a run of known length: give --max_step\n"

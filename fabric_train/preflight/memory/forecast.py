@@ -99,11 +99,8 @@ class RunRequest:
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
-        interval, per_epoch = self.arguments.save.save_step_interval, self.plan.windows_per_epoch
-        last = self.plan.num_steps
-        saved = {*range(interval, last + 1, interval), last}
-        if per_epoch:
-            saved |= set(range(per_epoch, last + 1, per_epoch))
+        interval, last = self.arguments.save.save_step_interval, self.plan.num_steps
+        saved = {*range(interval, last + 1, interval), last} | self.plan.epoch_ends()
         keep = self.arguments.save.keep_checkpoints
         return len(saved) if keep is None else min(len(saved), keep + 1)  # the best by validation loss is kept too
 

@@ -10,7 +10,7 @@ from fabric_train.preflight.memory.plan_tables import report
 from fabric_train.preflight.memory.resources import device_memory, machine_memory
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
-from fabric_train.training.summary import describe_mixture
+from fabric_train.training.summary import describe_mixture, describe_phases
 
 
 def print_plan(run: PreparedRun) -> None:
@@ -27,7 +27,7 @@ def print_plan(run: PreparedRun) -> None:
         raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
     lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
     show(report(forecast, run.plan, request.num_checkpoints(), request.device_memory, *lines))
-    for table in describe_mixture(run):
+    for table in (*describe_mixture(run), *describe_phases(run)):
         show(table)
     for line in run.notes:
         note(line)

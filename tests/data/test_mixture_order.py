@@ -1,0 +1,115 @@
+"""Phases of a mixture: shares that change at given steps, passes that go on, and the same windows from any step."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric_train.data.mixture import Mixture
+from fabric_train.data.mixture_order import MixtureOrder
+from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder
+from tests.data.test_batch import numbered, row_numbers
+
+NUM_STEPS = 40
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> MixtureOrder:
+    num_rows = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=5)))
+    an_epoch = st.lists(st.integers(0, 80), min_size=len(num_rows), max_size=len(num_rows)).filter(any)
+    order = MixtureOrder(
+        (Mixture(num_rows, tuple(draw(an_epoch)), draw(st.integers(1, 30)), draw(st.integers(0, 99))),)
+    )
+    for starts_after in sorted(draw(st.sets(st.integers(0, NUM_STEPS - 1), max_size=3))):
+        order = order.followed_by(starts_after, draw(an_epoch))
+    return order
+
+
+def phases_of(order: MixtureOrder) -> list[tuple[Mixture, range]]:
+    """The mixture of each phase and its steps."""
+    ends = [*order.starts_after[1:], NUM_STEPS]
+    return [
+        (mixture, range(start + 1, end + 1))
+        for mixture, start, end in zip(order.mixtures, order.starts_after, ends, strict=True)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(orders())
+def test_every_window_of_a_phase_has_each_source_in_its_share(order: MixtureOrder) -> None:
+    seen = np.zeros(len(order.num_rows), int)
+    for mixture, steps in phases_of(order):
+        total = sum(mixture.rows_per_epoch)
+        for step in steps:
+            assert order.rows_until(step - 1) == seen.tolist()
+            counts = order.count(order.rows_of(step))
+            for count, wanted in zip(counts, mixture.rows_per_epoch, strict=True):
+                share = Fraction(wanted * sum(counts), total)
+                assert math.floor(share) <= count <= math.ceil(share)  # so a share of 0 has no row
+            seen += counts
+    assert order.rows_until(NUM_STEPS) == seen.tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(orders())
+def test_a_phase_goes_on_in_the_passes_of_the_phase_before(order: MixtureOrder) -> None:
+    read = np.concatenate([order.rows_of(step) for step in range(1, NUM_STEPS + 1)]).tolist()
+    alone = Mixture(order.num_rows, order.num_rows, 30, order.mixtures[0].seed)  # whole passes over every source
+    passes = np.concatenate([alone.rows_in(0, window) for window in range(alone.windows_per_epoch)]).tolist()
+    first = 0
+    for num_rows in order.num_rows:
+        of_source = [row for row in read if first <= row < first + num_rows]
+        for start in range(0, len(of_source), num_rows):
+            one_pass = of_source[start : start + num_rows]
+            assert len(set(one_pass)) == len(one_pass)
+        # the q-th row that is read of a source does not depend on shares and phases
+        first_pass = [row for row in passes if first <= row < first + num_rows]
+        assert of_source[:num_rows] == first_pass[: len(of_source)]
+        first += num_rows
+
+
+@settings(deadline=None, max_examples=60)
+@given(orders())
+def test_a_phase_begins_an_epoch(order: MixtureOrder) -> None:
+    epoch, epochs, ends = -1, [], []
+    for mixture, steps in phases_of(order):
+        for number, _ in enumerate(steps):
+            epoch += number % mixture.windows_per_epoch == 0
+            epochs.append(epoch)
+    ends = [step for step in range(1, NUM_STEPS) if epochs[step] > epochs[step - 1]]
+    assert [order.epoch_of(step) for step in range(1, NUM_STEPS + 1)] == epochs
+    assert sorted({*order.epoch_ends(NUM_STEPS)} - {NUM_STEPS}) == ends
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_windows_across_a_phase_border_are_the_same_from_any_step(num_workers: int) -> None:
+    order = MixtureOrder((Mixture((20, 11), (20, 11), 4, seed=3),)).followed_by(3, (0, 11)).followed_by(6, (5, 5))
+
+    def windows(after_step: int, rank: int = 1) -> list[Window]:
+        cut: dict[str, Any] = {"micro_batch_size": 1, "world_size": 2, "rank": rank, "seed": 3, "mixture": order}
+        batches = TrainBatches(numbered(31), WindowOrder(31, 4, **cut), num_workers, pin_memory=False)
+        return list(batches.windows(after_step, 10))
+
+    whole = windows(0)
+    assert [window.step for window in whole if window.ends_epoch] == [3, 6, 9]
+    for step in range(10) if num_workers == 0 else (2, 3):
+        for again, window in zip(windows(step), whole[step:], strict=True):
+            assert (again.step, again.epoch, again.rows_hash) == (window.step, window.epoch, window.rows_hash)
+            assert again.rows_of_sources == window.rows_of_sources
+            for one, other, rows in zip(again.batches, window.batches, range(len(window.batches)), strict=True):
+                assert one.input_ids.tolist() == other.input_ids.tolist()
+                assert row_numbers(other) == window.rows_of(rows, 2, 1)
+
+
+def test_an_appended_phase_leaves_the_steps_before_it_as_they_were() -> None:
+    order = MixtureOrder((Mixture((20, 11), (20, 11), 4, seed=3),)).followed_by(5, (10, 11))
+    longer = order.followed_by(8, (0, 11))
+    for step in range(9):
+        assert longer.rows_hash(step) == order.rows_hash(step)
+        assert longer.rows_until(step) == order.rows_until(step)
+    assert longer.rows_hash(9) != order.rows_hash(9)
+    assert order.followed_by(5, (0, 11)).starts_after == (0, 5)  # in place of a phase without a step
