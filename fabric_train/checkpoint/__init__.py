@@ -50,6 +50,7 @@ from fabric_train.checkpoint.trainer_state import (
     read_trainer_json,
     read_trainer_state,
 )
+from fabric_train.checkpoint.validation_loss import Evaluation, TokenLoss, compare_evaluations, perplexity
 
 __all__ = [
     "BranchPoint",
@@ -57,14 +58,17 @@ __all__ = [
     "Damages",
     "DataOrder",
     "Description",
+    "Evaluation",
     "PhaseRows",
     "PhaseSchedule",
     "StreamOrder",
+    "TokenLoss",
     "TrainerState",
     "best_checkpoint",
     "branch_point",
     "checkpoint_generation_config",
     "choose_checkpoint",
+    "compare_evaluations",
     "data_starts_after",
     "describe_choice",
     "describe_damaged",
@@ -73,6 +77,7 @@ __all__ = [
     "find_whole_checkpoint",
     "is_short_name",
     "newest_checkpoint",
+    "perplexity",
     "read_base_model",
     "read_cursors",
     "read_lengths",

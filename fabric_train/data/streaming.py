@@ -117,6 +117,11 @@ class Stream:
         return self.held_out.validation if self.held_out else None
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources of the validation split, none if there is none; those of the stream are not told apart."""
+        return self.held_out.source_names if self.held_out else ()
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The token that ends documents."""
         return (self.tokenizer.eos_token_id,)

@@ -165,3 +165,8 @@ class PreparedRun:
             for phase in self.plan.phases
         )
         return replace(self, plan=replace(self.plan, phases=tuple(phases)))
+
+    @property
+    def logged_sources(self) -> tuple[str, ...]:
+        """The sources whose losses are logged beside those of the whole; none if there are fewer than two."""
+        return self.data.source_names if len(self.data.source_names) > 1 else ()
