@@ -350,9 +350,10 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     one, other = (open_dataset(folder).fingerprint for folder in folders)
     assert one != other
     assert open_dataset(folders[0]).fingerprint == one
-    (tmp_path / "a" / "manifest.json").write_text("{}")
-    (tmp_path / "b" / "manifest.json").write_text("{}")
-    assert open_dataset(folders[0]).fingerprint == open_dataset(folders[1]).fingerprint != one
+    opened = [open_dataset(folder) for folder in folders]
+    for dataset in opened:
+        (dataset.folder / "manifest.json").write_text("{}")
+    assert opened[0].fingerprint == opened[1].fingerprint != one
 
 
 def test_a_folder_without_validation_split_has_no_validation(tmp_path: Path) -> None:
