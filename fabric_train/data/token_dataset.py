@@ -1,8 +1,9 @@
 """Open a token dataset on disk and read its rows as batches."""
 
 import abc
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -17,7 +18,7 @@ from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
-from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
+from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
 from fabric_train.tokenization.packing.token_folder import check_listed_files
 
 VALIDATION_NAMES = ("validation", "valid")
@@ -100,19 +101,18 @@ def place_pieces(pieces: RowPieces, labels: np.ndarray) -> Pieces:
 class Rows(IndexedRows):
     """The rows of one split.
 
-    With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``. Without an
-    ``index``, all rows are one source with the given name, and each row is one piece.
+    With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``. Without a
+    document index, which ``open_index`` returns, all rows are of the first of ``source_names``, and each is one piece.
     """
 
     def __init__(
         self,
         split: datasets.Dataset,
         isolate_documents: bool = True,
-        index: DocumentIndex | None = None,
-        name: str = "",
+        source_names: tuple[str, ...] = ("",),
+        open_index: Callable[[], DocumentIndex | None] = lambda: None,
     ) -> None:
-        self.split, self._index = split, index
-        self.source_names = index.sources.names if index else (name,)
+        self.split, self.source_names, self._open_index = split, source_names, open_index
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names
         self.isolates = isolate_documents and self.has_borders
@@ -170,6 +170,10 @@ class Rows(IndexedRows):
         labels = _lists(table, "labels" if self.has_labels else "input_ids")
         starts = _lists(table, "document_starts") if self.isolates else [None] * len(labels)
         return list(zip(_lists(table, "input_ids"), labels, starts, strict=True))
+
+    @functools.cached_property
+    def _index(self) -> DocumentIndex | None:
+        return self._open_index()
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
         """Return the pieces of documents in the rows, in the order of ``indices``.
@@ -288,13 +292,12 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
     check_links(path / "tokenizer")  # checkpoints copy this folder
     manifest = read_manifest(path)
-    train, held_out = (
-        Rows(split, isolate_documents, open_index(path, manifest, name) if manifest else None, folder)
-        if split is not None and len(split)
-        else None
-        for name, split in (("train", splits["train"]), ("validation", validation))
-    )
-    assert train is not None
+    names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
+    find = functools.partial(open_index, path, manifest)
+    train = Rows(splits["train"], isolate_documents, names, functools.partial(find, "train"))
+    held_out = None
+    if validation is not None and len(validation):
+        held_out = Rows(validation, isolate_documents, names, functools.partial(find, "validation"))
     return TokenDataset(path, train, held_out, manifest)
 
 

@@ -40,7 +40,7 @@ class ProgressLine:
                 "step %d: validation loss %.4f, perplexity %.3f", metrics.step, metrics.val_loss, metrics.perplexity
             )
         now, is_last = time.monotonic(), metrics.step == self._num_steps
-        if metrics.step == self._first_step:  # an evaluation before the first step, or one that a signal interrupted
+        if metrics.step == 0:  # an evaluation before the first step
             self._started = now
             return
         pace = (now - self._started) / max(metrics.step - self._first_step, 1)

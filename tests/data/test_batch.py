@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches, validation_rows
 from fabric_train.data.token_dataset import Rows, open_dataset
 from tests.support.programs import ROOT
@@ -230,7 +230,8 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
     ids = np.array([[1, 2, 3, 4]])
     pipe: Any = multiprocessing.SimpleQueue()
     batch: Any = isolate(ids, ids.copy(), [np.array([2])])
-    batch = dataclasses.replace(batch, targets=find_targets(batch.labels), lengths=(2, 2))
+    pieces = Pieces(torch.tensor([1, 1]), torch.tensor([1, 0]), torch.tensor([2.5, torch.nan]).double())
+    batch = dataclasses.replace(batch, targets=find_targets(batch.labels), lengths=(2, 2), pieces=pieces)
     pipe.put(batch)
     sent: Any = pipe.get()
     assert sent.lengths == (2, 2)
@@ -242,8 +243,9 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
         (batch.documents.borders, sent.documents.borders),
         (batch.targets.positions, sent.targets.positions),
         (batch.targets.ids, sent.targets.ids),
+        *((getattr(pieces, field.name), getattr(sent.pieces, field.name)) for field in dataclasses.fields(pieces)),
     ):
-        assert torch.equal(one, same)
+        assert one.equal(same) or torch.equal(one.isnan(), same.isnan())
         assert one.dtype == same.dtype
         assert not same.is_shared()
 
