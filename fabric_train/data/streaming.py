@@ -118,8 +118,8 @@ class Stream:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The sources of the validation split, none if there is none; those of the stream are not told apart."""
-        return self.held_out.source_names if self.held_out else ()
+        """The sources of the training rows that are told apart: none."""
+        return ()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

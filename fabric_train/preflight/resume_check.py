@@ -59,7 +59,8 @@ def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
     of version 2, see ``VALIDATION_VERSION``.
     """
     versions = OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
-    return versions | ({_VALIDATION: "2"} if len(data.source_names) < 2 else {})
+    has_several = data.validation is not None and len(data.validation.source_names) > 1
+    return versions | ({} if has_several else {_VALIDATION: "2"})
 
 
 @dataclass(frozen=True)

@@ -168,5 +168,10 @@ class PreparedRun:
 
     @property
     def logged_sources(self) -> tuple[str, ...]:
-        """The sources whose losses are logged beside those of the whole; none if there are fewer than two."""
-        return self.data.source_names if len(self.data.source_names) > 1 else ()
+        """The sources whose losses are logged beside those of the whole; none if there are fewer than two.
+
+        The first ones are those of the training rows, in the order of their numbers.
+        """
+        held_out = self.data.validation.source_names if self.data.validation else ()
+        names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))
+        return names if len(names) > 1 else ()
