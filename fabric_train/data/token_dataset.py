@@ -172,7 +172,8 @@ class Rows(IndexedRows):
         return list(zip(_lists(table, "input_ids"), labels, starts, strict=True))
 
     @functools.cached_property
-    def _index(self) -> DocumentIndex | None:
+    def index(self) -> DocumentIndex | None:
+        """The document index; None if there is none. For errors see ``open_index``."""
         return self._open_index()
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
@@ -182,12 +183,12 @@ class Rows(IndexedRows):
             InputError: the document index is damaged.
         """
         rows = np.array(indices, dtype=np.int64)
-        if self._index is None:
+        if self.index is None:
             nothing = np.zeros_like(rows)
             unknown = np.full(len(rows), np.nan)
             return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths[rows].astype(np.int64), unknown)
-        found = self._index.pieces(rows)
-        documents, sources = self._index.documents[found.documents], self._index.source_numbers(found.documents)
+        found = self.index.pieces(rows)
+        documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
         return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes)
 
@@ -197,11 +198,11 @@ class Rows(IndexedRows):
         Raises:
             InputError: the document index is damaged.
         """
-        if self._index is None or len(self.source_names) == 1:
+        if self.index is None or len(self.source_names) == 1:
             return np.zeros(len(self), dtype=np.int64)
         rows = np.arange(len(self))
         parts = (rows[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(rows), _ROWS_AT_ONCE))
-        return np.concatenate([self._index.count_by_source(part)[0].argmax(axis=1) for part in parts])
+        return np.concatenate([self.index.count_by_source(part)[0].argmax(axis=1) for part in parts])
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.progress_line import ProgressLine
 from fabric_train.training.run_log import note, progress
+from fabric_train.training.worst_documents import WorstDocuments
 
 Validate = Callable[[], checkpoints.Evaluation | None]
 
@@ -175,9 +176,12 @@ def build_loop_parts(
 
 
 def _guard(fabric: Fabric, data: TrainingData, warn: Callable[[str], None]) -> StepGuard:
+    if isinstance(data, Stream):
+        return StepGuard(fabric, "the stream", warn)
+    worst = WorstDocuments(fabric, data).describe
     if isinstance(data, TokenMixture):
-        return StepGuard(fabric, "the token datasets", warn, data.row_name)
-    return StepGuard(fabric, "the stream" if isinstance(data, Stream) else f"{data.folder / 'train'}", warn)
+        return StepGuard(fabric, "the token datasets", warn, data.row_name, worst)
+    return StepGuard(fabric, f"{data.folder / 'train'}", warn, worst=worst)
 
 
 def _open(run: PreparedRun) -> MetaModel:

@@ -186,7 +186,7 @@ def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) ->
     lengths = [length for batch in window.batches for length in batch.lengths]
     own_flops = parts.flops.of(lengths)
     report = exchange_step(parts.fabric, loss, grad_norm, sum(lengths), own_flops, _own_flags(parts))
-    check = parts.guard.check(window, report.loss, report.grad_norm)
+    check = parts.guard.check(window, report.loss, report.grad_norm, report.of_pieces)
     if check.fault is None:
         parts.checkpoints.wait_until_copied()
         parts.optimizer.step()
@@ -249,16 +249,17 @@ def backpropagate(
             loss = summed_loss(model, there.input_ids, there.labels, there.documents, there.targets, scale)
             fabric.backward(loss.total * scale)
         losses.append(loss.total.detach())
-        if num_sources and batch.pieces is not None:
+        if batch.pieces is not None:
             by_piece.append(sum_by_piece(loss.of_tokens, batch))
     summed = torch.stack(losses)
+    of_pieces = torch.cat(by_piece) if by_piece else summed[:0]
     of_sources, tokens_of_sources = summed.new_zeros(num_sources), torch.zeros(num_sources).double()
-    if by_piece:
+    if by_piece and num_sources:
         pieces = [batch.pieces for batch in window.batches if batch.pieces is not None]
         sources = torch.cat([part.sources for part in pieces])
-        of_sources = sum_by_source(torch.cat(by_piece), sources, num_sources).to(fabric.device)
+        of_sources = sum_by_source(of_pieces, sources, num_sources).to(fabric.device)
         tokens_of_sources = torch.stack([part.count_by_source(num_sources)[0] for part in pieces]).sum(dim=0)
-    return LocalLoss(summed, num_supervised, of_sources, tokens_of_sources)
+    return LocalLoss(summed, num_supervised, of_pieces, of_sources, tokens_of_sources)
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

@@ -109,12 +109,14 @@ class LocalLoss:
     """The losses of this rank's micro-batches of a window.
 
     ``summed``, fp64, is [micro-batches]; ``num_supervised``, int64, is [data ranks, micro-batches] and the same on all
-    ranks. ``of_sources``, fp64 [sources], sums the losses by source, and ``tokens_of_sources``, fp64 [sources] on the
-    CPU, counts their supervised tokens; both are empty if sources are not told apart.
+    ranks. ``of_pieces``, fp64 [P], are the losses of the pieces of all micro-batches, on the CPU with XLA.
+    ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 [sources] on the CPU, counts
+    their supervised tokens; both are empty if sources are not told apart.
     """
 
     summed: torch.Tensor
     num_supervised: torch.Tensor
+    of_pieces: torch.Tensor
     of_sources: torch.Tensor
     tokens_of_sources: torch.Tensor
 

@@ -16,6 +16,7 @@ class StepReport:
 
     Attributes:
         loss: The losses of the window's micro-batches.
+        of_pieces: Losses of the pieces in this rank's micro-batches, fp64 [P].
         of_sources: Mean loss of each source in the window; None for one without supervised tokens.
         grad_norm: Norm of the gradient before clipping, fp64 [].
         num_tokens: Number of the window's tokens, without padding.
@@ -24,6 +25,7 @@ class StepReport:
     """
 
     loss: WindowLoss
+    of_pieces: torch.Tensor
     of_sources: list[float | None]
     grad_norm: torch.Tensor
     num_tokens: int
@@ -49,9 +51,11 @@ def exchange_step(
     on_host = torch.cat([loss.tokens_of_sources, flags])
     row = torch.cat([loss.summed, loss.of_sources, to_device_async(on_host, fabric.device)])
     by_rank = gather_over_ranks(fabric, row)
-    parts = [by_rank.flatten(), loss.num_supervised.flatten().double(), grad_norm.reshape(1)]
+    is_there = loss.of_pieces.device == grad_norm.device
+    of_pieces = loss.of_pieces if is_there else grad_norm.new_zeros(0)
+    parts = [by_rank.flatten(), loss.num_supervised.flatten().double(), grad_norm.reshape(1), of_pieces]
     numbers = torch.cat(parts).cpu()  # the only place in a step where the host waits for the device
-    gathered, num_supervised, norm = numbers.split([part.numel() for part in parts])
+    gathered, num_supervised, norm, of_pieces = numbers.split([part.numel() for part in parts])
     gathered = gathered.view(by_rank.shape)
     of_data_ranks = gathered[:: ranks.tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
     summed, (nats, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
@@ -60,6 +64,7 @@ def exchange_step(
     by_source = zip(nats.tolist(), tokens.tolist(), strict=True)
     return StepReport(
         loss=WindowLoss(summed.contiguous(), num_supervised.long().view(loss.num_supervised.shape)),
+        of_pieces=of_pieces if is_there else loss.of_pieces,
         of_sources=[total / count if count else None for total, count in by_source],
         grad_norm=norm[0],
         num_tokens=int(all_tokens),
