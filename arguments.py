@@ -413,6 +413,14 @@ class EvaluationArguments:
     """Optimizer steps between evaluations; the end of each epoch and of the run has one too."""
     eval_at_start: bool = True
     """Evaluate a new run before its first step too, so that it shows what it learned and what it forgot."""
+    best_by: str = "all"
+    """Source whose validation loss says which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps); all
+    is the whole validation split.
+    """
+    early_stopping: str | None = None
+    """Source, or all, such as es or es:5: end the run after 5 evaluations (default: 3) in which its validation loss is
+    not lower than before.
+    """
     eval_only: bool = False
     """Evaluate the model (or --checkpoint) on the validation split and exit."""
     self_check: bool = False

@@ -18,6 +18,7 @@ from fabric_train.checkpoint.discovery import (
     best_checkpoint,
     branch_point,
     choose_checkpoint,
+    deciding_loss,
     describe_choice,
     describe_damaged,
     find_whole_checkpoint,
@@ -41,6 +42,7 @@ from fabric_train.checkpoint.trainer_state import (
     describe_data_changes,
     find_data_changes,
     read_base_model,
+    read_best_by,
     read_cursors,
     read_lengths,
     read_lineage,
@@ -50,7 +52,7 @@ from fabric_train.checkpoint.trainer_state import (
     read_trainer_json,
     read_trainer_state,
 )
-from fabric_train.checkpoint.validation_loss import Evaluation, TokenLoss, compare_evaluations, perplexity
+from fabric_train.checkpoint.validation_loss import Evaluation, LossProgress, TokenLoss, compare_evaluations, perplexity
 
 __all__ = [
     "BranchPoint",
@@ -59,6 +61,7 @@ __all__ = [
     "DataOrder",
     "Description",
     "Evaluation",
+    "LossProgress",
     "PhaseRows",
     "PhaseSchedule",
     "StreamOrder",
@@ -70,6 +73,7 @@ __all__ = [
     "choose_checkpoint",
     "compare_evaluations",
     "data_starts_after",
+    "deciding_loss",
     "describe_choice",
     "describe_damaged",
     "describe_data_changes",
@@ -79,6 +83,7 @@ __all__ = [
     "newest_checkpoint",
     "perplexity",
     "read_base_model",
+    "read_best_by",
     "read_cursors",
     "read_lengths",
     "read_lineage",

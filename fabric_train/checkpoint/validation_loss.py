@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from pydantic import Field
@@ -54,6 +54,32 @@ class Evaluation:
     def parts(self) -> dict[str, TokenLoss]:
         """The loss of each source by its name, if there are several, and that of the whole as ``all``."""
         return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token."""
+        losses = {**self.sources, "all": self.whole}
+        return losses[source].loss if source in losses else None
+
+
+@dataclass(frozen=True)
+class LossProgress:
+    """How the validation loss of a source has gone, for ``--early_stopping``.
+
+    ``best`` is its lowest value so far, after ``best_step``, None if no value was finite; since then there were
+    ``num_since`` evaluations. ``source`` is "all" for the whole.
+    """
+
+    source: str
+    best: float | None = None
+    best_step: Count = 0
+    num_since: Count = 0
+
+    def after(self, evaluation: Evaluation) -> "LossProgress":
+        """Return the progress after a further evaluation."""
+        loss = evaluation.loss_of(self.source)
+        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best):
+            return LossProgress(self.source, loss, evaluation.step)
+        return replace(self, num_since=self.num_since + 1)
 
 
 def perplexity(loss: float) -> float:

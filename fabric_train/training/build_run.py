@@ -172,6 +172,7 @@ def build_loop_parts(
         flops=run.model.flops,
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
         source_names=run.logged_sources,
+        early_stopping=run.early_stopping,
     )
 
 

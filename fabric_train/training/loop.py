@@ -23,6 +23,7 @@ from fabric_train.distributed.stop_border import RunStopped
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
+from fabric_train.training.early_stopping import EarlyStopping
 from fabric_train.training.gc_control import collect
 from fabric_train.training.loss import LocalLoss, WindowLoss, sum_by_piece, sum_by_source, summed_loss
 from fabric_train.training.metrics import (
@@ -50,7 +51,7 @@ class LoopParts:
     validation rows; it returns None if a signal interrupts it. ``log`` and ``warn`` show the user metrics and a line.
     ``flush`` waits until all logged metrics are written. ``flops`` is the cost of tokens, ``peak_flops`` the FLOP/s of
     all devices together, None if unknown. ``source_names`` are the sources that the run's losses are told apart by,
-    none if there are fewer than two.
+    none if there are fewer than two. ``early_stopping`` is None without it.
     """
 
     fabric: Fabric
@@ -70,6 +71,7 @@ class LoopParts:
     flops: ModelFlops
     peak_flops: float | None
     source_names: tuple[str, ...] = ()
+    early_stopping: EarlyStopping | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         state = _evaluate_and_log(parts, state, metrics, evaluates=True)
         if state.unlogged:
             return End(state, checkpoint, _sync(parts).stop_signal)
+        if state.step and _ends_early(parts, state):
+            return End(state, checkpoint)
         stopwatch.restart()
     for window in _timed(parts, state.step, stopwatch):
         try:
@@ -149,13 +153,16 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         state = _evaluate_and_log(parts, state, _metrics(parts, state, step, stopwatch), due.evaluates)
         if state.unlogged:
             sync = _sync(parts)
-        is_last = window.step == parts.num_steps
-        if due.saves or sync.stop_signal:
+        ends_early = due.evaluates and _ends_early(parts, state)
+        is_last = window.step == parts.num_steps or ends_early
+        if due.saves or is_last or sync.stop_signal:
             parts.heartbeat.enter(StepPhase.SAVING)
             parts.flush()
             checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stop_signal))
         if sync.stop_signal and (state.unlogged or not is_last):
             return End(state, checkpoint, sync.stop_signal)
+        if ends_early:
+            break
         stopwatch.restart()
     parts.heartbeat.enter(StepPhase.SAVING)
     parts.checkpoints.finish()
@@ -269,6 +276,11 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     seed_xla(number, device)
 
 
+def _ends_early(parts: LoopParts, state: TrainerState) -> bool:
+    """Return whether early stopping ends the run after the state's step."""
+    return parts.early_stopping is not None and parts.early_stopping.ends(state)
+
+
 def _own_flags(parts: LoopParts) -> StepSync:
     """Return this rank's flags for the per-step all-reduce."""
     saves = parts.checkpoints
@@ -342,7 +354,14 @@ def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, e
     if evaluation:
         evaluation = replace(evaluation, step=state.step)
         first = state.first_evaluation or evaluation
-        state = replace(state, val_loss=evaluation.whole.loss, evaluation=evaluation, first_evaluation=first)
+        progress = parts.early_stopping.after(state.progress, evaluation) if parts.early_stopping else None
+        state = replace(
+            state,
+            val_loss=evaluation.whole.loss,
+            evaluation=evaluation,
+            first_evaluation=first,
+            progress=progress,
+        )
         metrics = with_evaluation(metrics, evaluation, parts.source_names)
     parts.log(metrics)
     return replace(state, unlogged=None)

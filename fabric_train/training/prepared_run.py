@@ -12,6 +12,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
+from fabric_train.training.early_stopping import EarlyStopping
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -130,6 +131,12 @@ class PreparedRun:
     order: DataOrder | StreamOrder
     versions: dict[str, str]
     notes: tuple[str, ...]
+    early_stopping: EarlyStopping | None = None
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether early stopping has ended the run where it would start."""
+        return self.early_stopping is not None and self.early_stopping.ends(self.start.state)
 
     @property
     def schedule_steps(self) -> int:

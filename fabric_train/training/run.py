@@ -112,6 +112,8 @@ def _train(
         log.info(summary.describe_stop(end, parts.num_steps))
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
+    if run.early_stopping and run.early_stopping.ends(end.state):
+        log.info(run.early_stopping.describe(end.state))
     seconds = time.monotonic() - started
     if fabric.is_global_zero:
         show(summary.describe_end(end.state, seconds, run, end.checkpoint))

@@ -13,7 +13,9 @@ from fabric_train.checkpoint import (
     TrainerState,
     best_checkpoint,
     compare_evaluations,
+    deciding_loss,
     perplexity,
+    read_best_by,
     read_trainer_state,
 )
 from fabric_train.data.streaming import Stream
@@ -78,7 +80,8 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
     table.add_row("checkpoint", str(checkpoint))
     if best := best_checkpoint(run.folder):
-        table.add_row("best checkpoint", f"{best}, validation loss {read_trainer_state(best).val_loss:.4f}")
+        loss = read_trainer_state(best).loss_of(read_best_by(best))
+        table.add_row("best checkpoint", f"{best}, {deciding_loss(best)} {loss:.4f}")
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     losses = [describe_evaluation(state.evaluation, state.first_evaluation)] if state.evaluation else []
