@@ -406,11 +406,21 @@ class EvaluationArguments:
     eval_batch_size: PositiveInt = 1
     """Rows per forward pass of the evaluation on each device."""
     eval_iters: PositiveInt | None = None
-    """Number of validation batches, over all devices together: rows from all over the validation split, the same each
-    time; default: the whole split.
+    """Number of validation batches, over all devices together: rows from all over the validation split, equally many of
+    each source, the same each time; default: the whole split.
     """
     eval_step_interval: PositiveInt = 500
     """Optimizer steps between evaluations; the end of each epoch and of the run has one too."""
+    eval_at_start: bool = True
+    """Evaluate a new run before its first step too, so that it shows what it learned and what it forgot."""
+    best_by: str = "all"
+    """Source whose validation loss says which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps); all
+    is the whole validation split.
+    """
+    early_stopping: str | None = None
+    """Source, or all, such as es or es:5: end the run after 5 evaluations (default: 3) in which its validation loss is
+    not lower than before.
+    """
     eval_only: bool = False
     """Evaluate the model (or --checkpoint) on the validation split and exit."""
     self_check: bool = False

@@ -44,6 +44,7 @@ OPTIONS = {
     "lr": 1e-3,
     "warmup_steps": 2,
     "eval_iters": 4,
+    "eval_at_start": "false",
     "save_step_interval": 3,
     "keep_checkpoints": 2,
     "num_workers": 0,

@@ -304,7 +304,8 @@ def _small_training(attempt: Attempt) -> str:
         words = f"python tokenize_dataset.py --dataset {documents} --tokenizer_name {model} --output_dir {tokens}"
         attempt.run("tokens", f"{words} --max_length {PARITY_LENGTH} --validation_split 0.1 --num_proc 1")
     words = f"python -m fabric_train --model_name {model} --train_data_dir {tokens} --micro_batch_size 2"
-    return f"{words} --number_epochs 100 --total_batch_size 16 --lr 1e-3 --lr_schedule constant --loggers csv"
+    words += " --number_epochs 100 --total_batch_size 16 --lr 1e-3 --lr_schedule constant"
+    return f"{words} --eval_at_start false --loggers csv"
 
 
 def _sums(number: int) -> str:

@@ -129,7 +129,7 @@ def command(options: str, model: Path, tokens: Path, target: Path) -> Command:
     words += f" --train_data_dir {tokens} --output_dir {target} --max_step {STEPS} --lr {LR}"
     words += " --micro_batch_size 1 --total_batch_size 1 --loggers csv --num_workers 0 --rank_timeout 0"
     words += f" --eval_batch_size {EVAL_BATCH_SIZE} --eval_iters {HELD_OUT_BATCHES}"
-    words += f" --eval_step_interval {EVAL_STEP_INTERVAL} --save_step_interval {STEPS}"
+    words += f" --eval_step_interval {EVAL_STEP_INTERVAL} --save_step_interval {STEPS} --eval_at_start false"
     return Command(tuple(words.split()), {"OMP_NUM_THREADS": "1"})
 
 

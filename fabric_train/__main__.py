@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     idle = note_on_unused_gpus(arguments.device.devices, run.devices.accelerator)
     for line in (*run.notes, *([idle] if idle else [])):
         note(line)
-    if run.start.state.step >= run.plan.num_steps and not run.start.state.unlogged:
+    if (run.start.state.step >= run.plan.num_steps or run.ends_early) and not run.start.state.unlogged:
         _report_nothing_left(run)
         return
     if not arguments.evaluation.only_reads:
@@ -104,6 +104,8 @@ def _report_nothing_left(run: "PreparedRun") -> None:
     from fabric_train.training.loggers import complete_wandb
 
     log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
+    if run.early_stopping and run.ends_early:
+        log.info(run.early_stopping.describe(run.start.state))
     given = run.arguments.logging
     if "wandb" in given.loggers and global_rank() == 0:
         complete_wandb(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))

@@ -86,7 +86,7 @@ def torch_chunked(reduction: str) -> Loss:
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss as ``fabric_train`` computes it, over the supervised positions only."""
-    return summed_cross_entropy(hidden, weight, None, positions, targets)
+    return summed_cross_entropy(hidden, weight, None, positions, targets)[0]
 
 
 FORMS: dict[str, Loss] = {

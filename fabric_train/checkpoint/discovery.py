@@ -10,7 +10,13 @@ from pathlib import Path
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
-from fabric_train.checkpoint.trainer_state import FORMAT, find_unreadable, read_format, read_trainer_state
+from fabric_train.checkpoint.trainer_state import (
+    FORMAT,
+    find_unreadable,
+    read_best_by,
+    read_format,
+    read_trainer_state,
+)
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.distributed.collectives import first_text
 from fabric_train.files.atomic_folder import is_temporary, remove
@@ -29,7 +35,8 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     Args:
         path: A checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
             its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the
-            undamaged one with the lowest validation loss; ``RUN/step-500``, the one of that step.
+            undamaged one with the lowest validation loss (of the source of ``--best_by``); ``RUN/step-500``, the one
+            of that step.
         damages: Known damage.
 
     Raises:
@@ -87,9 +94,16 @@ def describe_choice(path: Path, used: Path) -> str | None:
     if os.path.realpath(path) == os.path.realpath(used):
         return None
     name = path.name if is_short_name(path) else "latest"
-    kinds = {"best": "the checkpoint with the lowest validation loss", "latest": "the newest complete checkpoint"}
+    best = f"the checkpoint with the lowest {deciding_loss(used)}"
+    kinds = {"best": best, "latest": "the newest complete checkpoint"}
     kind = kinds.get(name, "the checkpoint of that step")
     return f"{path}: {kind}, {used.name}, is used"
+
+
+def deciding_loss(checkpoint: Path) -> str:
+    """Return the name of the loss that says which checkpoint of its run is the best."""
+    source = read_best_by(checkpoint)
+    return "validation loss" if source == "all" else f"validation loss of {source}"
 
 
 def find_whole_checkpoint(path: Path) -> Path:
@@ -231,8 +245,13 @@ def _steps_in(run: Path) -> str:
 
 
 def _by_loss(checkpoints: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints with a finite validation loss, the lowest first; all must be readable."""
-    losses = {checkpoint: read_trainer_state(checkpoint).val_loss for checkpoint in sorted(checkpoints, key=_step)}
+    """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
+
+    The newest one says which source's loss that is.
+    """
+    in_order = sorted(checkpoints, key=_step)
+    source = read_best_by(in_order[-1]) if in_order else "all"
+    losses = {checkpoint: read_trainer_state(checkpoint).loss_of(source) for checkpoint in in_order}
     evaluated = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return sorted(evaluated, key=lambda checkpoint: evaluated[checkpoint])
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
+from fabric_train.checkpoint.validation_loss import Count, Evaluation, LossProgress
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
 from fabric_train.files.typed_json import read_json
@@ -17,7 +18,6 @@ from fabric_train.model.origin import ModelOrigin
 FORMAT = 2
 _ADVICE = "use another checkpoint"
 
-Count: TypeAlias = Annotated[int, Field(ge=0)]
 PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
 
 
@@ -73,7 +73,9 @@ class TrainerState:
     ``epoch`` and the losses are those of the last step. ``skipped_steps`` were skipped because their loss or gradient
     was not finite. ``rows_hash`` is the hash of consumed rows of token datasets, see ``WindowOrder.rows_hash``; None
     for a stream. ``rows_of_sources`` counts the consumed rows of each token dataset of a mixture; None without one.
-    ``unlogged`` are the step's metrics if a signal came before its evaluation was complete.
+    ``val_loss`` and ``evaluation`` are None if the step had no evaluation. ``first_evaluation`` is the run's first one,
+    for a branch that of the run that it comes from. ``progress`` is that of ``--early_stopping``. ``unlogged`` are the
+    step's metrics by column of metrics.csv, if a signal came before its evaluation was complete.
     """
 
     step: Count = 0
@@ -85,7 +87,16 @@ class TrainerState:
     rows_of_sources: list[Count] | None = None
     train_loss: float | None = None
     val_loss: float | None = None
+    evaluation: Evaluation | None = None
+    first_evaluation: Evaluation | None = None
+    progress: LossProgress | None = None
     unlogged: dict[str, Any] | None = None
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the last step's validation loss of a source, of the whole for "all"; None if it has none."""
+        if source == "all":
+            return self.val_loss
+        return self.evaluation.loss_of(source) if self.evaluation else None
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class _SavedArguments(BaseModel):
     streaming_dataset: list[str] | None = None
     number_epochs: PositiveCount | None = None
     max_step: PositiveCount | None = None
+    best_by: str = "all"
 
 
 _TYPES = get_type_hints(TrainerState, include_extras=True) | get_type_hints(Description, include_extras=True)
@@ -154,6 +166,9 @@ _OTHERWISE: dict[str, Any] = {
     "arguments": (_SavedArguments, ...),
     "base_model": (ModelOrigin | None, None),
     "rows_of_sources": (list[Count] | None, None),
+    "evaluation": (Evaluation | None, None),
+    "first_evaluation": (Evaluation | None, None),
+    "progress": (LossProgress | None, None),
     "unlogged": (dict[str, int | float | None] | None, ...),
     "schedule_steps": (PositiveCount | None, None),
     "lineage": (list[BranchPoint], []),
@@ -214,6 +229,17 @@ def read_base_model(checkpoint: Path) -> ModelOrigin | None:
     _, parsed = _read(checkpoint)
     origin: ModelOrigin | None = parsed.base_model
     return origin
+
+
+def read_best_by(checkpoint: Path) -> str:
+    """Return the source whose validation loss says which checkpoint of its run is the best; "all" for the whole.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    best_by: str = parsed.arguments.best_by
+    return best_by
 
 
 def read_lengths(checkpoint: Path) -> tuple[float, float]:
@@ -344,7 +370,7 @@ def _difference(saved: Any, current: Any) -> str:
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
 
-    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage`` and phases.
+    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, phases and evaluations.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)

@@ -72,13 +72,42 @@ class Targets(PickledAsArrays):
 
 
 @dataclass(frozen=True)
+class Pieces(PickledAsArrays):
+    """The pieces of documents in a batch [B, T], in the order of its rows: P pieces, tensors on the CPU.
+
+    A target belongs to the piece that its own token is in, not the token that predicts it. So the targets of a piece
+    follow one another in ``Targets``, those of the first piece come first, and ``num_targets``, int64 [P], counts them.
+    ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_bytes``, fp64 [P], are the UTF-8 bytes of
+    text that the targets stand for (``token_dataset.place_pieces``), NaN if that is not known.
+    """
+
+    num_targets: torch.Tensor
+    sources: torch.Tensor
+    num_bytes: torch.Tensor
+
+    def pin_memory(self) -> "Pieces":
+        """Return a copy whose ``num_targets``, which a device needs, are in page-locked memory."""
+        return replace(self, num_targets=self.num_targets.pin_memory())
+
+    def count_by_source(self, num_sources: int) -> torch.Tensor:
+        """Return the targets and the bytes of each source, fp64 [2, sources]."""
+        return torch.stack(
+            [
+                torch.bincount(self.sources, weights=values.double(), minlength=num_sources)
+                for values in (self.num_targets, self.num_bytes)
+            ]
+        )
+
+
+@dataclass(frozen=True)
 class Batch(PickledAsArrays):
     """The rows of one forward pass on one rank.
 
     ``input_ids`` and ``labels`` are int64 [B, T]. ``documents`` is None if no row has more than one document, or if the
     documents of a row may see each other. ``targets`` are computed from the labels before the batch goes to a device.
     ``lengths`` are the numbers of tokens that see each other, without padding: of each document, or of each row if
-    documents are not kept apart. A rank without rows left in a window gets one row without supervised tokens.
+    documents are not kept apart. ``pieces`` stay on the CPU; they are None if it is not known where the rows come from.
+    A rank without rows left in a window gets one row without supervised tokens, and no pieces.
     """
 
     input_ids: torch.Tensor
@@ -86,18 +115,21 @@ class Batch(PickledAsArrays):
     documents: Documents | None = None
     targets: Targets | None = None
     lengths: tuple[int, ...] = ()
+    pieces: Pieces | None = None
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory (the DataLoader calls this)."""
         documents = self.documents and self.documents.pin_memory()
         targets = (self.targets or find_targets(self.labels)).pin_memory()
-        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets, self.lengths)
+        pieces = self.pieces and self.pieces.pin_memory()
+        return Batch(self.input_ids.pin_memory(), self.labels.pin_memory(), documents, targets, self.lengths, pieces)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device; for XLA, which compiles for each shape, every position has a target."""
         input_ids, labels = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels))
         targets = targets_everywhere(self.labels) if device.type == "xla" else self.targets or find_targets(self.labels)
-        return Batch(input_ids, labels, self.documents and self.documents.to(device), targets.to(device), self.lengths)
+        documents = self.documents and self.documents.to(device)
+        return Batch(input_ids, labels, documents, targets.to(device), self.lengths, self.pieces)
 
 
 def pad_rows(

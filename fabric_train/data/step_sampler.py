@@ -33,8 +33,10 @@ from fabric_train.data.row_hash import hash_of
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 
-VALIDATION_VERSION = "2"
-"""Of the rows that ``--eval_iters`` chooses. In version 1 these were the first of the split."""
+VALIDATION_VERSION = "3"
+"""Of the rows that ``--eval_iters`` chooses. In version 1 these were the first of the split, in version 2 each source
+had its share of them. Of a single source, version 3 chooses the rows of version 2.
+"""
 
 
 @dataclass(frozen=True)
@@ -199,16 +201,37 @@ class TrainBatches:
             epoch = next_epoch
 
 
-def validation_rows(num_rows: int, limit: int | None, seed: int) -> np.ndarray:
+def validation_rows(sources: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
     """Return the rows of the validation split that every evaluation reads, int64 in the order of the split.
 
-    Without a ``limit`` these are all. Otherwise the split is cut into ``limit`` parts of equal size, and the seed
-    chooses one row of each. The rows of a source lie next to each other, so each source has its share.
+    Without a ``limit`` these are all. Otherwise each source has equally many of them, as far as it has so many rows:
+    its rows are cut into so many parts of equal size, and the seed chooses one row of each.
+
+    Args:
+        sources: int64 [rows], the source of each row of the split.
+        limit: the number of rows to choose.
+        seed: that of the run.
     """
-    if limit is None or limit >= num_rows:
-        return np.arange(num_rows)
-    borders = np.arange(limit + 1) * num_rows // limit
-    return np.random.default_rng(seed).integers(borders[:-1], borders[1:])
+    if limit is None or limit >= len(sources):
+        return np.arange(len(sources))
+    in_order, num_rows = np.argsort(sources, kind="stable"), np.bincount(sources)
+    num_chosen, random = _share_equally(num_rows.tolist(), limit), np.random.default_rng(seed)
+    chosen, first = [], 0
+    for of_source, number in zip(num_rows.tolist(), num_chosen, strict=True):
+        borders = first + np.arange(number + 1) * of_source // max(number, 1)
+        chosen.append(in_order[random.integers(borders[:-1], borders[1:])])
+        first += of_source
+    return np.sort(np.concatenate(chosen))
+
+
+def _share_equally(most: Sequence[int], total: int) -> list[int]:
+    """Return numbers with the sum ``total``, as equal as possible, none above its ``most``; the first ones get more."""
+    shares = [0] * len(most)
+    left = total
+    for taken, index in enumerate(sorted(range(len(most)), key=most.__getitem__)):  # who has few rows comes first
+        shares[index] = min(most[index], left // (len(most) - taken))
+        left -= shares[index]
+    return shares
 
 
 def validation_batches(
@@ -219,7 +242,8 @@ def validation_batches(
     The ranks together read each of the :func:`validation_rows` once: all, or as many as ``limit`` batches have. So the
     number of ranks does not change what is evaluated. All ranks have equally many batches.
     """
-    chosen = validation_rows(len(rows), limit and limit * batch_size, seed).tolist()
+    sources = rows.main_sources() if limit else np.zeros(len(rows), dtype=np.int64)
+    chosen = validation_rows(sources, limit and limit * batch_size, seed).tolist()
     num_batches = math.ceil(len(chosen) / (batch_size * world_size))
     places = [positions(batch, batch_size, world_size, rank) for batch in range(num_batches)]
     return _loader(rows, [chosen[place.start : place.stop] for place in places], num_workers, pin_memory=False)

@@ -117,6 +117,11 @@ class Stream:
         return self.held_out.validation if self.held_out else None
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources of the training rows that are told apart: none."""
+        return ()
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The token that ends documents."""
         return (self.tokenizer.eos_token_id,)

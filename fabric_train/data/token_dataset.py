@@ -3,8 +3,8 @@
 import abc
 import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,22 +15,41 @@ import pyarrow.compute as pc
 import torch
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder
-from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
+from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
 from fabric_train.tokenization.packing.token_folder import check_listed_files
 
 VALIDATION_NAMES = ("validation", "valid")
+_ROWS_AT_ONCE = 1 << 16
 
 
 StoredRow: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """The ``input_ids`` of a row, its labels, and the starts of its documents; None if documents are not kept apart."""
 
 
+@dataclass(frozen=True)
+class RowPieces:
+    """P pieces of documents, those of some rows in order.
+
+    ``rows``, int64 [P], are indices among the rows asked for; ``positions``, int64 [P], where a piece begins in its
+    row. ``sources``, int64 [P], are indices of ``IndexedRows.source_names``. ``num_tokens``, int64 [P], includes tokens
+    that --overlap repeats. ``num_bytes``, fp64 [P], are the document's UTF-8 bytes, shared by tokens; NaN if not known.
+    """
+
+    rows: np.ndarray
+    positions: np.ndarray
+    sources: np.ndarray
+    num_tokens: np.ndarray
+    num_bytes: np.ndarray
+
+
 class IndexedRows(torch.utils.data.Dataset, abc.ABC):
-    """Rows that are read as batches of a list of indices."""
+    """Rows that are read as batches of a list of indices. ``source_names`` are the sources of their documents."""
 
     isolates: bool
+    source_names: tuple[str, ...]
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -47,21 +66,53 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         """Return the rows in the order of ``indices``."""
 
+    @abc.abstractmethod
+    def pieces(self, indices: Sequence[int]) -> RowPieces:
+        """Return the pieces of documents in the rows, in the order of ``indices``."""
+
+    @abc.abstractmethod
+    def main_sources(self) -> np.ndarray:
+        """Return the source that has the most tokens of each row, int64 [rows], as indices of ``source_names``."""
+
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the rows as one batch, with shorter rows padded at the end by unsupervised tokens."""
         rows = self.read(indices)
         starts = [borders for *_, borders in rows if borders is not None]
-        return pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], starts)
+        batch = pad_rows([ids for ids, _, _ in rows], [labels for _, labels, _ in rows], starts)
+        return replace(batch, pieces=place_pieces(self.pieces(indices), batch.labels.numpy())) if rows else batch
+
+
+def place_pieces(pieces: RowPieces, labels: np.ndarray) -> Pieces:
+    """Return the targets and the bytes of the pieces in a batch whose labels, int64 [B, T], are given.
+
+    The bytes of a piece are its document's bytes, shared by tokens, times its supervised share. That is
+    ``targets / (tokens - 1)``, at most 1: the first token of a piece is no target, unless the documents of a row see
+    each other. Tokens that --overlap repeats count among the tokens and not among the targets. So the bytes are those
+    of the text whose loss is summed, and the loss divided by them can be compared between tokenizers.
+    """
+    is_target = labels != IGNORED_LABEL
+    is_target[:, 0] = False
+    begins = pieces.rows * labels.shape[1] + pieces.positions
+    num_targets = np.diff(np.searchsorted(np.flatnonzero(is_target), np.append(begins, labels.size)))
+    supervised = np.minimum(num_targets / np.maximum(pieces.num_tokens - 1, 1), 1.0)
+    return Pieces(*map(torch.from_numpy, (num_targets, pieces.sources, pieces.num_bytes * supervised)))
 
 
 class Rows(IndexedRows):
     """The rows of one split.
 
-    With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``.
+    With ``isolate_documents``, batches keep documents apart if the split has a column ``document_starts``. Without a
+    document index, which ``open_index`` returns, all rows are of the first of ``source_names``, and each is one piece.
     """
 
-    def __init__(self, split: datasets.Dataset, isolate_documents: bool = True) -> None:
-        self.split = split
+    def __init__(
+        self,
+        split: datasets.Dataset,
+        isolate_documents: bool = True,
+        source_names: tuple[str, ...] = ("",),
+        open_index: Callable[[], DocumentIndex | None] = lambda: None,
+    ) -> None:
+        self.split, self.source_names, self._open_index = split, source_names, open_index
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names
         self.isolates = isolate_documents and self.has_borders
@@ -120,14 +171,51 @@ class Rows(IndexedRows):
         starts = _lists(table, "document_starts") if self.isolates else [None] * len(labels)
         return list(zip(_lists(table, "input_ids"), labels, starts, strict=True))
 
+    @functools.cached_property
+    def index(self) -> DocumentIndex | None:
+        """The document index; None if there is none. For errors see ``open_index``."""
+        return self._open_index()
+
+    def pieces(self, indices: Sequence[int]) -> RowPieces:
+        """Return the pieces of documents in the rows, in the order of ``indices``.
+
+        Raises:
+            InputError: the document index is damaged.
+        """
+        rows = np.array(indices, dtype=np.int64)
+        if self.index is None:
+            nothing = np.zeros_like(rows)
+            unknown = np.full(len(rows), np.nan)
+            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths[rows].astype(np.int64), unknown)
+        found = self.index.pieces(rows)
+        documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
+        num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
+        return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes)
+
+    def main_sources(self) -> np.ndarray:
+        """Return the source that has the most tokens of each row, int64 [rows]. Reads the index of the whole split.
+
+        Raises:
+            InputError: the document index is damaged.
+        """
+        if self.index is None or len(self.source_names) == 1:
+            return np.zeros(len(self), dtype=np.int64)
+        rows = np.arange(len(self))
+        parts = (rows[begin : begin + _ROWS_AT_ONCE] for begin in range(0, len(rows), _ROWS_AT_ONCE))
+        return np.concatenate([self.index.count_by_source(part)[0].argmax(axis=1) for part in parts])
+
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A token dataset on disk: its ``train`` split and, if it has one, its ``validation`` split."""
+    """A token dataset on disk: its ``train`` split and, if it has one, its ``validation`` split.
+
+    ``manifest`` is the content of ``manifest.json``, None for an older folder without it.
+    """
 
     folder: Path
     train: Rows
     validation: Rows | None
+    manifest: Manifest | None
 
     @property
     def parts(self) -> tuple["TokenDataset", ...]:
@@ -139,10 +227,10 @@ class TokenDataset:
         """The folder, for messages."""
         return str(self.folder)
 
-    @functools.cached_property
-    def manifest(self) -> Manifest | None:
-        """The content of ``manifest.json``; None for an older folder without it. For errors see ``read_manifest``."""
-        return read_manifest(self.folder)
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources of the documents; the folder if the dataset has no document index."""
+        return self.train.source_names
 
     @property
     def isolates(self) -> bool:
@@ -203,10 +291,15 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
             raise InputError(f"--train_data_dir {folder}: {name} has {fault}; tokenize again with tokenize_dataset.py")
     if len(splits["train"]) == 0:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
-    has_validation = validation is not None and len(validation) > 0
-    held_out = Rows(validation, isolate_documents) if has_validation else None
     check_links(path / "tokenizer")  # checkpoints copy this folder
-    return TokenDataset(path, Rows(splits["train"], isolate_documents), held_out)
+    manifest = read_manifest(path)
+    names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
+    find = functools.partial(open_index, path, manifest)
+    train = Rows(splits["train"], isolate_documents, names, functools.partial(find, "train"))
+    held_out = None
+    if validation is not None and len(validation):
+        held_out = Rows(validation, isolate_documents, names, functools.partial(find, "validation"))
+    return TokenDataset(path, train, held_out, manifest)
 
 
 def _fault_of_columns(split: datasets.Dataset) -> str | None:

@@ -2,8 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
-from fabric_train.data.token_dataset import IndexedRows, StoredRow, TokenDataset, open_dataset
+from fabric_train.data.token_dataset import IndexedRows, RowPieces, StoredRow, TokenDataset, open_dataset
 from fabric_train.files.regular_file import check_no_link
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
 from fabric_train.tokenization.merged_manifest import merge_manifests, open_inputs
@@ -24,6 +24,8 @@ class JoinedRows(IndexedRows):
         self._parts = tuple(parts)
         self._starts = np.array([0, *accumulate(map(len, parts))])
         self.isolates = parts[0].isolates
+        self.source_names = tuple(dict.fromkeys(name for part in parts for name in part.source_names))
+        self._sources = [np.array([self.source_names.index(name) for name in part.source_names]) for part in parts]
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -43,15 +45,37 @@ class JoinedRows(IndexedRows):
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         """Return the rows in the order of ``indices``; those of one split are read together."""
+        found: dict[int, StoredRow] = {}
+        for part, numbers, rows in self._by_part(indices):
+            found |= zip(numbers, self._parts[part].read(rows), strict=True)
+        return [found[number] for number in range(len(indices))]
+
+    def pieces(self, indices: Sequence[int]) -> RowPieces:
+        """Return the pieces of documents in the rows, in the order of ``indices``; see ``Rows.pieces``."""
+        parts = []
+        for part, numbers, rows in self._by_part(indices):
+            found = self._parts[part].pieces(rows)
+            sources = self._sources[part][found.sources]
+            parts.append(replace(found, rows=np.array(numbers)[found.rows], sources=sources))
+        joined = {
+            field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(RowPieces)
+        }
+        in_order = np.argsort(joined["rows"], kind="stable")
+        return RowPieces(**{name: values[in_order] for name, values in joined.items()})
+
+    def main_sources(self) -> np.ndarray:
+        """Return the source that has the most tokens of each row, int64 [rows]; see ``Rows.main_sources``."""
+        return np.concatenate([of[part.main_sources()] for of, part in zip(self._sources, self._parts, strict=True)])
+
+    def _by_part(self, indices: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Yield the number of each split that has some of the rows, their places in ``indices``, and in the split."""
         by_part: dict[int, list[tuple[int, int]]] = {}
         for number, index in enumerate(indices):
             part, row = self.place(index)
             by_part.setdefault(part, []).append((number, row))
-        found: dict[int, StoredRow] = {}
         for part, wanted in by_part.items():
             numbers, rows = zip(*wanted, strict=True)
-            found |= zip(numbers, self._parts[part].read(rows), strict=True)
-        return [found[number] for number in range(len(indices))]
+            yield part, numbers, rows
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,11 @@ class TokenMixture:
     def isolates(self) -> bool:
         """Whether training keeps the documents of a row apart."""
         return self.train.isolates
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources of the documents, see ``TokenDataset.source_names``; one that several parts have is one."""
+        return self.train.source_names
 
     @property
     def name(self) -> str:

@@ -19,8 +19,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from arguments import TrainingArguments
 from fabric_train.checkpoint import (
     BranchPoint,
+    Evaluation,
     StreamOrder,
+    TokenLoss,
     TrainerState,
+    compare_evaluations,
+    perplexity,
     read_base_model,
     read_lineage,
     read_stream_order,
@@ -29,7 +33,6 @@ from fabric_train.checkpoint import (
 )
 from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
-from fabric_train.training.evaluation import perplexity
 
 _DATA = ("train_data_dir", "streaming_dataset")
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
@@ -220,7 +223,27 @@ def _results(state: TrainerState) -> str:
     if state.val_loss is not None:
         rows.append(("validation loss", f"{state.val_loss:.4f}"))
         rows.append(("validation perplexity", f"{perplexity(state.val_loss):.2f}"))
-    return "## Results\n\n" + _table("measure | value", rows)
+    results = "## Results\n\n" + _table("measure | value", rows)
+    if state.evaluation is None:
+        return results
+    return f"{results}\n\n{_validation(state.evaluation, state.first_evaluation)}"
+
+
+def _validation(now: Evaluation, first: Evaluation | None) -> str:
+    """Return the table of the validation losses of each source, at the first evaluation and now."""
+    first = first or now
+    rows = [
+        (_public_name(name) if name != "all" else name, *_figures(before), *_figures(after))
+        for name, before, after in compare_evaluations(first, now)
+    ]
+    figures = ("loss", "perplexity", "bits per byte")
+    columns = [f"{figure} at step {evaluation.step:,}" for evaluation in (first, now) for figure in figures]
+    return "Validation by source, in nats per token:\n\n" + _table(" | ".join(["source", *columns]), rows)
+
+
+def _figures(loss: TokenLoss | None) -> list[str]:
+    figures = loss.figures().values() if loss else [None] * 3
+    return ["" if value is None else f"{value:.3f}" for value in figures]
 
 
 def _hyperparameters(arguments: dict[str, Any]) -> list[tuple[str, ...]]:

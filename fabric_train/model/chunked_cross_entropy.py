@@ -41,8 +41,8 @@ def summed_cross_entropy(
     positions: torch.Tensor,
     targets: torch.Tensor,
     scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the cross entropy of ``hidden @ weight.T + bias``, summed over the given positions.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of ``hidden @ weight.T + bias`` at the given positions, its sum and each token's.
 
     Under autocast, the matrix products use its dtype, as in a linear layer.
 
@@ -58,15 +58,16 @@ def summed_cross_entropy(
             for this gradient.
 
     Returns:
-        The sum of the fp32 losses, a 0-dim fp64 tensor. It can be differentiated once.
+        The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the losses, fp32 [N], which
+        cannot be differentiated.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
-        summed: torch.Tensor = _SummedCrossEntropy.apply(
+        summed, losses = _SummedCrossEntropy.apply(
             hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled(), scale
         )
-    return summed
+    return summed, losses
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -86,7 +87,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         has_backward: bool,
         scale: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
         in_place = scale if wanted[1] and weight.dtype == dtype == torch.float32 else None
         if in_place is not None and weight.grad is None:
@@ -119,10 +120,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
             grad_weight = None
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        return losses.sum(dtype=torch.float64)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(dtype=torch.float64), losses
 
     @staticmethod
-    def backward(ctx: Any, grad_sum: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_sum: torch.Tensor, _: torch.Tensor) -> Any:
         grads, ctx.grads = ctx.grads, None
         scaled = (
             None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)

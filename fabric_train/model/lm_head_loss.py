@@ -17,7 +17,7 @@ from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
 
 
 def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
-    """Make ``model(..., positions=, targets=)`` return the summed cross entropy, a 0-dim fp64 tensor.
+    """Make ``model(..., positions=, targets=)`` return what ``summed_cross_entropy`` returns.
 
     ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. Other calls of
     the model stay as they are. Call this before the model is wrapped; its weights may still be on the meta device.
@@ -51,11 +51,17 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
     ) -> Any:
         if positions is None or targets is None:
             return forward(*args, **kwargs)
-        in_head.compute = lambda hidden: summed_cross_entropy(
-            hidden, head.weight, head.bias, positions, targets, scale if grad_in_place else None
-        )
+        of_tokens: list[torch.Tensor] = []  # the head returns one tensor, which the model takes for logits
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            given = scale if grad_in_place else None
+            summed, losses = summed_cross_entropy(hidden, head.weight, head.bias, positions, targets, given)
+            of_tokens.append(losses)
+            return summed
+
+        in_head.compute = compute
         try:
-            return forward(*args, **kwargs).logits
+            return forward(*args, **kwargs).logits, of_tokens[0]
         finally:
             in_head.compute = None
 

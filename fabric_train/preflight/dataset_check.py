@@ -31,7 +31,7 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
     Without a manifest (an older folder) all token ids are checked instead.
 
     Raises:
-        InputError: the manifest, or a file that it names, is damaged.
+        InputError: the manifest, a file that it names, or the document index is damaged.
     """
     splits = {"train": dataset.train} | ({"validation": dataset.validation} if dataset.validation else {})
     manifest = dataset.manifest
@@ -52,6 +52,9 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
         faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape)]
     if manifest is None:
         faults += [fault for name, rows in splits.items() for fault in _wrong_columns(dataset, name, rows, shape)]
+    if not faults:
+        for rows in splits.values():
+            rows.pieces([0])  # opens the document index
     return DatasetCheck(tuple(faults), tuple(notes))
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,10 +26,11 @@ from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.automatic import resolve_automatic
+from fabric_train.preflight.deciding_sources import check_deciding_sources
 from fabric_train.preflight.phases import read_phases
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import plan_steps, rows_per_window
-from fabric_train.training.metrics import Metrics, find_lost_rows
+from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
         model=model,
         plan=plan,
         order=order,
-        versions={name: version(name) for name in _PACKAGES} | own_versions(model),
+        versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
         notes=(*plan.notes, *([xla.NOTE] if device_plan.parallelism == "xla" else [])),
+        early_stopping=check_deciding_sources(arguments.evaluation, data),
     )
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
@@ -215,15 +217,14 @@ def _continue_from(
     same_data = not checkpoints.describe_data_changes(checkpoint, order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
     # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
-    state = replace(state, unlogged=None, rows_of_sources=state.rows_of_sources if same_data else None)
+    state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
     return StartingPoint(checkpoint, state, lineage=(*lineage, branch), branches=True)
 
 
 def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
     """Return the counters of a checkpoint whose unlogged metrics are those that this version logs."""
     state = checkpoints.read_trainer_state(checkpoint)
-    names = {field.name for field in fields(Metrics)}
-    if state.unlogged and not {"step", "epoch"} <= state.unlogged.keys() <= names:
+    if state.unlogged and not are_columns(list(state.unlogged)):
         raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
     return state
 

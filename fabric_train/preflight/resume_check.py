@@ -27,7 +27,7 @@ from fabric_train.model.hf_model import ModelShape
 from fabric_train.model.packed_forward import VARLEN
 from fabric_train.optim import lr_schedule
 from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, Schedule
-from fabric_train.training.prepared_run import PreparedRun, StepPlan
+from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -41,9 +41,10 @@ _DECIDE_THE_LOSSES = (
     *("attention", "isolate_documents", "seed", "eval_iters"),
 )
 _ATTENTION = "fabric_train attention"
+_VALIDATION = "fabric_train validation rows"
 OWN_VERSIONS = {
     "fabric_train learning rates": SCHEDULES_VERSION,
-    "fabric_train validation rows": VALIDATION_VERSION,
+    _VALIDATION: VALIDATION_VERSION,
     _ATTENTION: "1",
 }
 """Versions of what this program itself computes; checkpoints from before they were counted have version 1."""
@@ -51,9 +52,15 @@ OWN_VERSIONS = {
 _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_changes", "eval_only", "self_check")
 
 
-def own_versions(model: ModelShape) -> dict[str, str]:
-    """Return :data:`OWN_VERSIONS` for a model; ``sdpa`` with the borders of documents is version 2 of attention."""
-    return OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
+def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
+    """Return :data:`OWN_VERSIONS` for a model and its data.
+
+    ``sdpa`` with the borders of documents is version 2 of attention. The validation rows of a single source are those
+    of version 2, see ``VALIDATION_VERSION``.
+    """
+    versions = OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
+    has_several = data.validation is not None and len(data.validation.source_names) > 1
+    return versions | ({} if has_several else {_VALIDATION: "2"})
 
 
 @dataclass(frozen=True)
@@ -294,7 +301,7 @@ def _concerns(package: str, arguments: "TrainArguments") -> bool:
     training = arguments.training
     uses = {
         "fabric_train learning rates": training.lr_decay and training.lr_schedule != "constant",
-        "fabric_train validation rows": arguments.evaluation.eval_iters is not None,
+        _VALIDATION: arguments.evaluation.eval_iters is not None,
     }
     return uses.get(package, True)
 

@@ -29,7 +29,7 @@ from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.optim.triton_trial import use_triton
-from fabric_train.training.evaluation import Evaluation, evaluate
+from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import LoopParts
 from fabric_train.training.nonfinite_guard import StepGuard
@@ -37,8 +37,9 @@ from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.progress_line import ProgressLine
 from fabric_train.training.run_log import note, progress
+from fabric_train.training.worst_documents import WorstDocuments
 
-Validate = Callable[[], Evaluation | None]
+Validate = Callable[[], checkpoints.Evaluation | None]
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -117,7 +118,7 @@ def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: He
         heartbeat.enter(StepPhase.VALIDATION, batch)
         return sync_step(fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0
 
-    return lambda: evaluate(fabric, model, batches, interrupted=interrupted)
+    return lambda: evaluate(fabric, model, batches, rows.source_names, interrupted=interrupted)
 
 
 def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs:
@@ -125,9 +126,9 @@ def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs
     given, state = run.arguments.logging, run.start.state
     if not fabric.is_global_zero:
         return Outputs([], given.log_model)
-    logged = state.step - bool(state.unlogged)
-    config = flatten(run.arguments)
-    loggers = open_loggers(given.loggers, run.folder, logged, given.project, given.entity, config)
+    logged = state.step - (bool(state.unlogged) or state.step == 0)  # step 0 is logged by a run that starts there
+    config, sources = flatten(run.arguments), run.logged_sources
+    loggers = open_loggers(given.loggers, run.folder, logged, given.project, given.entity, config, sources)
     return Outputs([*loggers, ProgressLine(state.step, run.plan.num_steps, console)], given.log_model)
 
 
@@ -170,13 +171,18 @@ def build_loop_parts(
         heartbeat=heartbeat,
         flops=run.model.flops,
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
+        source_names=run.logged_sources,
+        early_stopping=run.early_stopping,
     )
 
 
 def _guard(fabric: Fabric, data: TrainingData, warn: Callable[[str], None]) -> StepGuard:
+    if isinstance(data, Stream):
+        return StepGuard(fabric, "the stream", warn)
+    worst = WorstDocuments(fabric, data).describe
     if isinstance(data, TokenMixture):
-        return StepGuard(fabric, "the token datasets", warn, data.row_name)
-    return StepGuard(fabric, "the stream" if isinstance(data, Stream) else f"{data.folder / 'train'}", warn)
+        return StepGuard(fabric, "the token datasets", warn, data.row_name, worst)
+    return StepGuard(fabric, f"{data.folder / 'train'}", warn, worst=worst)
 
 
 def _open(run: PreparedRun) -> MetaModel:

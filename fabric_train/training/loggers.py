@@ -107,7 +107,7 @@ class WandbLogger:
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )
         self._wandb = wandb
-        self._last_step = past[-1].step if past else 0
+        self._last_step = past[-1].step if past else -1
         for metrics in past:
             if metrics.step >= self._run.starting_step:  # 0 offline, otherwise the first step that the server lacks
                 self.log(metrics)
@@ -181,15 +181,23 @@ def complete_wandb(folder: Path, last_step: int, project: str, entity: str | Non
 
 
 def open_loggers(
-    names: Sequence[str], folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]
+    names: Sequence[str],
+    folder: Path,
+    last_step: int,
+    project: str,
+    entity: str | None,
+    config: dict[str, Any],
+    source_names: Sequence[str] = (),
 ) -> list[Logger]:
-    """Open metrics.csv and the named loggers, to continue after ``last_step``.
+    """Open metrics.csv and the named loggers, to continue after ``last_step``; -1 is before step 0.
+
+    ``source_names`` are the sources whose losses are logged.
 
     Raises:
         InputError: Weights & Biases refuses the run, or a file in its folder is damaged.
     """
     table = folder / "metrics.csv"
-    loggers: list[Logger] = [CSVLogger(table, last_step)]
+    loggers: list[Logger] = [CSVLogger(table, last_step, source_names)]
     if "tensorboard" in names:
         loggers.append(TensorBoardLogger(folder / "tensorboard", last_step))
     if "wandb" in names:

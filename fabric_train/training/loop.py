@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.checkpoint import CheckpointManager, TrainerState
+from fabric_train.checkpoint import CheckpointManager, Evaluation, TrainerState
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
@@ -23,10 +23,19 @@ from fabric_train.distributed.stop_border import RunStopped
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
-from fabric_train.training.evaluation import Evaluation
+from fabric_train.training.early_stopping import EarlyStopping
 from fabric_train.training.gc_control import collect
-from fabric_train.training.loss import LocalLoss, WindowLoss, summed_loss
-from fabric_train.training.metrics import Metrics, StepWork, Stopwatch, peak_memory_gb
+from fabric_train.training.loss import LocalLoss, WindowLoss, sum_by_piece, sum_by_source, summed_loss
+from fabric_train.training.metrics import (
+    Metrics,
+    StepWork,
+    Stopwatch,
+    columns_of,
+    peak_memory_gb,
+    read_columns,
+    with_evaluation,
+    with_train_losses,
+)
 from fabric_train.training.nonfinite_guard import StepCheck, StepGuard
 from fabric_train.training.step_report import exchange_step
 
@@ -41,7 +50,8 @@ class LoopParts:
     ``start`` is the checkpoint of the state that the loop starts from, None at step 0. ``evaluate`` is None without
     validation rows; it returns None if a signal interrupts it. ``log`` and ``warn`` show the user metrics and a line.
     ``flush`` waits until all logged metrics are written. ``flops`` is the cost of tokens, ``peak_flops`` the FLOP/s of
-    all devices together, None if unknown.
+    all devices together, None if unknown. ``source_names`` are the sources that the run's losses are told apart by,
+    none if there are fewer than two. ``early_stopping`` is None without it.
     """
 
     fabric: Fabric
@@ -60,6 +70,8 @@ class LoopParts:
     heartbeat: Heartbeat
     flops: ModelFlops
     peak_flops: float | None
+    source_names: tuple[str, ...] = ()
+    early_stopping: EarlyStopping | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +88,13 @@ class End:
 
 @dataclass(frozen=True)
 class _Step:
-    """One optimizer step, taken or left out. ``sync`` has the flags that the ranks exchanged before it."""
+    """One optimizer step, taken or left out. ``sync`` has the flags that the ranks exchanged before it.
+
+    ``of_sources`` are the mean losses of the sources, None for one without supervised tokens.
+    """
 
     check: StepCheck
+    of_sources: list[float | None]
     learning_rate: float
     work: StepWork
     sync: StepSync
@@ -104,10 +120,13 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
     """
     stopwatch = Stopwatch(parts.peak_flops)
     checkpoint, cursors = parts.start, None  # of ``state``
-    if state.unlogged:
-        state = _evaluate_and_log(parts, state, Metrics(**state.unlogged), evaluates=True)
+    if metrics := _metrics_to_begin_with(parts, arguments, state):
+        state = _evaluate_and_log(parts, state, metrics, evaluates=True)
         if state.unlogged:
             return End(state, checkpoint, _sync(parts).stop_signal)
+        if state.step and _ends_early(parts, state):
+            return End(state, checkpoint)
+        stopwatch.restart()
     for window in _timed(parts, state.step, stopwatch):
         try:
             step = _take_step(parts, arguments, window)
@@ -134,17 +153,31 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         state = _evaluate_and_log(parts, state, _metrics(parts, state, step, stopwatch), due.evaluates)
         if state.unlogged:
             sync = _sync(parts)
-        is_last = window.step == parts.num_steps
-        if due.saves or sync.stop_signal:
+        ends_early = due.evaluates and _ends_early(parts, state)
+        is_last = window.step == parts.num_steps or ends_early
+        if due.saves or is_last or sync.stop_signal:
             parts.heartbeat.enter(StepPhase.SAVING)
             parts.flush()
             checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stop_signal))
         if sync.stop_signal and (state.unlogged or not is_last):
             return End(state, checkpoint, sync.stop_signal)
+        if ends_early:
+            break
         stopwatch.restart()
     parts.heartbeat.enter(StepPhase.SAVING)
     parts.checkpoints.finish()
     return End(state, checkpoint)
+
+
+def _metrics_to_begin_with(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) -> Metrics | None:
+    """Return the metrics to log after an evaluation before the first step, None if there is nothing to evaluate.
+
+    A run that continues after a signal completes the evaluation that it interrupted; a new one begins with one.
+    """
+    if state.unlogged:
+        return read_columns(state.unlogged)
+    begins = state.step == 0 and parts.evaluate is not None and arguments.evaluation.eval_at_start
+    return Metrics(step=0, epoch=0, num_tokens=0, skipped_steps=0) if begins else None
 
 
 def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) -> _Step:
@@ -153,18 +186,20 @@ def _take_step(parts: LoopParts, arguments: "TrainArguments", window: Window) ->
     rate = parts.schedules.rate(window.step)
     set_learning_rate(parts.optimizer, rate)
     reduces_each = arguments.fsdp.gradient_reduction == "micro_batch"
-    loss = backpropagate(parts.fabric, parts.model, window, parts.heartbeat, reduces_each)
+    num_sources = len(parts.source_names)
+    loss = backpropagate(parts.fabric, parts.model, window, parts.heartbeat, reduces_each, num_sources)
     parts.heartbeat.enter(StepPhase.OPTIMIZER)
     grad_norm = clip_grad_norm(parts.fabric, parts.model, parts.optimizer, arguments.training.grad_clip)
     lengths = [length for batch in window.batches for length in batch.lengths]
     own_flops = parts.flops.of(lengths)
     report = exchange_step(parts.fabric, loss, grad_norm, sum(lengths), own_flops, _own_flags(parts))
-    check = parts.guard.check(window, report.loss, report.grad_norm)
+    check = parts.guard.check(window, report.loss, report.grad_norm, report.of_pieces)
     if check.fault is None:
         parts.checkpoints.wait_until_copied()
         parts.optimizer.step()
     parts.optimizer.zero_grad()
-    return _Step(check, rate, StepWork(report.num_tokens, window.num_rows, report.flops), report.sync)
+    work = StepWork(report.num_tokens, window.num_rows, report.flops)
+    return _Step(check, report.of_sources, rate, work, report.sync)
 
 
 def accumulate(fabric: Fabric, model: Any, window: Window) -> WindowLoss:
@@ -177,7 +212,12 @@ def accumulate(fabric: Fabric, model: Any, window: Window) -> WindowLoss:
 
 
 def backpropagate(
-    fabric: Fabric, model: Any, window: Window, heartbeat: Heartbeat | None = None, reduces_each: bool = False
+    fabric: Fabric,
+    model: Any,
+    window: Window,
+    heartbeat: Heartbeat | None = None,
+    reduces_each: bool = False,
+    num_sources: int = 0,
 ) -> LocalLoss:
     """Add the gradient of the window's mean token loss to the parameters.
 
@@ -191,6 +231,7 @@ def backpropagate(
         window: this rank's micro-batches of one optimizer step.
         heartbeat: where this rank marks its position for the watchdog.
         reduces_each: reduce gradients over the ranks after every micro-batch, instead of once a window.
+        num_sources: number of the sources to tell apart; 0 tells none apart.
 
     Returns:
         The losses of this rank's micro-batches.
@@ -204,18 +245,28 @@ def backpropagate(
     counts = torch.stack([count_supervised(batch.labels) for batch in window.batches])
     num_supervised = gather_over_data_ranks(fabric, counts)
     scale = data_ranks(fabric).size / num_supervised.sum().clamp(min=1).double()
-    losses, last = [], len(window.batches) - 1
+    losses, by_piece, last = [], [], len(window.batches) - 1
     for index, batch in enumerate(window.batches):
         if heartbeat and index:
             heartbeat.enter(StepPhase.COMPUTING, index)
             heartbeat.stop_border.enter(window.step, index)
         # every backward pass is inside the context: FSDP2's leaves synchronization off for those after it
         with fabric.no_backward_sync(model, enabled=index < last and not reduces_each):
-            batch = batch.to(fabric.device)
-            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, batch.targets, scale)
-            fabric.backward(loss * scale)
-        losses.append(loss.detach())
-    return LocalLoss(torch.stack(losses), num_supervised)
+            there = batch.to(fabric.device)
+            loss = summed_loss(model, there.input_ids, there.labels, there.documents, there.targets, scale)
+            fabric.backward(loss.total * scale)
+        losses.append(loss.total.detach())
+        if batch.pieces is not None:
+            by_piece.append(sum_by_piece(loss.of_tokens, batch))
+    summed = torch.stack(losses)
+    of_pieces = torch.cat(by_piece) if by_piece else summed[:0]
+    of_sources, tokens_of_sources = summed.new_zeros(num_sources), torch.zeros(num_sources).double()
+    if by_piece and num_sources:
+        pieces = [batch.pieces for batch in window.batches if batch.pieces is not None]
+        sources = torch.cat([part.sources for part in pieces])
+        of_sources = sum_by_source(of_pieces, sources, num_sources).to(fabric.device)
+        tokens_of_sources = torch.stack([part.count_by_source(num_sources)[0] for part in pieces]).sum(dim=0)
+    return LocalLoss(summed, num_supervised, of_pieces, of_sources, tokens_of_sources)
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
@@ -223,6 +274,11 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     torch.manual_seed(number)
     seed_xla(number, device)
+
+
+def _ends_early(parts: LoopParts, state: TrainerState) -> bool:
+    """Return whether early stopping ends the run after the state's step."""
+    return parts.early_stopping is not None and parts.early_stopping.ends(state)
 
 
 def _own_flags(parts: LoopParts) -> StepSync:
@@ -260,6 +316,7 @@ def _state_after(state: TrainerState, window: Window, step: _Step) -> TrainerSta
         rows_hash=window.rows_hash,
         rows_of_sources=_rows_of_sources(state, window),
         val_loss=None,
+        evaluation=None,
     )
 
 
@@ -272,7 +329,7 @@ def _rows_of_sources(state: TrainerState, window: Window) -> list[int] | None:
 
 
 def _metrics(parts: LoopParts, state: TrainerState, step: _Step, stopwatch: Stopwatch) -> Metrics:
-    return Metrics(
+    metrics = Metrics(
         step=state.step,
         epoch=state.epoch,
         train_loss=step.check.loss,
@@ -283,6 +340,7 @@ def _metrics(parts: LoopParts, state: TrainerState, step: _Step, stopwatch: Stop
         peak_memory_gb=peak_memory_gb(parts.fabric.device),
         **stopwatch.read(),
     )
+    return with_train_losses(metrics, dict(zip(parts.source_names, step.of_sources, strict=True)))
 
 
 def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
@@ -292,10 +350,19 @@ def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, e
     """
     evaluation = parts.evaluate() if evaluates and parts.evaluate else None
     if evaluates and parts.evaluate and evaluation is None:
-        return replace(state, unlogged=asdict(metrics))
+        return replace(state, unlogged=columns_of(metrics))
     if evaluation:
-        state = replace(state, val_loss=evaluation.loss)
-        metrics = replace(metrics, val_loss=evaluation.loss, perplexity=evaluation.perplexity)
+        evaluation = replace(evaluation, step=state.step)
+        first = state.first_evaluation or evaluation
+        progress = parts.early_stopping.after(state.progress, evaluation) if parts.early_stopping else None
+        state = replace(
+            state,
+            val_loss=evaluation.whole.loss,
+            evaluation=evaluation,
+            first_evaluation=first,
+            progress=progress,
+        )
+        metrics = with_evaluation(metrics, evaluation, parts.source_names)
     parts.log(metrics)
     return replace(state, unlogged=None)
 

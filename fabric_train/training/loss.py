@@ -12,9 +12,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fabric_train.data.batch import Documents, Targets, find_targets
+from fabric_train.data.batch import Batch, Documents, Targets, find_targets
+from fabric_train.distributed.host_memory import to_device_async
 from fabric_train.model.lm_head_loss import has_loss_in_head
 from fabric_train.model.packed_forward import forward
+
+
+@dataclass(frozen=True)
+class SummedLoss:
+    """The loss of a batch: its ``total``, fp64 [], and that ``of_tokens``, fp32 [N], which has no gradient."""
+
+    total: torch.Tensor
+    of_tokens: torch.Tensor
 
 
 def summed_loss(
@@ -24,7 +33,7 @@ def summed_loss(
     documents: Documents | None = None,
     targets: Targets | None = None,
     scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> SummedLoss:
     """Return the cross entropy of the next token, summed over the supervised tokens.
 
     ``model.parallelize.setup_model`` replaces the head of a Llama, so the model returns this sum itself and no logits
@@ -40,19 +49,59 @@ def summed_loss(
             device, if it is known; see ``chunked_cross_entropy``.
 
     Returns:
-        A 0-dim fp64 tensor, 0 if nothing is supervised. Token losses are fp32. Their sum is fp64, so it does not depend
-        on how rows are split into batches.
+        The total, 0 if nothing is supervised, and the losses of the targets in their order. The total is fp64, so it
+        does not depend on how rows are split into batches.
     """
     targets = targets or find_targets(labels)
     if not has_loss_in_head(model):
         return _loss_of_logits(forward(model, input_ids, documents).logits, targets)
-    return forward(model, input_ids, documents, positions=targets.positions, targets=targets.ids, scale=scale)
+    return SummedLoss(
+        *forward(model, input_ids, documents, positions=targets.positions, targets=targets.ids, scale=scale)
+    )
 
 
-def _loss_of_logits(logits: torch.Tensor, targets: Targets) -> torch.Tensor:
+def _loss_of_logits(logits: torch.Tensor, targets: Targets) -> SummedLoss:
     """Return the summed loss of logits [B, T, V]."""
     predictions = logits.flatten(0, 1).index_select(0, targets.positions)
-    return F.cross_entropy(predictions.float(), targets.ids, reduction="none").sum(dtype=torch.float64)
+    losses = F.cross_entropy(predictions.float(), targets.ids, reduction="none")
+    return SummedLoss(losses.sum(dtype=torch.float64), losses.detach())
+
+
+def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum the losses of a batch by the pieces of documents that its targets belong to.
+
+    The host does not wait for a GPU, and the sums are the same each time: ``segment_reduce`` adds in a fixed order. A
+    loss that is not finite is in its own piece only.
+
+    Args:
+        of_tokens: fp32 [N], see :class:`SummedLoss`.
+        batch: that they are of, on the CPU, with P pieces.
+
+    Returns:
+        fp64 [P] on the device of ``of_tokens``; for XLA, whose shapes must not change, on the CPU.
+    """
+    assert batch.pieces is not None
+    if of_tokens.device.type == "xla":  # there, every position has a target
+        of_tokens = of_tokens.cpu().index_select(0, (batch.targets or find_targets(batch.labels)).positions)
+    return _sum_segments(of_tokens.double(), batch.pieces.num_targets)
+
+
+def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
+    """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU; see :func:`sum_by_piece`.
+
+    Returns:
+        fp64 [sources] on the device of ``of_pieces``.
+    """
+    in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
+    return _sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
+
+
+def _sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU."""
+    if not len(values):
+        return values.new_zeros(len(lengths))
+    lengths = to_device_async(lengths, values.device)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # else it reads the lengths, and waits
 
 
 @dataclass(frozen=True)
@@ -60,11 +109,16 @@ class LocalLoss:
     """The losses of this rank's micro-batches of a window.
 
     ``summed``, fp64, is [micro-batches]; ``num_supervised``, int64, is [data ranks, micro-batches] and the same on all
-    ranks.
+    ranks. ``of_pieces``, fp64 [P], are the losses of the pieces of all micro-batches, on the CPU with XLA.
+    ``of_sources``, fp64 [sources], sums them by source, and ``tokens_of_sources``, fp64 [sources] on the CPU, counts
+    their supervised tokens; both are empty if sources are not told apart.
     """
 
     summed: torch.Tensor
     num_supervised: torch.Tensor
+    of_pieces: torch.Tensor
+    of_sources: torch.Tensor
+    tokens_of_sources: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """The metrics of a step, and metrics.csv, which only rank 0 writes."""
 
 import csv
+import io
 import os
 import resource
 import sys
 import time
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from fabric_train.checkpoint import TrainerState
+from fabric_train.checkpoint import Evaluation, TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, open_to_write
 
@@ -24,7 +26,7 @@ class Metrics:
     ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
     bytes on rank 0: allocated on the GPU, or resident on CPU. ``skipped_steps`` counts steps left out because loss or
     gradient was not finite. Samples are rows. ``mfu`` is between 0 and 1 (``model.flops``), None if the device's peak
-    is unknown.
+    is unknown. ``by_source`` has the columns of single sources, such as ``val_loss/NAME``.
     """
 
     step: int
@@ -32,6 +34,7 @@ class Metrics:
     train_loss: float | None = None
     val_loss: float | None = None
     perplexity: float | None = None
+    val_bits_per_byte: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     num_tokens: int | None = None
@@ -42,11 +45,56 @@ class Metrics:
     mfu: float | None = None
     peak_memory_gb: float | None = None
     skipped_steps: int | None = None
+    by_source: dict[str, float] = field(default_factory=dict)
 
 
-_COLUMNS = [field.name for field in fields(Metrics)]
-_INTEGERS = {field.name for field in fields(Metrics) if field.type in (int, int | None)}
-_REQUIRED = [field.name for field in fields(Metrics) if field.default is MISSING]
+_COLUMNS = [column.name for column in fields(Metrics) if column.name != "by_source"]
+_INTEGERS = {column.name for column in fields(Metrics) if column.type in (int, int | None)}
+_REQUIRED = ["step", "epoch"]
+_OF_SOURCES = ("train_loss", "val_loss", "val_perplexity", "val_bits_per_byte")
+
+
+def columns_of(metrics: Metrics) -> dict[str, Any]:
+    """Return the value of every column of metrics.csv, None for an empty cell."""
+    columns = asdict(metrics)
+    return columns | columns.pop("by_source")
+
+
+def read_columns(columns: Mapping[str, Any]) -> Metrics:
+    """Return the metrics from what :func:`columns_of` returned."""
+    by_source = {name: value for name, value in columns.items() if name not in _COLUMNS and value is not None}
+    return Metrics(**{name: value for name, value in columns.items() if name in _COLUMNS}, by_source=by_source)
+
+
+def are_columns(names: Sequence[str]) -> bool:
+    """Return whether these can be the columns of a metrics.csv."""
+    others = set(names) - set(_COLUMNS)
+    return set(_REQUIRED) <= set(names) and all("/" in name and name.split("/")[0] in _OF_SOURCES for name in others)
+
+
+def with_train_losses(metrics: Metrics, of_sources: Mapping[str, float | None]) -> Metrics:
+    """Add the mean training loss of each source by its name; one that is None was not in the window."""
+    losses = {f"train_loss/{name}": loss for name, loss in of_sources.items() if loss is not None}
+    return replace(metrics, by_source=metrics.by_source | losses)
+
+
+def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequence[str]) -> Metrics:
+    """Add the losses of an evaluation, those of single sources for ``source_names``."""
+    whole = evaluation.whole
+    by_source = {
+        f"val_{figure}/{name}": value
+        for name in source_names
+        if name in evaluation.sources
+        for figure, value in evaluation.sources[name].figures().items()
+        if value is not None
+    }
+    return replace(
+        metrics,
+        val_loss=whole.loss,
+        perplexity=whole.perplexity,
+        val_bits_per_byte=whole.bits_per_byte,
+        by_source=metrics.by_source | by_source,
+    )
 
 
 class Logger(Protocol):
@@ -65,29 +113,33 @@ class Logger(Protocol):
 class CSVLogger:
     """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
-    def __init__(self, path: Path, last_step: int) -> None:
+    def __init__(self, path: Path, last_step: int, source_names: Sequence[str] = ()) -> None:
         """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
+
+        There are columns for each of ``source_names``, and for those that the file has.
 
         Raises:
             InputError: the file is no metrics.csv, or a link.
         """
         check_no_link(path)
-        kept = read_metrics(path, last_step)
+        found, kept = _read_table(path, last_step)
+        of_sources = (f"{figure}/{name}" for name in source_names for figure in _OF_SOURCES)
+        columns = list(dict.fromkeys((*_COLUMNS, *found, *of_sources)))
         temporary = path.with_suffix(".csv.new")
         temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
         with open_to_write(temporary, "x", newline="") as file:
-            writer = csv.DictWriter(file, _COLUMNS)
+            writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows(map(asdict, kept))
+            writer.writerows(map(columns_of, kept))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         self._file = open_to_write(path, "a", newline="")
-        self._writer = csv.DictWriter(self._file, _COLUMNS)
+        self._writer = csv.DictWriter(self._file, columns)
 
     def log(self, metrics: Metrics) -> None:
         """Append the row."""
-        self._writer.writerow(asdict(metrics))
+        self._writer.writerow(columns_of(metrics))
         self._file.flush()
 
     def flush(self) -> None:
@@ -107,24 +159,38 @@ def read_metrics(path: Path, last_step: int) -> list[Metrics]:
     Raises:
         InputError: the file is no metrics.csv, or a row is damaged.
     """
+    _, rows = _read_table(path, last_step)
+    return rows
+
+
+def _read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
+    """Return the columns of metrics.csv and its rows up to ``last_step``; see :func:`read_metrics`."""
     if not path.exists():
-        return []
+        return [], []
     fix = "put the file of this run back, or move this one away to go on without its rows"
     if not path.is_file():
         raise InputError(f"{path}: not a file; {fix}")
-    *lines, cut_off = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    names = (lines or [cut_off])[0].split(",")
-    if not set(_REQUIRED) <= set(names) <= set(_COLUMNS) or len(set(names)) < len(names):
+    text = path.read_text(encoding="utf-8", errors="replace")
+    table = csv.reader(io.StringIO(text[: text.rfind("\n") + 1] or text))
+    names, rows = _next_row(table) or [], list[Metrics]()
+    if not are_columns(names) or len(set(names)) < len(names):
         raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(_COLUMNS)}; {fix}")
-    rows: list[Metrics] = []
-    for number, line in enumerate(lines[1:], 2):
-        row = _parse_row(names, line)
-        if row is None or row.step <= (rows[-1].step if rows else 0):
-            raise InputError(f"{path}, line {number}: not the row of a step after the one before it; {fix}")
+    while (cells := _next_row(table)) is not None:
+        row = _parse_row(names, cells)
+        if row is None or row.step <= (rows[-1].step if rows else -1):
+            raise InputError(f"{path}, line {table.line_num}: not the row of a step after the one before it; {fix}")
         if row.step > last_step:
             break
         rows.append(row)
-    return rows
+    return names, rows
+
+
+def _next_row(table: Iterator[list[str]]) -> list[str] | None:
+    """Return the cells of the next row, none if it is damaged, and None at the end."""
+    try:
+        return next(table, None)
+    except csv.Error:
+        return []
 
 
 def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> str | None:
@@ -145,15 +211,14 @@ def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> s
     )
 
 
-def _parse_row(names: list[str], line: str) -> Metrics | None:
-    """Return the row in a line of metrics.csv, None if it is damaged."""
-    cells = line.split(",")
+def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
+    """Return a row of metrics.csv, None if it is damaged."""
     if len(cells) != len(names):
         return None
     try:
-        return Metrics(
-            **{
-                name: (int if name in _INTEGERS else float)(cell)  # type: ignore[arg-type]
+        return read_columns(
+            {
+                name: (int if name in _INTEGERS else float)(cell)
                 for name, cell in zip(names, cells, strict=True)
                 if cell or name in _REQUIRED
             }
@@ -195,7 +260,7 @@ class Stopwatch:
         """Add a step."""
         self._steps.append(work)
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> dict[str, Any]:
         """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
         elapsed = time.perf_counter() - self._started
         reading = {
@@ -220,4 +285,4 @@ def peak_memory_gb(device: torch.device) -> float:
 
 def measured(metrics: Metrics) -> dict[str, float]:
     """Return the measured values by name, without the step."""
-    return {name: value for name, value in asdict(metrics).items() if value is not None and name != "step"}
+    return {name: value for name, value in columns_of(metrics).items() if value is not None and name != "step"}

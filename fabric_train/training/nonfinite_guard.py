@@ -30,15 +30,25 @@ class StepGuard:
     """Checks the loss and the gradient norm of every step. All ranks call it together and get the same result."""
 
     def __init__(
-        self, fabric: Fabric, data: str, warn: Callable[[str], None], row_name: Callable[[int], str] = str
+        self,
+        fabric: Fabric,
+        data: str,
+        warn: Callable[[str], None],
+        row_name: Callable[[int], str] = str,
+        worst: Callable[[Window, torch.Tensor], str] = lambda *_: "",
     ) -> None:
-        """``data`` and ``row_name`` name the rows in messages; ``warn`` shows the user a line, once for all ranks."""
-        self._fabric, self._data, self._warn, self._row_name = fabric, data, warn, row_name
+        """``data`` and ``row_name`` name the rows in messages; ``warn`` shows the user a line, once for all ranks.
+
+        ``worst`` names the documents with the highest losses (``WorstDocuments.describe``).
+        """
+        self._fabric, self._data, self._warn, self._row_name, self._worst = fabric, data, warn, row_name, worst
         self._scaler = getattr(fabric.strategy.precision, "scaler", None)
         self._spikes = SpikeRule()
 
-    def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor) -> StepCheck:
-        """Check a step; ``loss`` and ``grad_norm`` are on the CPU, so that the host does not wait for the device.
+    def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor, of_pieces: torch.Tensor) -> StepCheck:
+        """Check a step; the tensors are on the CPU, so that the host does not wait for the device.
+
+        ``of_pieces`` are the losses of the pieces in this rank's micro-batches.
 
         An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
         """
@@ -46,7 +56,7 @@ class StepGuard:
         if not math.isfinite(mean):
             wrong = (~loss.summed.isfinite()).nonzero().tolist()
             fault = f"step {window.step}: the loss is {mean}, from {self._place(window, wrong)}"
-            return StepCheck(mean, norm, fault)
+            return StepCheck(mean, norm, fault + self._worst(window, of_pieces))
         if not math.isfinite(norm) and self._scaler is None:
             what = f"the gradient norm is {norm} and every loss finite"
             return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
@@ -55,6 +65,7 @@ class StepGuard:
             self._warn(
                 f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
                 f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
+                + self._worst(window, of_pieces)
             )
         return StepCheck(mean, norm, None)
 

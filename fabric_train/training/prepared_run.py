@@ -12,6 +12,7 @@ from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
+from fabric_train.training.early_stopping import EarlyStopping
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -130,6 +131,12 @@ class PreparedRun:
     order: DataOrder | StreamOrder
     versions: dict[str, str]
     notes: tuple[str, ...]
+    early_stopping: EarlyStopping | None = None
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether early stopping has ended the run where it would start."""
+        return self.early_stopping is not None and self.early_stopping.ends(self.start.state)
 
     @property
     def schedule_steps(self) -> int:
@@ -165,3 +172,13 @@ class PreparedRun:
             for phase in self.plan.phases
         )
         return replace(self, plan=replace(self.plan, phases=tuple(phases)))
+
+    @property
+    def logged_sources(self) -> tuple[str, ...]:
+        """The sources whose losses are logged beside those of the whole; none if there are fewer than two.
+
+        The first ones are those of the training rows, in the order of their numbers.
+        """
+        held_out = self.data.validation.source_names if self.data.validation else ()
+        names = tuple(dict.fromkeys((*self.data.source_names, *held_out)))
+        return names if len(names) > 1 else ()

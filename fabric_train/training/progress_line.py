@@ -40,6 +40,9 @@ class ProgressLine:
                 "step %d: validation loss %.4f, perplexity %.3f", metrics.step, metrics.val_loss, metrics.perplexity
             )
         now, is_last = time.monotonic(), metrics.step == self._num_steps
+        if metrics.step == 0:  # an evaluation before the first step
+            self._started = now
+            return
         pace = (now - self._started) / max(metrics.step - self._first_step, 1)
         eta, values = _clock(pace * (self._num_steps - metrics.step)), _in_short(metrics)
         pause = _SECONDS_BETWEEN_DRAWINGS if self._bar else _SECONDS_BETWEEN_LINES

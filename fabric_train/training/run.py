@@ -28,7 +28,6 @@ from fabric_train.training.build_run import (
     set_up_model,
     set_up_optimizer,
 )
-from fabric_train.training.evaluation import Evaluation
 from fabric_train.training.gc_control import manual_collection
 from fabric_train.training.loop import train
 from fabric_train.training.prepared_run import PreparedRun
@@ -113,6 +112,8 @@ def _train(
         log.info(summary.describe_stop(end, parts.num_steps))
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
+    if run.early_stopping and run.early_stopping.ends(end.state):
+        log.info(run.early_stopping.describe(end.state))
     seconds = time.monotonic() - started
     if fabric.is_global_zero:
         show(summary.describe_end(end.state, seconds, run, end.checkpoint))
@@ -124,13 +125,16 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: H
     path = run.folder / "evaluation.json"
     check_no_link(path)
     progress.info("%s", heartbeat)
-    evaluation: Evaluation | None = validate()
+    evaluation = validate()
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
     if fabric.is_global_zero:
-        content = {"model": run.model.source, "step": _step(run), **asdict(evaluation)}
-        _write_json(path, {**content, "perplexity": evaluation.perplexity})
-        result = f"validation loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}"
-        log.info(f"{result} over {evaluation.num_tokens:,} tokens → {path}")
+        whole, sources = evaluation.whole, evaluation.sources
+        content = {"model": run.model.source, "step": _step(run), **whole.figures(), **asdict(whole)}
+        _write_json(path, content | {"sources": {name: of.figures() | asdict(of) for name, of in sources.items()}})
+        if len(sources) > 1:
+            show(summary.describe_evaluation(evaluation))
+        result = f"validation loss {whole.loss:.4f}, perplexity {whole.perplexity:.3f}"
+        log.info(f"{result} over {whole.num_tokens:,} tokens → {path}")
     return 0
 
 

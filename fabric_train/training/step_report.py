@@ -16,6 +16,8 @@ class StepReport:
 
     Attributes:
         loss: The losses of the window's micro-batches.
+        of_pieces: Losses of the pieces in this rank's micro-batches, fp64 [P].
+        of_sources: Mean loss of each source in the window; None for one without supervised tokens.
         grad_norm: Norm of the gradient before clipping, fp64 [].
         num_tokens: Number of the window's tokens, without padding.
         flops: Model FLOPs of these tokens.
@@ -23,6 +25,8 @@ class StepReport:
     """
 
     loss: WindowLoss
+    of_pieces: torch.Tensor
+    of_sources: list[float | None]
     grad_norm: torch.Tensor
     num_tokens: int
     flops: float
@@ -42,19 +46,26 @@ def exchange_step(
         flops: Their model FLOPs.
         own: This rank's flags.
     """
-    ranks, batches = data_ranks(fabric), len(loss.summed)
-    on_host = torch.tensor([num_tokens, flops, *astuple(own)], dtype=torch.float64)
-    row = torch.cat([loss.summed, to_device_async(on_host, fabric.device)])
+    ranks, sizes = data_ranks(fabric), [len(loss.summed), len(loss.of_sources), len(loss.of_sources), 2]
+    flags = torch.tensor([num_tokens, flops, *astuple(own)], dtype=torch.float64)
+    on_host = torch.cat([loss.tokens_of_sources, flags])
+    row = torch.cat([loss.summed, loss.of_sources, to_device_async(on_host, fabric.device)])
     by_rank = gather_over_ranks(fabric, row)
-    parts = [by_rank.flatten(), loss.num_supervised.flatten().double(), grad_norm.reshape(1)]
+    is_there = loss.of_pieces.device == grad_norm.device
+    of_pieces = loss.of_pieces if is_there else grad_norm.new_zeros(0)
+    parts = [by_rank.flatten(), loss.num_supervised.flatten().double(), grad_norm.reshape(1), of_pieces]
     numbers = torch.cat(parts).cpu()  # the only place in a step where the host waits for the device
-    gathered, num_supervised, norm = numbers.split([part.numel() for part in parts])
+    gathered, num_supervised, norm, of_pieces = numbers.split([part.numel() for part in parts])
     gathered = gathered.view(by_rank.shape)
-    of_data_ranks = gathered[:: ranks.tensor_parallel_size]
-    all_tokens, all_flops = of_data_ranks[:, batches : batches + 2].sum(dim=0).tolist()
-    stop_signal, is_saving, save_failed = gathered[:, batches + 2 :].amax(dim=0).tolist()
+    of_data_ranks = gathered[:: ranks.tensor_parallel_size, : sum(sizes)].split(sizes, dim=1)
+    summed, (nats, tokens, work) = of_data_ranks[0], (part.sum(dim=0) for part in of_data_ranks[1:])
+    all_tokens, all_flops = work.tolist()
+    stop_signal, is_saving, save_failed = gathered[:, sum(sizes) :].amax(dim=0).tolist()
+    by_source = zip(nats.tolist(), tokens.tolist(), strict=True)
     return StepReport(
-        loss=WindowLoss(of_data_ranks[:, :batches].contiguous(), num_supervised.long().view(loss.num_supervised.shape)),
+        loss=WindowLoss(summed.contiguous(), num_supervised.long().view(loss.num_supervised.shape)),
+        of_pieces=of_pieces if is_there else loss.of_pieces,
+        of_sources=[total / count if count else None for total, count in by_source],
         grad_norm=norm[0],
         num_tokens=int(all_tokens),
         flops=all_flops,

@@ -7,12 +7,21 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fabric_train.checkpoint import TrainerState, best_checkpoint, read_trainer_state
+from fabric_train.checkpoint import (
+    Evaluation,
+    TokenLoss,
+    TrainerState,
+    best_checkpoint,
+    compare_evaluations,
+    deciding_loss,
+    perplexity,
+    read_best_by,
+    read_trainer_state,
+)
 from fabric_train.data.streaming import Stream
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
-from fabric_train.training.evaluation import perplexity
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
@@ -53,8 +62,8 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
 
-    Of a mixture, it has the tokens of each token dataset that were seen, beside those that were planned. Reads the
-    validation loss of each checkpoint.
+    Of a mixture, it has the tokens of each token dataset that were seen, beside those that were planned. The validation
+    losses are those of each source, at the first evaluation and now. Reads the validation loss of each checkpoint.
     """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
@@ -71,10 +80,32 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
     table.add_row("checkpoint", str(checkpoint))
     if best := best_checkpoint(run.folder):
-        table.add_row("best checkpoint", f"{best}, validation loss {read_trainer_state(best).val_loss:.4f}")
+        loss = read_trainer_state(best).loss_of(read_best_by(best))
+        table.add_row("best checkpoint", f"{best}, {deciding_loss(best)} {loss:.4f}")
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
-    return Group(table, *describe_mixture(run, state.rows_of_sources))
+    losses = [describe_evaluation(state.evaluation, state.first_evaluation)] if state.evaluation else []
+    return Group(table, *losses, *describe_mixture(run, state.rows_of_sources))
+
+
+def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Table:
+    """Return the table of loss, perplexity and bits per byte of each source, also at the first evaluation."""
+    first = first if first and first.step != now.step else None
+    names = ["loss", "perplexity", "bits per byte"]
+    there = [f"{name} at step {first.step:,}" for name in names] if first else []
+    columns = [name for pair in zip(there, names, strict=True) for name in pair] if first else names
+    table = Table("source", title="Validation", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, before, after in compare_evaluations(first or now, now):
+        pairs = zip(_figures(before), _figures(after), strict=True)
+        table.add_row(name, *(cell for pair in pairs for cell in (pair if first else pair[1:])))
+    return table
+
+
+def _figures(loss: TokenLoss | None) -> list[str]:
+    figures = loss.figures().values() if loss else [None] * 3
+    return ["" if value is None else f"{value:.4f}" for value in figures]
 
 
 def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Table]:

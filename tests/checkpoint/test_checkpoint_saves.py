@@ -33,6 +33,7 @@ SETTINGS = {
     "eval_iters": 2,
     "save_step_interval": 2,
     "num_workers": 0,
+    "eval_at_start": "false",
     "loggers": "csv",
     "accelerator": "cpu",
 }

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
+from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches, validation_rows
 from fabric_train.data.token_dataset import Rows, open_dataset
 from tests.support.programs import ROOT
@@ -230,7 +230,8 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
     ids = np.array([[1, 2, 3, 4]])
     pipe: Any = multiprocessing.SimpleQueue()
     batch: Any = isolate(ids, ids.copy(), [np.array([2])])
-    batch = dataclasses.replace(batch, targets=find_targets(batch.labels), lengths=(2, 2))
+    pieces = Pieces(torch.tensor([1, 1]), torch.tensor([1, 0]), torch.tensor([2.5, torch.nan]).double())
+    batch = dataclasses.replace(batch, targets=find_targets(batch.labels), lengths=(2, 2), pieces=pieces)
     pipe.put(batch)
     sent: Any = pipe.get()
     assert sent.lengths == (2, 2)
@@ -242,8 +243,9 @@ def test_a_batch_comes_through_a_pipe_with_all_it_holds() -> None:
         (batch.documents.borders, sent.documents.borders),
         (batch.targets.positions, sent.targets.positions),
         (batch.targets.ids, sent.targets.ids),
+        *((getattr(pieces, field.name), getattr(sent.pieces, field.name)) for field in dataclasses.fields(pieces)),
     ):
-        assert torch.equal(one, same)
+        assert one.equal(same) or torch.equal(one.isnan(), same.isnan())
         assert one.dtype == same.dtype
         assert not same.is_shared()
 
@@ -271,26 +273,33 @@ def test_validation_takes_the_same_rows_once_over_any_number_of_ranks(
         for rank in range(world_size)
     ]
     seen = [number for batches in ranks for batch in batches for number in row_numbers(batch)]
-    assert sorted(seen) == validation_rows(num_rows, limit and limit * batch_size, seed).tolist()
+    assert sorted(seen) == validation_rows(np.zeros(num_rows, int), limit and limit * batch_size, seed).tolist()
     assert len(seen) == min(num_rows, (limit or num_rows) * batch_size)
     assert len({len(batches) for batches in ranks}) == 1
     assert all(len(row_numbers(batch)) <= batch_size for batches in ranks for batch in batches)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 200), st.integers(0, 9))
-def test_limited_validation_takes_of_every_source_its_share(sources: list[int], limit: int, seed: int) -> None:
-    num_rows = sum(sources)
-    chosen = validation_rows(num_rows, limit, seed)
-    assert len(set(chosen.tolist())) == len(chosen) == min(limit, num_rows)
-    ends = np.cumsum(sources)
-    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-        taken = ((chosen >= begin) & (chosen < end)).sum()
-        assert abs(taken - len(chosen) * (end - begin) / num_rows) < 2
-    assert np.array_equal(validation_rows(num_rows, limit, seed), chosen)
+def test_limited_validation_takes_equally_many_rows_of_every_source(sizes: list[int], limit: int, seed: int) -> None:
+    sources = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    chosen = validation_rows(sources, limit, seed)
+    assert len(set(chosen.tolist())) == len(chosen) == min(limit, sum(sizes))
+    taken = np.bincount(sources[chosen], minlength=len(sizes))
+    most = max(taken)
+    assert all(number in (size, most, most - 1) for number, size in zip(taken, sizes, strict=True))
+    assert np.array_equal(validation_rows(sources, limit, seed), chosen)
+    first = np.flatnonzero(sources == 0)  # from everywhere in the source
+    assert np.all(
+        np.diff(np.searchsorted(first, chosen[sources[chosen] == 0])) <= 2 * -(-len(first) // max(taken[0], 1))
+    )
+
+
+def test_limited_validation_of_one_source_takes_the_rows_of_version_2() -> None:
+    assert validation_rows(np.zeros(100, int), 5, 0).tolist() == [17, 32, 50, 65, 86]
 
 
 def test_the_seed_chooses_the_rows_of_a_limited_validation() -> None:
-    assert len({tuple(validation_rows(1000, 10, seed).tolist()) for seed in range(20)}) == 20
+    assert len({tuple(validation_rows(np.zeros(1000, int), 10, seed).tolist()) for seed in range(20)}) == 20
 
 
 # --------------------------------------------------------------------------------------------------- folders on disk
@@ -343,9 +352,10 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     one, other = (open_dataset(folder).fingerprint for folder in folders)
     assert one != other
     assert open_dataset(folders[0]).fingerprint == one
-    (tmp_path / "a" / "manifest.json").write_text("{}")
-    (tmp_path / "b" / "manifest.json").write_text("{}")
-    assert open_dataset(folders[0]).fingerprint == open_dataset(folders[1]).fingerprint != one
+    opened = [open_dataset(folder) for folder in folders]
+    for dataset in opened:
+        (dataset.folder / "manifest.json").write_text("{}")
+    assert opened[0].fingerprint == opened[1].fingerprint != one
 
 
 def test_a_folder_without_validation_split_has_no_validation(tmp_path: Path) -> None:

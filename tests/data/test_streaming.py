@@ -397,6 +397,7 @@ class Run:
         self.folder, self.file, self.runs = folder, file, runs
         self.given = {**SETTINGS, "model_name": model, "streaming_dataset": file, "train_data_dir": tokens}
         self.given |= {"max_length": 64, "max_step": 8, "save_step_interval": 3, "num_workers": 2}
+        self.given |= {"eval_at_start": "false"}
 
     def line(self, name: str, options: dict[str, object]) -> list[str]:
         given = {**self.given, "accelerator": "cpu", "output_dir": self.folder / name, **options}

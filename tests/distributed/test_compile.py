@@ -44,6 +44,7 @@ SETTINGS = {
     "lr": LR,
     "grad_clip": GRAD_CLIP,
     "num_workers": 0,
+    "eval_at_start": "false",
     "loggers": "csv",
 }
 
@@ -102,7 +103,7 @@ def loss_and_gradients(
     model: Any, ids: torch.Tensor, documents: Documents | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = summed_loss(model, ids, ids, documents)
+    loss = summed_loss(model, ids, ids, documents).total
     loss.backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 

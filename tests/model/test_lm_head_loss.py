@@ -62,7 +62,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     scale = torch.tensor(1 / 7, dtype=torch.float64)
-    loss = summed_loss(model, *rows(), scale=scale)
+    loss = summed_loss(model, *rows(), scale=scale).total
     (loss * scale).backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
@@ -86,7 +86,7 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
         torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-6)
     assert list(model.state_dict()) == names
     with torch.no_grad():
-        assert summed_loss(model.eval(), *rows()).item() == pytest.approx(loss, rel=1e-6)
+        assert summed_loss(model.eval(), *rows()).total.item() == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("family", COMPUTED_FURTHER)
@@ -113,7 +113,7 @@ def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
     assert compute_loss_in_head(model)
     ids, _ = rows()
     with LargestTensor() as largest:
-        summed_loss(model, ids, ids).backward()
+        summed_loss(model, ids, ids).total.backward()
     # of 117 tokens; a chunk has one, and the weight and its gradient are the largest there is
     assert largest.num_elements == 4001 * WIDTH
 
@@ -141,7 +141,7 @@ def test_tied_embeddings_gradient_is_added_in_the_rows_of_its_tokens() -> None:
     model.zero_grad()
     ids, labels = rows()
     scale = torch.tensor(1 / 7, dtype=torch.float64)
-    loss = summed_loss(model, ids, labels, scale=scale) * scale
+    loss = summed_loss(model, ids, labels, scale=scale).total * scale
     with Calls() as calls:
         loss.backward()
     torch.testing.assert_close(model.model.embed_tokens.weight.grad, expected, rtol=1e-4, atol=1e-6)
@@ -167,7 +167,7 @@ def test_unsupervised_batch_gives_no_loss_and_every_weight_a_gradient() -> None:
     model = build("llama")
     assert compute_loss_in_head(model)
     ids, _ = rows()
-    loss = summed_loss(model, ids, torch.full_like(ids, IGNORED_LABEL))
+    loss = summed_loss(model, ids, torch.full_like(ids, IGNORED_LABEL)).total
     loss.backward()
     assert loss == 0
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
@@ -175,7 +175,7 @@ def test_unsupervised_batch_gives_no_loss_and_every_weight_a_gradient() -> None:
 
 def test_the_sum_is_not_rounded_to_fp32() -> None:
     hidden, targets = torch.zeros(2**13, WIDTH), torch.zeros(2**13, dtype=torch.int64)
-    summed = summed_cross_entropy(hidden, torch.zeros(3, WIDTH), None, torch.arange(2**13), targets)
+    summed = summed_cross_entropy(hidden, torch.zeros(3, WIDTH), None, torch.arange(2**13), targets)[0]
     assert summed.item() == 2**13 * -F.log_softmax(torch.zeros(3), dim=0)[0].double().item()
 
 
@@ -187,7 +187,7 @@ def test_in_bf16_it_rounds_as_a_linear_layer_does(is_mixed: bool) -> None:
     head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=held)
     targets = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-        loss = summed_cross_entropy(hidden, head.weight, None, torch.arange(LENGTH), targets)
+        loss = summed_cross_entropy(hidden, head.weight, None, torch.arange(LENGTH), targets)[0]
         expected = F.cross_entropy(head(hidden)[0].float(), targets, reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = torch.autograd.grad(loss, [hidden, head.weight])
@@ -204,7 +204,7 @@ def test_on_cuda_the_loss_is_that_of_the_logits(monkeypatch: pytest.MonkeyPatch,
     hidden = torch.randn(1, LENGTH, WIDTH, generator=generator).to("cuda", dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).to("cuda", dtype).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator).cuda()
-    loss = summed_cross_entropy(hidden, weight, None, torch.arange(LENGTH, device="cuda"), targets)
+    loss = summed_cross_entropy(hidden, weight, None, torch.arange(LENGTH, device="cuda"), targets)[0]
     expected = F.cross_entropy(F.linear(hidden, weight)[0].float(), targets, reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     tolerance = 1e-4 if dtype == torch.float32 else 2**-5

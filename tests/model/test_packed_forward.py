@@ -149,7 +149,7 @@ def loss_and_gradient(model: Any, batches: list[Batch]) -> tuple[torch.Tensor, d
     device = next(model.parameters()).device
     num_supervised = sum(int(count_supervised(batch.labels)) for batch in batches)
     batches = [batch.to(device) for batch in batches]
-    losses = [summed_loss(model, batch.input_ids, batch.labels, batch.documents) for batch in batches]
+    losses = [summed_loss(model, batch.input_ids, batch.labels, batch.documents).total for batch in batches]
     loss = torch.stack(losses).sum() / num_supervised
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -199,8 +199,8 @@ def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
 ) -> None:
     with torch.no_grad():
         batch = packed(split)
-        loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents)
-        expected = sum(summed_loss(model, one.input_ids, one.labels) for one in alone(documents))
+        loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents).total
+        expected = sum(summed_loss(model, one.input_ids, one.labels).total for one in alone(documents))
     torch.testing.assert_close(loss / count_supervised(batch.labels), expected / count_supervised(batch.labels))
 
 
@@ -286,7 +286,7 @@ def test_flash_attention_need_not_look_at_positions(
     monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", looks)
     batch = Rows(split, isolates).__getitems__([0])
     assert (batch.documents is not None) == isolates
-    summed_loss(model, batch.input_ids, batch.labels, batch.documents).backward()
+    summed_loss(model, batch.input_ids, batch.labels, batch.documents).total.backward()
 
 
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)
@@ -306,8 +306,8 @@ def test_windows_and_evaluations_count_what_isolation_supervises(
         torch.testing.assert_close(parameter.grad, gradient[name], rtol=0, atol=1e-5)
     evaluation = evaluate(fabric, wrapped, batches)
     assert evaluation is not None
-    assert evaluation.num_tokens == num_supervised
-    assert evaluation.loss == pytest.approx(float(expected), abs=1e-5)
+    assert evaluation.whole.num_tokens == num_supervised
+    assert evaluation.whole.loss == pytest.approx(float(expected), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------ batches

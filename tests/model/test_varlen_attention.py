@@ -57,7 +57,7 @@ def build(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.f
 
 
 def loss_and_gradients(model: Any, batch: Batch, isolates: bool = True) -> list[torch.Tensor]:
-    loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents if isolates else None)
+    loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents if isolates else None).total
     loss.backward()
     return [loss.detach(), *(weight.grad for weight in model.parameters())]
 
@@ -135,7 +135,7 @@ def test_torch_checks_shapes_and_types_of_the_calls(batch: Batch, autocasts: boo
     with FakeTensorMode(allow_non_fake_inputs=True), AttentionCalls() as calls:
         model = build(LlamaConfig(**LLAMA), VARLEN, torch.float32 if autocasts else torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, targets)
+            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, targets).total
         loss.backward()
     assert calls.names == ["_varlen_attn"] * 2 + ["_varlen_attn_backward"] * 2
     assert calls.dtypes == {torch.bfloat16}

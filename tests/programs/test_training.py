@@ -41,6 +41,7 @@ SETTINGS = {
     "eval_step_interval": 5,
     "save_step_interval": 4,
     "num_workers": 0,
+    "eval_at_start": "false",
     "loggers": "csv",
 }
 

@@ -12,6 +12,7 @@ SETTINGS = {
     "lr": 1e-3,
     "eval_step_interval": 5,
     "eval_iters": 4,
+    "eval_at_start": "false",  # it would take time in every test
     "save_step_interval": 3,
     "num_workers": 0,
     "loggers": "csv",

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from fabric_train.training.metrics import (
 from tests.support.wandb_files import read_history
 
 COLUMNS = [
-    *("step", "epoch", "train_loss", "val_loss", "perplexity", "learning_rate", "grad_norm"),
+    *("step", "epoch", "train_loss", "val_loss", "perplexity", "val_bits_per_byte", "learning_rate", "grad_norm"),
     *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
     "skipped_steps",
 ]
@@ -108,11 +109,66 @@ def test_a_row_cut_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows_of(path)] == list(range(1, 14))
 
 
+def test_step_0_is_logged_once_by_a_run_that_starts_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, -1, range(3))
+    assert [row.step for row in read_metrics(path, 2)] == [0, 1, 2]
+    write_csv(path, -1, range(2))
+    assert [int(row["step"]) for row in rows_of(path)] == [0, 1]
+    logger = TensorBoardLogger(tmp_path / "tensorboard", -1)
+    logger.log(metrics(0, 1.0))
+    logger.close()
+    logger = TensorBoardLogger(tmp_path / "tensorboard", -1)
+    logger.log(metrics(0, 2.0))
+    logger.close()
+    found = scalars(tmp_path / "tensorboard").Scalars("train_loss")
+    assert [(event.step, event.value) for event in found] == [(0, 2.0)]
+
+
+SOURCES = ("es", 'a, "b"', "gone\nlines")
+
+
+def test_losses_of_sources_are_columns_whatever_the_names_hold(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    value = {"val_loss/es": 2.718281828459045, 'train_loss/a, "b"': 0.1, "val_bits_per_byte/gone\nlines": 3.5}
+    row = replace(metrics(1), by_source=value)
+    logger = CSVLogger(path, -1, SOURCES)
+    logger.log(row)
+    logger.close()
+    assert read_metrics(path, 1) == [row]
+    (cells,) = rows_of(path)
+    figures = ("train_loss", "val_loss", "val_perplexity", "val_bits_per_byte")
+    assert list(cells) == [*COLUMNS, *(f"{figure}/{name}" for name in SOURCES for figure in figures)]
+    assert {name: cell for name, cell in cells.items() if "/" in name and cell} == {
+        name: str(number) for name, number in value.items()
+    }
+    board = TensorBoardLogger(tmp_path / "tensorboard", -1)
+    board.log(row)
+    board.close()
+    assert set(value) <= set(scalars(tmp_path / "tensorboard").Tags()["scalars"])
+
+
+def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    write_csv(path, 0, range(1, 3))  # of before there were columns of sources
+    for step, name in ((3, "es"), (4, "va")):
+        logger = CSVLogger(path, step - 1, (name,))
+        logger.log(replace(metrics(step), by_source={f"val_loss/{name}": float(step)}))
+        logger.close()
+    rows = rows_of(path)
+    assert [(row["step"], row["val_loss/es"], row["val_loss/va"]) for row in rows] == [
+        *(("1", "", ""), ("2", "", "")),
+        *(("3", "3.0", ""), ("4", "", "4.0")),
+    ]
+
+
 HEADER = ",".join(COLUMNS)
 DAMAGES = {
     "semicolons": (f"{HEADER}\n".replace(",", ";") + "1;0;2.5\n", "its first line is not the header"),
     "another header": ("iteration,loss\n1,2.5\n", "its first line is not the header"),
     "a column of another program": (f"{HEADER},extra\n", "its first line is not the header"),
+    "a source's column of another program": (f"{HEADER},accuracy/es\n", "its first line is not the header"),
+    "a quote without its end": ('step,epoch\n1,0\n"2,0\n3,0\n', "line 4: not the row"),
     "a column twice": (f"{HEADER},epoch\n", "its first line is not the header"),
     "binary": ("\x89PNG\x00\x01", "its first line is not the header"),
     "words": ("step,epoch\n1,0\ntwo,0\n", "line 3: not the row of a step after the one before it"),
@@ -155,7 +211,7 @@ def test_any_bytes_are_a_metrics_csv_or_named(
         else:
             steps = [row.step for row in read_metrics(path, last_step)]
             assert steps == sorted(set(steps))
-            assert all(0 < step <= last_step for step in steps)
+            assert all(0 <= step <= last_step for step in steps)
 
 
 def test_what_is_beyond_the_checkpoint_is_not_looked_at(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fabric_train.training.loop import accumulate
 from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
+from tests.support.token_datasets import tokenize, write_jsonl
 from tests.support.unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
 pytestmark = pytest.mark.slow
@@ -184,7 +185,7 @@ def test_fp16_overflow_is_left_to_the_scaler_an_infinite_loss_is_not() -> None:
 
     def step() -> str | None:
         loss = accumulate(fabric, model, window)
-        verdict = guard.check(window, loss, clip_grad_norm(fabric, model, optimizer, 1.0))
+        verdict = guard.check(window, loss, clip_grad_norm(fabric, model, optimizer, 1.0), torch.zeros(0))
         if verdict.fault is None:
             optimizer.step()
         else:
@@ -206,3 +207,40 @@ def test_fp16_overflow_is_left_to_the_scaler_an_infinite_loss_is_not() -> None:
         model.table.weight.zero_()
     assert step() is None
     assert model.table.weight.any()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_documents_with_the_highest_losses_are_named_at_a_spike(
+    forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, num_ranks: int
+) -> None:
+    learned = ["the same words again and again"] * 60
+    strange = {17: "Zx9 qq vv", 40: "jj0 ## kk"}
+    texts = [strange.get(number, text) for number, text in enumerate(learned)]
+    tokenize(
+        tmp_path / "tokens",
+        tiny_model_dir,
+        f"es={write_jsonl(tmp_path / 'es.jsonl', texts)}",
+        validation_split=0,
+        packing="best_fit",
+    )
+    options: dict[str, Any] = {"parallelism": "ddp", "devices": num_ranks, "max_step": 3, "lr": 1e-2}
+    options |= {"total_batch_size": 64, "micro_batch_size": 4, "eval_at_start": "false"}
+    words = argv(tiny_model_dir, tmp_path / "tokens", tmp_path / "run", **options)
+    run = forked_runs.start(words, num_ranks, before=SPIKES_AT_STEP_3)
+    run.finish()
+    (warning,) = [line for line in run.lines() if line.startswith("warning:")]
+    named = warning.split("; highest mean losses: ")[1]
+    places = re.findall(rf"es: {re.escape(str(tmp_path))}/es.jsonl:(\d+) “(.+?)…”", named)
+    assert {(place, text) for place, text in places[:2]} == {("18", "Zx9 qq vv"), ("41", "jj0 ## kk")}
+    assert len(places) == 3
+
+
+SPIKES_AT_STEP_3 = """
+from fabric_train.training.nonfinite_guard import SpikeRule
+
+def usual_before_spike(self, loss):
+    self._recent.append(loss)
+    return 1.0 if len(self._recent) == 3 else None
+
+SpikeRule.usual_before_spike = usual_before_spike
+"""

@@ -51,6 +51,7 @@ SETTINGS = {
     "save_step_interval": 3,
     "keep_checkpoints": 2,
     "num_workers": 0,
+    "eval_at_start": "false",
     "loggers": "csv",
 }
 

@@ -139,7 +139,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
-                return summed_loss(model, ids, ids, targets=targets)
+                return summed_loss(model, ids, ids, targets=targets).total
 
         if 0 < budget < 1:
             forward()  # the first pass chooses what is kept

@@ -199,13 +199,13 @@ class DocumentIndex:
         return DocumentOrigin(source, self.sources.file_name(file), row, num_tokens, num_bytes)
 
 
-def open_index(folder: Path, manifest: Manifest, split: str) -> DocumentIndex | None:
+def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentIndex | None:
     """Open the document index of a split of the token dataset ``folder``; None if an older version wrote it.
 
     Raises:
         InputError: the index is damaged, or not that of the manifest.
     """
-    if not manifest.has_index or split not in manifest.ledger.splits:
+    if manifest is None or not manifest.has_index or split not in manifest.ledger.splits:
         return None
     ledger = manifest.ledger.splits[split]
     sources = SourceTable(manifest.sources)

@@ -1,0 +1,119 @@
+"""The validation loss of one source decides which checkpoint is the best, and when a run ends."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, best_checkpoint
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
+
+MAX_STEP = 10
+PATIENCE = 2
+
+
+def test_progress_counts_evaluations_without_a_new_lowest_loss() -> None:
+    progress = LossProgress("es")
+    found = []
+    for step, loss in enumerate([math.nan, 3.0, 3.0, 2.5, math.inf, 2.6, 2.4]):
+        whole = TokenLoss(9.0, 1)
+        progress = progress.after(Evaluation(whole, {"es": TokenLoss(loss * 2, 2)}, step))
+        found.append((progress.best, progress.best_step, progress.num_since))
+    assert found == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (2.5, 3, 0), (2.5, 3, 1), (2.5, 3, 2), (2.4, 6, 0)]
+
+
+class Stopping:
+    """Trains on es alone with a learning rate that is far too high; es and va are validated after every step."""
+
+    def __init__(self, folder: Path, forked: ForkedRuns, model: Path) -> None:
+        self.folder, self._forked, self._model = folder, forked, model
+        train = write_jsonl(folder / "es.jsonl", [f"es {text}" for text in TEXTS])
+        texts = {"es": TEXTS[:4], "va": [text[::-1] for text in TEXTS[:4]]}
+        held_out = [write_jsonl(folder / f"{name}-held-out.jsonl", texts[name]) for name in ("es", "va")]
+        names = [f"{name}={file}" for name, file in zip(("es", "va"), held_out, strict=True)]
+        more = {"validation_split": 0, "packing": "best_fit"}
+        tokenize(folder / "tokens", model, f"es={train}", "--validation_dataset", *names, **more)
+
+    def start(self, name: str, before: str = "", **options: Any) -> ForkedRun:
+        given: dict[str, Any] = {"max_step": MAX_STEP, "lr": 0.02, "lr_schedule": "constant", "number_epochs": 9}
+        given |= {
+            "eval_step_interval": 1,
+            "eval_iters": None,
+            "eval_at_start": None,
+            "save_step_interval": 2,
+            **options,
+        }
+        words = argv(self._model, self.folder / "tokens", self.folder / name, **given)
+        return self._forked.start(words, 1, before=before)
+
+    def losses(self, name: str, source: str) -> list[float]:
+        with (self.folder / name / "metrics.csv").open(newline="", encoding="utf-8") as file:
+            return [float(row[f"val_loss/{source}"]) for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path) -> Stopping:
+    made = Stopping(tmp_path_factory.mktemp("stopping"), forked_runs, tiny_model_dir)
+    made.start("whole", best_by="va").finish()
+    return made
+
+
+def expected_end(losses: list[float]) -> int:
+    """Return the first step at which no loss of the last ``PATIENCE`` steps is below all before them."""
+    return next(
+        step
+        for step in range(PATIENCE, len(losses))
+        if min(losses[: step - PATIENCE + 1]) <= min(losses[step - PATIENCE + 1 : step + 1])
+    )
+
+
+@pytest.mark.slow
+def test_a_run_ends_after_a_save_when_a_loss_has_stopped_falling(stopping: Stopping) -> None:
+    end = expected_end(stopping.losses("whole", "va"))
+    assert 2 < end < MAX_STEP
+    given = {"early_stopping": f"va:{PATIENCE}"}
+    run = stopping.start("early", **given)
+    run.finish()
+    wanted = metrics(stopping.folder / "whole")[: end + 1]
+    assert metrics(stopping.folder / "early") == wanted
+    assert checkpoints(stopping.folder / "early")[-1] == end
+    reason = f"early stopping after step {end}: the validation loss of va has not fallen below "
+    assert reason in run.stdout()
+    again = stopping.start("early", resume="true", **given)
+    again.finish()
+    assert f"step {end} of {MAX_STEP}: nothing is left to train" in again.stdout()
+    assert reason in again.stdout()
+    killed = stopping.start("killed", at_point("os.kill(os.getpid(), signal.SIGKILL)", end, "OPTIMIZER"), **given)
+    assert killed.wait() == [-9]
+    stopping.start("killed", resume="true", **given).finish()
+    assert metrics(stopping.folder / "killed") == wanted
+    stopping.start("early", resume="true", early_stopping="va:100").finish()
+    assert metrics(stopping.folder / "early") == metrics(stopping.folder / "whole")
+
+
+@pytest.mark.slow
+def test_best_checkpoint_is_the_one_of_the_deciding_source(stopping: Stopping) -> None:
+    losses = stopping.losses("whole", "va")
+    saved = checkpoints(stopping.folder / "whole")
+    best = min(saved, key=losses.__getitem__)
+    assert best != min(saved, key=stopping.losses("whole", "es").__getitem__)
+    assert best_checkpoint(stopping.folder / "whole") == stopping.folder / f"whole/checkpoints/step-{best:08d}"
+    run = stopping.start("kept", best_by="va", keep_checkpoints=1)
+    run.finish()
+    assert checkpoints(stopping.folder / "kept") == sorted({best, MAX_STEP})
+    assert f"step-{best:08d}, validation loss of va {losses[best]:.4f}" in "".join(run.stdout().split("\n"))
+
+
+@pytest.mark.slow
+def test_an_unknown_deciding_source_is_one_line_that_lists_them(stopping: Stopping) -> None:
+    run = stopping.start("unknown", best_by="en", early_stopping="va:x")
+    assert run.wait() == [2]
+    assert run.stderr().splitlines() == [
+        f"error: --{option}: the validation split has no such source; give all, es, va"
+        for option in ("best_by en", "early_stopping va:x")
+    ]
+    assert not (stopping.folder / "unknown").exists()
