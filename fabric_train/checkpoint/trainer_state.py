@@ -169,7 +169,7 @@ _OTHERWISE: dict[str, Any] = {
     "evaluation": (Evaluation | None, None),
     "first_evaluation": (Evaluation | None, None),
     "progress": (LossProgress | None, None),
-    "unlogged": (dict[str, int | float | None] | None, ...),
+    "unlogged": (dict[str, int | float | str | None] | None, ...),
     "schedule_steps": (PositiveCount | None, None),
     "lineage": (list[BranchPoint], []),
     "phase_schedules": (list[PhaseSchedule], []),
