@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,11 +192,22 @@ def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], aft
 
 
 def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
-    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions))
-    updated = [change for change in updated if _concerns(change.name, run.arguments)]
+    updated = find_version_changes(saved, run)
     if not updated:
         return []
     return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_joined(updated)}"]
+
+
+def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change]:
+    """Return the packages that a run uses in another version than the saved one."""
+    updated = _changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions)
+    return [change for change in updated if _concerns(change.name, run.arguments)]
+
+
+def find_changes(saved: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str]) -> list[Change]:
+    """Return the changes of arguments that decide the losses of training, and of those that ``also`` names."""
+    names = {*_DECIDE_THE_LOSSES, *also} - {"eval_iters"}
+    return [change for change in _changes(saved, here) if change.name in names]
 
 
 def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:

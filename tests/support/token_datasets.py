@@ -50,9 +50,9 @@ def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
 
 
 def alter_token(folder: Path, split: str, row: int) -> None:
-    """Change one token of a row of a token dataset on disk, and nothing else."""
+    """Change one token of a row of a token dataset on disk, and nothing else; no row before it has its tokens."""
     ids = np.array(datasets.load_from_disk(folder)[split][row]["input_ids"], dtype=np.int32)
-    (file,) = (file for file in (folder / split).glob("*.arrow") if file.read_bytes().count(ids.tobytes()) == 1)
+    (file,) = (file for file in (folder / split).glob("*.arrow") if ids.tobytes() in file.read_bytes())
     altered = ids.copy()
     altered[np.flatnonzero(ids > 2)[-1]] -= 1  # 0 and 1 are BOS and EOS
-    file.write_bytes(file.read_bytes().replace(ids.tobytes(), altered.tobytes()))
+    file.write_bytes(file.read_bytes().replace(ids.tobytes(), altered.tobytes(), 1))

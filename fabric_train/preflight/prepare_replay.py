@@ -1,0 +1,241 @@
+"""Prepare to train steps of a run again: from which checkpoint, with which arguments, and what differs already."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_train import checkpoint as checkpoints
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import flatten
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import Rows, TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
+from fabric_train.distributed.devices import count_devices, resolve_accelerator
+from fabric_train.preflight.prepare import prepare
+from fabric_train.preflight.resume_check import choose_schedule, find_changes, find_version_changes
+from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
+from fabric_train.tokenization.packing.row_checksums import row_checksum
+from fabric_train.training.metrics import Metrics, read_metrics
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.replay_certificate import Replay, RunLayout
+
+if TYPE_CHECKING:
+    from arguments import DeviceArguments, FSDPArguments, TrainArguments
+
+_ROWS_PER_READ = 1024
+_LISTED_DOCUMENTS = 3
+
+
+def prepare_replay(
+    folder: Path, steps: tuple[int, int], given: "TrainArguments", device: "DeviceArguments", temporary: Path
+) -> Replay:
+    """Prepare the steps of a run, and compare arguments, data and rows with those of its checkpoint.
+
+    Args:
+        folder: of the run.
+        steps: the first and the last one to compare.
+        given: the arguments in the run's config.yaml.
+        device: the devices of the replay.
+        temporary: an empty folder in place of the run's.
+
+    Raises:
+        InputError: the run has not logged these steps, has no checkpoint, or cannot be prepared on these devices.
+    """
+    first, last = steps
+    logged = _read_logged(folder / "metrics.csv", first, last)
+    start = checkpoints.newest_checkpoint(folder, before=first)
+    saved_after = checkpoints.checkpoint_from(folder, last)
+    witness = saved_after or checkpoints.newest_checkpoint(folder)
+    if witness is None:
+        raise InputError(f"{folder}: the run has no complete checkpoint that describes it; replay needs one")
+    saved = checkpoints.read_trainer_json(witness)
+    there = _layout_there(saved)
+    run = prepare(_arguments(given, device, there, start, witness, temporary), compares=False)
+    if run.start.state.step >= first:
+        raise InputError(f"--steps {first}:{last}: the run begins at step {run.start.state.step + 1}; give later steps")
+    length = checkpoints.read_lengths(witness)[1]
+    kept = choose_schedule(run, witness)[0] if saved_after is None else int(length) if math.isfinite(length) else None
+    # nothing of the step before is logged again
+    state = replace(run.start.state, unlogged=None)
+    run = replace(run, start=replace(run.start, state=state, schedule_steps=kept))
+    trained = [row for row in logged if row.step > state.step]
+    faults = [*_faults_of_arguments(given, saved, run, witness), *checkpoints.describe_data_changes(witness, run.order)]
+    contents = "not checked: the arguments or the data differ"
+    if not faults and isinstance(run.data, Stream):
+        contents = "not checked: a stream compares its sources by name, size and hash"
+    elif not faults:
+        wrong, contents = _check_rows(run, trained, last)
+        faults += wrong
+    return Replay(
+        folder=folder,
+        steps=steps,
+        run=run,
+        logged=trained,
+        there=there,
+        here=_layout_of(flatten(run.arguments) | {"gradient_accumulation_steps": run.plan.accumulation}, run),
+        contents=contents,
+        faults=faults,
+        other_versions=[f"{change}" for change in find_version_changes(saved["versions"], run)],
+    )
+
+
+def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
+    """Return the rows of metrics.csv up to the step ``last``; some are of the steps from ``first`` on."""
+    rows = read_metrics(table, last)
+    if rows and rows[-1].step >= first and (rows[-1].step == last or len(read_metrics(table, 10**18)) > len(rows)):
+        return rows
+    every = read_metrics(table, 10**18)
+    has = f"the steps {every[0].step} to {every[-1].step}" if every else "no steps"
+    raise InputError(f"--steps {first}:{last}: {table} has {has}; give steps that are logged there")
+
+
+def _arguments(
+    given: "TrainArguments",
+    device: "DeviceArguments",
+    there: RunLayout,
+    start: Path | None,
+    witness: Path,
+    temporary: Path,
+) -> "TrainArguments":
+    """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
+    num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
+    fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
+    num_ranks = num_devices // fsdp.tensor_parallel_size
+    rows = checkpoints.read_trainer_json(witness)["data"]["rows_per_window"]
+    if rows % num_ranks:
+        raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
+    of_rank = rows // num_ranks
+    sizes = range(1, given.training.micro_batch_size + 1)
+    micro_batch_size = max(size for size in sizes if of_rank % size == 0)
+    lineage = checkpoints.read_lineage(witness)
+    origin = replace(given.checkpoint, resume=False)
+    if start:
+        origin = replace(origin, checkpoint=str(start), branch=None, weights_only=False)
+    elif lineage:
+        origin = replace(origin, checkpoint=None, branch=f"{lineage[-1].run}@{lineage[-1].step}", weights_only=False)
+    training = replace(
+        given.training, total_batch_size=rows, micro_batch_size=micro_batch_size, on_nonfinite="skip"
+    )  # a step that is not finite here is compared like any other
+    return replace(
+        given,
+        device=device,
+        fsdp=fsdp,
+        checkpoint=origin,
+        training=training,
+        evaluation=replace(given.evaluation, eval_only=False, self_check=False),
+        save=replace(given.save, output_dir=str(temporary)),
+        logging=replace(given.logging, loggers=["csv"], log_model="none", log_step_interval=1, profile=None),
+        planning=replace(given.planning, plan=False, device_memory=None, interconnect=None, network=None),
+    )
+
+
+def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments":
+    """Return arguments of parallelism that work on another number of devices, as near to the run's as can be."""
+    if num_devices == 1:
+        return replace(fsdp, parallelism="auto", tensor_parallel_size=1, cpu_offload=False, gradient_reduction="step")
+    size = fsdp.tensor_parallel_size if num_devices % fsdp.tensor_parallel_size == 0 else 1
+    parallelism = "auto" if fsdp.parallelism == "single" else fsdp.parallelism
+    return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size)
+
+
+def _layout_there(saved: dict[str, Any]) -> RunLayout:
+    """Return how the checkpoint's run was split, from its trainer.json."""
+    arguments = saved["arguments"]
+    of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
+    num_devices = saved["data"]["rows_per_window"] // of_rank * arguments.get("tensor_parallel_size", 1)
+    parallelism = arguments["parallelism"]
+    if parallelism == "auto":
+        parallelism = "fsdp" if num_devices > 1 else "single"
+    return RunLayout(
+        num_devices, parallelism, saved.get("device"), {name: arguments.get(name) for name in RunLayout.SPLIT}
+    )
+
+
+def _layout_of(arguments: dict[str, Any], run: PreparedRun) -> RunLayout:
+    split = {name: arguments[name] for name in RunLayout.SPLIT}
+    return RunLayout(run.devices.world_size, run.devices.parallelism, None, split)
+
+
+def _faults_of_arguments(given: "TrainArguments", saved: dict[str, Any], run: PreparedRun, witness: Path) -> list[str]:
+    """Return a line for each argument of config.yaml with which the steps would have had other losses."""
+    also = ["total_batch_size"]
+    if given.training.total_batch_size is None:
+        also += ["micro_batch_size", "gradient_accumulation_steps"]
+    if run.start.checkpoint is None:
+        also += [field.name for field in fields(given.model)]
+    changes = find_changes(saved["arguments"], flatten(given), also)
+    in_data = () if isinstance(run.data, Stream) else ("seed",)
+    return [
+        f"--{change.name}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"
+        for change in changes
+        if change.name not in in_data
+    ]
+
+
+def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[list[str], str]:
+    """Compare the rows of the steps with the logged hashes, and their content with the checksums of the datasets.
+
+    Returns:
+        A line for each fault, and what could be said about the content.
+    """
+    order, before = run.plan.window_order(run.arguments.data.seed), run.plan.data_starts_after
+    state = run.start.state
+    rows_hash = order.rows_hash(state.step - before) if state.step >= before else ""
+    if state.rows_hash is not None and state.step > before and rows_hash != state.rows_hash:
+        return [f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"], "not checked"
+    there = {row.step: row.rows_hash for row in logged}
+    chosen: list[np.ndarray] = []
+    for step in range(state.step + 1, last + 1):
+        rows = _rows_of_step(order, step - before)
+        rows_hash = order.rows_hash_after(step - before, rows, rows_hash)
+        if there.get(step) not in (None, rows_hash):
+            return [f"step {step}, rows_hash: {there[step]} in metrics.csv, {rows_hash} here"], "not checked"
+        chosen.append(rows)
+    return _check_contents(run, np.unique(np.concatenate(chosen)))
+
+
+def _rows_of_step(order: WindowOrder, step: int) -> np.ndarray:
+    return order.rows_in(*divmod(step - 1, order.windows_per_epoch))
+
+
+def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]:
+    """Compare rows, int64 indices into the train split, with the checksums in the document index."""
+    data = run.data
+    assert isinstance(data, TokenDataset | TokenMixture)
+    places = [data.train.place(row) if isinstance(data, TokenMixture) else (0, row) for row in rows.tolist()]
+    faults: list[str] = []
+    unknown: list[str] = []
+    for number, part in enumerate(data.parts):
+        own = [row for of_part, row in places if of_part == number]
+        index = open_index(part.folder, part.manifest, "train") if part.manifest else None
+        if index is None or index.checksums is None:
+            unknown += [part.folder.name] * bool(own)
+        else:
+            altered = list(_find_altered(part.train, own, index.checksums))
+            faults += [_describe_row(part.folder, row, index) for row in altered]
+    if unknown:
+        return faults, f"not checked: {', '.join(unknown)} has no checksums, because an older version wrote it"
+    return faults, f"{len(rows):,} rows checked, {len(faults):,} altered"
+
+
+def _find_altered(split: Rows, rows: list[int], checksums: np.ndarray) -> Iterator[int]:
+    """Yield the rows of a split that do not have their checksum."""
+    stored = Rows(split.split)  # with the borders of documents, also where a run joins them
+    for begin in range(0, len(rows), _ROWS_PER_READ):
+        part = rows[begin : begin + _ROWS_PER_READ]
+        for row, (input_ids, labels, starts) in zip(part, stored.read(part), strict=True):
+            found = row_checksum(input_ids, labels, np.zeros(0, np.int32) if starts is None else starts)
+            if found != int(checksums[row]):
+                yield row
+
+
+def _describe_row(folder: Path, row: int, index: DocumentIndex) -> str:
+    documents = dict.fromkeys(index.pieces(np.array([row])).documents.tolist())
+    named = [str(index.origin(document)) for document in list(documents)[:_LISTED_DOCUMENTS]]
+    more = f" and {len(documents) - len(named)} more" if len(documents) > len(named) else ""
+    return f"{folder / 'train'}, row {row} has changed since it was tokenized; its documents: {'; '.join(named)}{more}"
