@@ -147,7 +147,7 @@ class Certificate:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "figures": _digest(replay.logged),
         }
-        write_atomically(path, json.dumps(content, indent=2) + "\n")
+        write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         return path
 
     def describe(self) -> Group:
