@@ -58,6 +58,9 @@ def prepare_replay(
     run = prepare(_arguments(given, device, there, start, witness, temporary), compares=False)
     if run.start.state.step >= first:
         raise InputError(f"--steps {first}:{last}: the run begins at step {run.start.state.step + 1}; give later steps")
+    if last > run.plan.num_steps:
+        its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
+        raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
     length = checkpoints.read_lengths(witness)[1]
     kept = choose_schedule(run, witness)[0] if saved_after is None else int(length) if math.isfinite(length) else None
     # nothing of the step before is logged again
@@ -67,7 +70,7 @@ def prepare_replay(
     faults = [*_faults_of_arguments(given, saved, run, witness), *checkpoints.describe_data_changes(witness, run.order)]
     contents = "not checked: the arguments or the data differ"
     if not faults and isinstance(run.data, Stream):
-        contents = "not checked: a stream compares its sources by name, size and hash"
+        contents = "not checked: the sources of a stream are compared by name, size and hash"
     elif not faults:
         wrong, contents = _check_rows(run, trained, last)
         faults += wrong

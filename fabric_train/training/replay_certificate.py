@@ -47,7 +47,7 @@ class RunLayout:
         pairs = {
             "devices": (there.num_devices, self.num_devices),
             "parallelism": (there.parallelism, self.parallelism),
-            "device": (there.device or self.device, self.device),
+            "device": (there.device or self.device, self.device or there.device),
             **{name: (there.split[name], value) for name, value in self.split.items()},
         }
         return [f"{name} {one} there, {other} here" for name, (one, other) in pairs.items() if one != other]
@@ -158,20 +158,27 @@ class Certificate:
             figures = [(row.train_loss, row.grad_norm) if row else (None, None) for row in (step.there, step.here)]
             cells = [_figure(value) for pair in zip(*figures, strict=True) for value in pair]
             table.add_row(str(step.there.step), *cells, f"{max(step.differences.values(), default=0.0):.1e}")
-        first, last = self.replay.steps
-        start = self.replay.run.start.checkpoint
-        about = [
-            f"steps {first} to {last}, from {start.name if start else 'the beginning'}: "
-            f"{len(self.steps)} logged steps compared",
-            f"there {self.replay.there}; here {self.replay.here}",
-            f"figures {self.rule}",
-            f"rows {self.replay.contents}",
-            *([f"other versions: {', '.join(self.replay.other_versions)}"] if self.replay.other_versions else []),
-        ]
+        about = Table.grid(padding=(0, 2))
+        for name, text in self._about().items():
+            about.add_row(name, text)
         verdict = Text("holds: every figure is reproduced", "bold green")
         if not self.holds:
             verdict = Text("\n".join(["differs:", *self.faults]), "bold red")
-        return Group(*([table] if self.steps else []), Text("\n".join(about), "dim"), verdict)
+        return Group(*([table] if self.steps else []), about, verdict)
+
+    def _about(self) -> dict[str, str]:
+        """Return what was compared with what, and how."""
+        replay, start = self.replay, self.replay.run.start.checkpoint
+        first, last = replay.steps
+        came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
+        about = {
+            "steps": f"{first} to {last}, {came_from}, {len(self.steps)} logged steps compared",
+            "there": f"{replay.there}",
+            "here": f"{replay.here}",
+            "figures": self.rule,
+            "content of rows": replay.contents,
+        }
+        return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
 
     def _shown(self) -> list[_Compared]:
         """Return the steps that differ, and the last ones."""
