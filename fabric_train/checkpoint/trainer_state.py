@@ -135,8 +135,8 @@ class Description:
     ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
     manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
     ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
-    points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device`` is
-    the name of a device of the run, see ``device_name``.
+    points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device``
+    is the name of a device of the run, see ``device_name``.
     """
 
     state_dict_type: str

@@ -11,13 +11,17 @@ import numpy as np
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
-from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import Rows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.devices import count_devices, resolve_accelerator
 from fabric_train.preflight.prepare import prepare
-from fabric_train.preflight.resume_check import choose_schedule, find_changes, find_version_changes
+from fabric_train.preflight.resume_check import (
+    choose_schedule,
+    find_changes,
+    find_changes_of_begun_phases,
+    find_version_changes,
+)
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.row_checksums import row_checksum
 from fabric_train.training.metrics import Metrics, read_metrics
@@ -61,13 +65,12 @@ def prepare_replay(
     if last > run.plan.num_steps:
         its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
         raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
-    length = checkpoints.read_lengths(witness)[1]
-    kept = choose_schedule(run, witness)[0] if saved_after is None else int(length) if math.isfinite(length) else None
-    # nothing of the step before is logged again
-    state = replace(run.start.state, unlogged=None)
-    run = replace(run, start=replace(run.start, state=state, schedule_steps=kept))
+    run = _with_schedules(run, saved_after) if saved_after else choose_schedule(run, witness)[0]
+    state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
+    run = replace(run, start=replace(run.start, state=state))
     trained = [row for row in logged if row.step > state.step]
-    faults = [*_faults_of_arguments(given, saved, run, witness), *checkpoints.describe_data_changes(witness, run.order)]
+    faults = _faults_of_arguments(given, saved, run, witness, last)
+    faults += checkpoints.describe_data_changes(witness, run.order)
     contents = "not checked: the arguments or the data differ"
     if not faults and isinstance(run.data, Stream):
         contents = "not checked: the sources of a stream are compared by name, size and hash"
@@ -85,6 +88,18 @@ def prepare_replay(
         faults=faults,
         other_versions=[f"{change}" for change in find_version_changes(saved["versions"], run)],
     )
+
+
+def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
+    """Return the run with learning-rate schedules of the lengths that a later checkpoint names."""
+    length = checkpoints.read_lengths(checkpoint)[1]
+    if math.isfinite(length):
+        run = run.keeping(replace(run.schedules.of_run, num_steps=int(length)))
+    lengths = {saved.first_step: saved.num_steps for saved in checkpoints.read_phase_schedules(checkpoint)}
+    for phase in run.plan.phases:
+        if phase.schedule and phase.first_step in lengths:
+            run = run.keeping(replace(phase.schedule, num_steps=lengths[phase.first_step]))
+    return run
 
 
 def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
@@ -164,7 +179,9 @@ def _layout_of(arguments: dict[str, Any], run: PreparedRun) -> RunLayout:
     return RunLayout(run.devices.world_size, run.devices.parallelism, None, split)
 
 
-def _faults_of_arguments(given: "TrainArguments", saved: dict[str, Any], run: PreparedRun, witness: Path) -> list[str]:
+def _faults_of_arguments(
+    given: "TrainArguments", saved: dict[str, Any], run: PreparedRun, witness: Path, last: int
+) -> list[str]:
     """Return a line for each argument of config.yaml with which the steps would have had other losses."""
     also = ["total_batch_size"]
     if given.training.total_batch_size is None:
@@ -172,9 +189,10 @@ def _faults_of_arguments(given: "TrainArguments", saved: dict[str, Any], run: Pr
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]
     changes = find_changes(saved["arguments"], flatten(given), also)
+    changes += find_changes_of_begun_phases(run, witness, last)
     in_data = () if isinstance(run.data, Stream) else ("seed",)
     return [
-        f"--{change.name}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"
+        f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"
         for change in changes
         if change.name not in in_data
     ]
@@ -194,16 +212,12 @@ def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[lis
     there = {row.step: row.rows_hash for row in logged}
     chosen: list[np.ndarray] = []
     for step in range(state.step + 1, last + 1):
-        rows = _rows_of_step(order, step - before)
+        rows = order.rows_of(step - before)
         rows_hash = order.rows_hash_after(step - before, rows, rows_hash)
         if there.get(step) not in (None, rows_hash):
             return [f"step {step}, rows_hash: {there[step]} in metrics.csv, {rows_hash} here"], "not checked"
         chosen.append(rows)
     return _check_contents(run, np.unique(np.concatenate(chosen)))
-
-
-def _rows_of_step(order: WindowOrder, step: int) -> np.ndarray:
-    return order.rows_in(*divmod(step - 1, order.windows_per_epoch))
 
 
 def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]:

@@ -133,7 +133,7 @@ def test_an_altered_digit_is_named_with_its_step_and_column(replaying: Replaying
 def test_an_altered_row_is_named_with_its_document(replaying: Replaying) -> None:
     run, tokens = replaying.copy("row"), replaying.folder / "tokens"
     num_rows = manifest_of(tokens).ledger.splits["train"].rows
-    row = int(WindowOrder(num_rows, 8, 2, 1, 0, seed=0).rows_in(epoch=0, window=4)[-1])
+    row = int(WindowOrder(num_rows, 8, 2, 1, 0, seed=0).rows_of(5)[-1])
     shutil.copytree(tokens, replaying.folder / "whole")
     try:
         alter_token(tokens, "train", row)
@@ -157,11 +157,13 @@ def test_an_altered_argument_is_named(replaying: Replaying) -> None:
     assert fault == "--lr: 0.001 in step-00000006/trainer.json, 0.002 in config.yaml"
 
 
-def test_steps_of_a_branch_and_of_a_mixture_are_reproduced(replaying: Replaying) -> None:
+def test_a_branch_with_shares_and_a_phase_is_reproduced(replaying: Replaying) -> None:
+    phases = replaying.folder / "phases.yaml"
+    phases.write_text("- from: 6\n  shares: [1, 2]\n  lr: 2e-4\n")
     folders = ["--train_data_dir", replaying.folder / "tokens", replaying.folder / "others", "--shares", 1, 0.5]
-    branch = ["--branch", f"{replaying.run}@4", "--lr", 5e-4]
+    branch = ["--branch", f"{replaying.run}@4", "--lr", 5e-4, "--phases", phases]
     run = replaying.train("branch", 1, *folders, *branch, **{**OPTIONS, "save_step_interval": 9})
-    assert checkpoints(run) == [6]
+    assert checkpoints(run) == [5, 6]
     found = check_holds(replaying.replay(run, "5:6"), run)
     assert found["rule"].startswith("bit for bit")
     assert found["checkpoint"] == "step-00000004"
