@@ -1,6 +1,7 @@
 """Prepare to train steps of a run again: from which checkpoint, with which arguments, and what differs already."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_READ = 1024
 _LISTED_DOCUMENTS = 3
+_SKIPPED = "not checked, since something else differs"
 
 
 def prepare_replay(
@@ -71,12 +73,7 @@ def prepare_replay(
     trained = [row for row in logged if row.step > state.step]
     faults = _faults_of_arguments(given, saved, run, witness, last)
     faults += checkpoints.describe_data_changes(witness, run.order)
-    contents = "not checked: the arguments or the data differ"
-    if not faults and isinstance(run.data, Stream):
-        contents = "not checked: the sources of a stream are compared by name, size and hash"
-    elif not faults:
-        wrong, contents = _check_rows(run, trained, last)
-        faults += wrong
+    wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
     return Replay(
         folder=folder,
         steps=steps,
@@ -85,7 +82,7 @@ def prepare_replay(
         there=there,
         here=_layout_of(flatten(run.arguments) | {"gradient_accumulation_steps": run.plan.accumulation}, run),
         contents=contents,
-        faults=faults,
+        faults=[*faults, *wrong],
         other_versions=[f"{change}" for change in find_version_changes(saved["versions"], run)],
     )
 
@@ -104,12 +101,12 @@ def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
 
 def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
     """Return the rows of metrics.csv up to the step ``last``; some are of the steps from ``first`` on."""
-    rows = read_metrics(table, last)
-    if rows and rows[-1].step >= first and (rows[-1].step == last or len(read_metrics(table, 10**18)) > len(rows)):
-        return rows
-    every = read_metrics(table, 10**18)
-    has = f"the steps {every[0].step} to {every[-1].step}" if every else "no steps"
-    raise InputError(f"--steps {first}:{last}: {table} has {has}; give steps that are logged there")
+    every = read_metrics(table, sys.maxsize)
+    rows = [row for row in every if row.step <= last]
+    if not rows or rows[-1].step < first or every[-1].step < last:
+        has = f"the steps {every[0].step} to {every[-1].step}" if every else "no steps"
+        raise InputError(f"--steps {first}:{last}: {table} has {has}; give steps that are logged there")
+    return rows
 
 
 def _arguments(
@@ -204,18 +201,20 @@ def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[lis
     Returns:
         A line for each fault, and what could be said about the content.
     """
+    if isinstance(run.data, Stream):
+        return [], "not checked: the sources of a stream are compared by name, size and hash"
     order, before = run.plan.window_order(run.arguments.data.seed), run.plan.data_starts_after
     state = run.start.state
     rows_hash = order.rows_hash(state.step - before) if state.step >= before else ""
     if state.rows_hash is not None and state.step > before and rows_hash != state.rows_hash:
-        return [f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"], "not checked"
+        return [f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"], _SKIPPED
     there = {row.step: row.rows_hash for row in logged}
     chosen: list[np.ndarray] = []
     for step in range(state.step + 1, last + 1):
         rows = order.rows_of(step - before)
         rows_hash = order.rows_hash_after(step - before, rows, rows_hash)
         if there.get(step) not in (None, rows_hash):
-            return [f"step {step}, rows_hash: {there[step]} in metrics.csv, {rows_hash} here"], "not checked"
+            return [f"step {step}, rows_hash: {there[step]} in metrics.csv, {rows_hash} here"], _SKIPPED
         chosen.append(rows)
     return _check_contents(run, np.unique(np.concatenate(chosen)))
 

@@ -122,7 +122,10 @@ class Certificate:
     @property
     def largest(self) -> dict[str, float]:
         """The largest relative difference of each figure."""
-        return {name: max((step.differences.get(name, 0.0) for step in self.steps), default=0.0) for name in _FIGURES}
+        found: dict[str, float] = {}
+        for step in self.steps:
+            found |= {name: max(found.get(name, 0.0), value) for name, value in step.differences.items()}
+        return found
 
     def write(self) -> Path:
         """Write ``RUN/replay.json``, and return its path."""
@@ -195,16 +198,24 @@ def compare(replay: Replay, trained: Sequence[Metrics]) -> Certificate:
 def _compare_step(there: Metrics, here: Metrics | None, tolerance: float) -> _Compared:
     if here is None:
         return _Compared(there, None, {}, [f"step {there.step}: not reached here"])
-    wrong, differences = [], {}
-    for name in _EXACT + _FIGURES:
-        logged, found = getattr(there, name), getattr(here, name)
-        if logged is None:
-            continue
-        if name in _FIGURES:
-            differences[name] = relative_difference(logged, found)
-        if differences.get(name, 0.0) > tolerance if name in _FIGURES else logged != found:
-            wrong.append(f"step {there.step}, {name}: {logged} in metrics.csv, {found} here")
+    logged, found = (_exact(row) | _figures(row) for row in (there, here))
+    differences = {name: relative_difference(value, found[name]) for name, value in _figures(there).items()}
+    wrong = [
+        f"step {there.step}, {name}: {value} in metrics.csv, {found[name]} here"
+        for name, value in logged.items()
+        if (differences[name] > tolerance if name in differences else value != found[name])
+    ]
     return _Compared(there, here, differences, wrong)
+
+
+def _exact(row: Metrics) -> dict[str, Any]:
+    """Return the values that are the same on any devices; those that are not logged are left out."""
+    return {name: value for name in _EXACT if (value := getattr(row, name)) is not None}
+
+
+def _figures(row: Metrics) -> dict[str, float]:
+    """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
+    return {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
 
 
 def relative_difference(one: float, other: float) -> float:
@@ -248,7 +259,7 @@ def read_certificate(run: Path, step: int) -> StoredCertificate | None:
 
 def _digest(rows: Sequence[Metrics]) -> str:
     """Return the SHA-256 of the compared figures of some steps."""
-    figures = [[row.step, *(getattr(row, name) for name in _EXACT + _FIGURES)] for row in rows]
+    figures = [[row.step, _exact(row), _figures(row)] for row in rows]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
 
 
