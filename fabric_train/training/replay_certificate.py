@@ -199,11 +199,13 @@ def _compare_step(there: Metrics, here: Metrics | None, tolerance: float) -> _Co
     if here is None:
         return _Compared(there, None, {}, [f"step {there.step}: not reached here"])
     logged, found = (_exact(row) | _figures(row) for row in (there, here))
-    differences = {name: relative_difference(value, found[name]) for name, value in _figures(there).items()}
+    differences = {
+        name: relative_difference(value, found.get(name, math.nan)) for name, value in _figures(there).items()
+    }
     wrong = [
-        f"step {there.step}, {name}: {value} in metrics.csv, {found[name]} here"
+        f"step {there.step}, {name}: {value} in metrics.csv, {found.get(name)} here"
         for name, value in logged.items()
-        if (differences[name] > tolerance if name in differences else value != found[name])
+        if (differences[name] > tolerance if name in differences else value != found.get(name))
     ]
     return _Compared(there, here, differences, wrong)
 
@@ -215,7 +217,8 @@ def _exact(row: Metrics) -> dict[str, Any]:
 
 def _figures(row: Metrics) -> dict[str, float]:
     """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
-    return {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
+    figures = {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
+    return figures | {name: loss for name, loss in row.by_source.items() if name.startswith("train_loss/")}
 
 
 def relative_difference(one: float, other: float) -> float:

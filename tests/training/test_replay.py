@@ -167,6 +167,7 @@ def test_a_branch_with_shares_and_a_phase_is_reproduced(replaying: Replaying) ->
     found = check_holds(replaying.replay(run, "5:6"), run)
     assert found["rule"].startswith("bit for bit")
     assert found["checkpoint"] == "step-00000004"
+    assert {"train_loss", "train_loss/tokens", "train_loss/others"} <= found["largest_differences"].keys()
     assert found["contents"] == "16 rows checked, 0 altered"
 
 
