@@ -478,9 +478,7 @@ class LoggingArguments:
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """First and last step to trace, both included; None to trace nothing."""
-        found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", self.profile or "")
-        steps = (int(found[1]), int(found[2])) if found else None
-        return steps if steps and steps[0] <= steps[1] else None
+        return _range_of_steps(self.profile or "")
 
     def faults(self) -> list[str]:
         """Return invalid steps."""
@@ -549,7 +547,46 @@ class TrainArguments:
             object.__setattr__(self, "model", replace(self.model, precision=precision))
 
 
+def _range_of_steps(text: str) -> tuple[int, int] | None:
+    """Return first and last step of a text such as 10:12, None if it is no such text."""
+    found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
+    steps = (int(found[1]), int(found[2])) if found else None
+    return steps if steps and steps[0] <= steps[1] else None
+
+
 # ----------------------------------------------------------------------------------------- the other programs
+
+
+@dataclass(frozen=True)
+class ReplayArguments:
+    """Train steps of a run again and compare them; the exit code is 0, or 1 if something differs
+
+    PROGRAM runs/1 --steps 120:125
+    PROGRAM runs/1 --steps 120:125 --devices 1
+    PROGRAM runs/1 --steps 120:125 --devices 1 --accelerator cpu
+    """
+
+    run: str = field(metadata=POSITIONAL)
+    """Run folder: the --output_dir of training."""
+    steps: str
+    """Steps first:last of its metrics.csv, such as 120:125. Those after the checkpoint before them are trained too."""
+    devices: int | str | None = None
+    """Number of devices on each machine, or their indices (0,2,3); default: as in the run."""
+    num_nodes: PositiveInt | None = None
+    """Number of machines; default: as in the run."""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] | None = None
+    """Device type; default: as in the run."""
+
+    @property
+    def first_and_last(self) -> tuple[int, int] | None:
+        """First and last step, both included; None if they are not valid."""
+        return _range_of_steps(self.steps)
+
+    def faults(self) -> list[str]:
+        """Return invalid steps and devices."""
+        steps = [f"--steps: expected a first and a last step such as 120:125, got {self.steps!r}"]
+        devices = [] if self.devices is None else DeviceArguments(devices=self.devices).faults()
+        return [*([] if self.first_and_last else steps), *devices]
 
 
 @dataclass(frozen=True)
@@ -836,7 +873,7 @@ def parse(arguments: type[T], argv: list[str] | None = None) -> T:
         InputError: every fault at once, including contradictions with the launcher.
     """
     try:
-        launcher = launcher_arguments() if arguments is TrainArguments else {}
+        launcher = launcher_arguments() if arguments in (TrainArguments, ReplayArguments) else {}
     except ValueError as error:
         raise InputError(*error.args) from error
     return parse_arguments(arguments, argv, launcher)

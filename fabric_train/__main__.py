@@ -5,10 +5,8 @@ Parse, check everything that needs no process group, launch, build the run on ev
 is imported after parsing: help and wrong arguments are shown at once.
 """
 
-import logging
 import os
 import sys
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +26,7 @@ from fabric_train.cli.errors import run_program, set_memory_advice  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
 from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
-from fabric_train.training.run_log import log, note, progress, show, start_log  # noqa: E402
+from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log  # noqa: E402
 
 if TYPE_CHECKING:
     from fabric_train.training.prepared_run import PreparedRun
@@ -60,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     from fabric_train.training import summary
     from fabric_train.training.run import execute
 
-    _quiet_libraries()
+    quiet_libraries()
     progress.info("checking data and model")
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     lock = _lock(Path(arguments.save.output_dir))
@@ -109,15 +107,6 @@ def _report_nothing_left(run: "PreparedRun") -> None:
     given = run.arguments.logging
     if "wandb" in given.loggers and global_rank() == 0:
         complete_wandb(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))
-
-
-def _quiet_libraries() -> None:
-    """Hide messages of the libraries, on every rank, about things that are intended."""
-    for name in ("lightning.fabric", "lightning.pytorch", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*FSDP.state_dict_type.*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.*")
 
 
 if __name__ == "__main__":

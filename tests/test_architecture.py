@@ -23,11 +23,12 @@ FROM_THE_TOP = (
 )
 """A subpackage imports only those after it."""
 
-TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus", "doctor"}
+TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus", "doctor", "replay"}
 PROGRAMS = {
     "__main__",
     "bundle.__main__",
     "doctor",
+    "replay",
     "tokenization.inspect.__main__",
     "tokenization.merge",
     "export.model_card",

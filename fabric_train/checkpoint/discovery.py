@@ -166,10 +166,21 @@ def choose_checkpoint(
     return chosen
 
 
-def newest_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
-    """Return the undamaged checkpoint of a run folder (or of its ``checkpoints/``) with the highest step, or None."""
-    newest_first = sorted(_in(run), key=_step, reverse=True)
+def newest_checkpoint(run: Path, damages: Damages | None = None, before: float = math.inf) -> Path | None:
+    """Return the undamaged checkpoint of a run folder (or of its ``checkpoints/``) with the highest step, or None.
+
+    ``before`` is a step: only checkpoints of lower ones count.
+    """
+    newest_first = sorted(
+        (checkpoint for checkpoint in _in(run) if _step(checkpoint) < before), key=_step, reverse=True
+    )
     return next((checkpoint for checkpoint in newest_first if _fault(checkpoint, damages or {}) is None), None)
+
+
+def checkpoint_from(run: Path, step: int) -> Path | None:
+    """Return the undamaged checkpoint of a run folder with the lowest step that is not below ``step``, or None."""
+    oldest_first = sorted((checkpoint for checkpoint in _in(run) if _step(checkpoint) >= step), key=_step)
+    return next((checkpoint for checkpoint in oldest_first if _fault(checkpoint, {}) is None), None)
 
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:

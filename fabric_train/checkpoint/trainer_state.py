@@ -135,7 +135,8 @@ class Description:
     ``attachments`` are files and folders that are copied into each checkpoint: the tokenizer, the token dataset's
     manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
     ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
-    points from the first run to this one. ``phase_schedules`` are those of the phases that have their own.
+    points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device``
+    is the name of a device of the run, see ``device_name``.
     """
 
     state_dict_type: str
@@ -148,6 +149,7 @@ class Description:
     schedule_steps: int | None = None
     lineage: tuple[BranchPoint, ...] = ()
     phase_schedules: tuple[PhaseSchedule, ...] = ()
+    device: str | None = None
 
 
 class _SavedArguments(BaseModel):
@@ -169,10 +171,11 @@ _OTHERWISE: dict[str, Any] = {
     "evaluation": (Evaluation | None, None),
     "first_evaluation": (Evaluation | None, None),
     "progress": (LossProgress | None, None),
-    "unlogged": (dict[str, int | float | None] | None, ...),
+    "unlogged": (dict[str, int | float | str | None] | None, ...),
     "schedule_steps": (PositiveCount | None, None),
     "lineage": (list[BranchPoint], []),
     "phase_schedules": (list[PhaseSchedule], []),
+    "device": (str | None, None),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -357,7 +360,7 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
 
 def _difference(saved: Any, current: Any) -> str:
     """Return both values as text; for lists, the first elements that differ."""
-    if isinstance(current, list | tuple):
+    if isinstance(saved, list | tuple) and isinstance(current, list | tuple):
         saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
     if isinstance(saved, dict) or isinstance(current, dict):
         saved, current = (
@@ -370,7 +373,8 @@ def _difference(saved: Any, current: Any) -> str:
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
 
-    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, phases and evaluations.
+    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, ``device``, phases and
+    evaluations.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)

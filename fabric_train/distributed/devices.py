@@ -98,3 +98,12 @@ def note_on_unused_gpus(devices: int | str, accelerator: str) -> str | None:
 def single_gpu_index(devices: int | str) -> int:
     """Return the index of the GPU that a single process uses: the first of a list like "2,3", else 0."""
     return int(str(devices).split(",")[0]) if "," in str(devices) else 0
+
+
+def device_name(device: torch.device) -> str:
+    """Return a GPU's name, or the instructions and threads of a CPU: what else decides the last digits of a result."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"CPU, {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
+    return device.type

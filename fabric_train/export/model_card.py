@@ -30,9 +30,11 @@ from fabric_train.checkpoint import (
     read_stream_order,
     read_trainer_json,
     read_trainer_state,
+    run_of,
 )
 from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
+from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
 _DATA = ("train_data_dir", "streaming_dataset")
 _HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
@@ -88,14 +90,16 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
         tags=["fabric-train"],
         **licence,  # type: ignore[arg-type]
     )
-    lineage = read_lineage(checkpoint)
+    lineage, state = read_lineage(checkpoint), read_trainer_state(checkpoint)
+    certificate = read_certificate(run_of(checkpoint), state.step)
     sections = [
         f"# {Path(facts.name).name}",
         _introduction(origin, "base_model" in trainer) + _legal_note(folder, facts.license, origin),
         _usage(facts.name),
         _training_data(manifest, streamed),
         *([_lineage(lineage)] if lineage else []),
-        _results(read_trainer_state(checkpoint)),
+        _results(state),
+        *([_replay(certificate)] if certificate else []),
         "## Hyperparameters\n\n" + _table("argument | value", _hyperparameters(trainer["arguments"])),
         "## Versions\n\n" + _table("package | training | export", _versions(trainer["versions"])),
         "## Verification\n\nBefore this folder got its name, a fresh process loaded it with plain transformers and "
@@ -244,6 +248,14 @@ def _validation(now: Evaluation, first: Evaluation | None) -> str:
 def _figures(loss: TokenLoss | None) -> list[str]:
     figures = loss.figures().values() if loss else [None] * 3
     return ["" if value is None else f"{value:.3f}" for value in figures]
+
+
+def _replay(certificate: StoredCertificate) -> str:
+    return (
+        f"## Replay\n\nThe steps {certificate.trained_from:,} to {certificate.steps[1]:,} of this run were trained "
+        f"again on {certificate.here} ({certificate.date}). Losses, gradient norms, learning rates and rows are those "
+        f"of the run, {certificate.rule}. Content of the rows: {certificate.contents}."
+    )
 
 
 def _hyperparameters(arguments: dict[str, Any]) -> list[tuple[str, ...]]:

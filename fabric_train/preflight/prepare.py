@@ -40,12 +40,15 @@ _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""
 
 
-def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = None) -> PreparedRun:
+def prepare(
+    arguments: "TrainArguments", damages: checkpoints.Damages | None = None, *, compares: bool = True
+) -> PreparedRun:
     """Check a run: output folder → devices → checkpoint → data → model → steps → resume.
 
     Args:
         arguments: of the run.
         damages: checkpoints that are known to be damaged.
+        compares: whether the run must fit the checkpoint that it continues.
 
     Raises:
         InputError: for whatever the user can fix.
@@ -102,7 +105,7 @@ def prepare(arguments: "TrainArguments", damages: checkpoints.Damages | None = N
     damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
     chosen = checkpoints.describe_choice(Path(given), checkpoint) if given else None
     changed: list[str] = []
-    if continues:
+    if continues and compares:
         run, changed = (check_branch if start.branches else check_resume)(run, checkpoint)
         run, lengths = choose_schedule(run, checkpoint)
         changed += lengths

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,11 @@ class Change:
     option: str | None = None
 
     @property
+    def place(self) -> str:
+        """Where it is given."""
+        return f"{self.option}, {self.name}" if self.option else f"--{self.name}"
+
+    @property
     def advice(self) -> str:
         """What to give to undo it."""
         return f"give {_shown(self.there)} there" if self.option else f"give --{self.name} {_shown(self.there)}"
@@ -99,7 +104,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     faults = find_data_changes(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
     deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
-    deciding += _changes_of_begun_phases(run, checkpoint)
+    deciding += find_changes_of_begun_phases(run, checkpoint, run.start.state.step)
     if not arguments.checkpoint.allow_changes:
         faults += [
             f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other losses "
@@ -157,10 +162,10 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
 
 
-def _changes_of_begun_phases(run: PreparedRun, checkpoint: Path) -> Iterator[Change]:
-    """Compare the learning rates of phases that have taken a step; their rows are in the data order."""
+def find_changes_of_begun_phases(run: PreparedRun, checkpoint: Path, step: int) -> Iterator[Change]:
+    """Yield the changes of the learning rates of phases that have begun by ``step``; rows are in the data order."""
     saved, current = (
-        {phase.first_step: phase.arguments for phase in phases if phase.first_step <= run.start.state.step}
+        {phase.first_step: phase.arguments for phase in phases if phase.first_step <= step}
         for phases in (read_phase_schedules(checkpoint), run.phase_schedules)
     )
     for first_step in sorted({*saved, *current}):
@@ -192,11 +197,22 @@ def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], aft
 
 
 def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
-    updated = list(_changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions))
-    updated = [change for change in updated if _concerns(change.name, run.arguments)]
+    updated = find_version_changes(saved, run)
     if not updated:
         return []
     return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_joined(updated)}"]
+
+
+def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change]:
+    """Return the packages that a run uses in another version than the saved one."""
+    updated = _changes(dict.fromkeys(OWN_VERSIONS, "1") | saved, run.versions)
+    return [change for change in updated if _concerns(change.name, run.arguments)]
+
+
+def find_changes(saved: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str]) -> list[Change]:
+    """Return the changes of arguments that decide the losses of training, and of those that ``also`` names."""
+    names = {*_DECIDE_THE_LOSSES, *also} - {"eval_iters"}
+    return [change for change in _changes(saved, here) if change.name in names]
 
 
 def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:

@@ -254,10 +254,10 @@ def _write_splits(
     ledgers = {}
     for name, plan in plans.items():
         collection = splits[name].collection
-        num_supervised = write_split(folder / name, collection.documents, plan, padding)
+        num_supervised, checksums = write_split(folder / name, collection.documents, plan, padding)
         num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
         documents = collection.places[plan.order]
-        write_index(folder / name, plan, documents)
+        write_index(folder / name, plan, documents, checksums)
         by_source = count_sources(plan, documents, sources)
         ledgers[name] = _split_ledger(splits[name], plan, num_supervised, num_severed, by_source)
     write_dataset_dict(folder, splits)

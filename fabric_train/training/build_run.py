@@ -14,6 +14,7 @@ from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.collectives import StepSync, data_ranks, first_text, sync_step
 from fabric_train.distributed.compile import MAX_STATIC_LENGTHS
+from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.shards import flat_shards, named_parameters
@@ -142,8 +143,9 @@ def build_loop_parts(
     outputs: Outputs,
     warn: Callable[[str], None],
     saved: Callable[[Path], None],
+    manager: type[checkpoints.CheckpointManager] = checkpoints.CheckpointManager,
 ) -> LoopParts:
-    """Return what the loop works with; ``saved`` is called with every complete checkpoint."""
+    """Return what the loop works with; ``saved`` is called with every complete checkpoint of the ``manager``."""
     given, data = run.arguments, run.data
     return LoopParts(
         fabric=fabric,
@@ -153,12 +155,12 @@ def build_loop_parts(
         num_steps=run.plan.num_steps,
         schedules=run.schedules,
         start=run.start.checkpoint if run.start.resumes else None,
-        checkpoints=checkpoints.CheckpointManager(
+        checkpoints=manager(
             run.folder / "checkpoints",
             fabric,
             model,
             optimizer,
-            _description(run, *(_base_model(run) if fabric.is_global_zero else (None, ()))),  # rank 0 writes it
+            _description(run, fabric, *(_base_model(run) if fabric.is_global_zero else (None, ()))),  # rank 0 writes it
             given.save.keep_checkpoints,
             given.save.async_save,
             saved,
@@ -202,7 +204,7 @@ def _row_lengths(run: PreparedRun) -> set[int]:
 
 
 def _description(
-    run: PreparedRun, base_model: ModelOrigin | None, licence: tuple[Path, ...]
+    run: PreparedRun, fabric: Fabric, base_model: ModelOrigin | None, licence: tuple[Path, ...]
 ) -> checkpoints.Description:
     arguments = run.arguments
     return checkpoints.Description(
@@ -216,6 +218,7 @@ def _description(
         schedule_steps=run.schedule_steps,
         lineage=run.start.lineage,
         phase_schedules=run.phase_schedules,
+        device=device_name(fabric.device),
     )
 
 

@@ -336,6 +336,7 @@ def _metrics(parts: LoopParts, state: TrainerState, step: _Step, stopwatch: Stop
         learning_rate=step.learning_rate,
         grad_norm=step.check.grad_norm,
         skipped_steps=state.skipped_steps,
+        rows_hash=state.rows_hash,
         num_tokens=state.num_tokens,
         peak_memory_gb=peak_memory_gb(parts.fabric.device),
         **stopwatch.read(),

@@ -26,7 +26,8 @@ class Metrics:
     ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
     bytes on rank 0: allocated on the GPU, or resident on CPU. ``skipped_steps`` counts steps left out because loss or
     gradient was not finite. Samples are rows. ``mfu`` is between 0 and 1 (``model.flops``), None if the device's peak
-    is unknown. ``by_source`` has the columns of single sources, such as ``val_loss/NAME``.
+    is unknown. ``rows_hash`` is that of ``TrainerState``. ``by_source`` has the columns of single sources, such as
+    ``val_loss/NAME``.
     """
 
     step: int
@@ -45,11 +46,13 @@ class Metrics:
     mfu: float | None = None
     peak_memory_gb: float | None = None
     skipped_steps: int | None = None
+    rows_hash: str | None = None
     by_source: dict[str, float] = field(default_factory=dict)
 
 
 _COLUMNS = [column.name for column in fields(Metrics) if column.name != "by_source"]
 _INTEGERS = {column.name for column in fields(Metrics) if column.type in (int, int | None)}
+_TEXTS = {"rows_hash"}
 _REQUIRED = ["step", "epoch"]
 _OF_SOURCES = ("train_loss", "val_loss", "val_perplexity", "val_bits_per_byte")
 
@@ -218,7 +221,7 @@ def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
     try:
         return read_columns(
             {
-                name: (int if name in _INTEGERS else float)(cell)
+                name: (int if name in _INTEGERS else str if name in _TEXTS else float)(cell)
                 for name, cell in zip(names, cells, strict=True)
                 if cell or name in _REQUIRED
             }
@@ -284,5 +287,6 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def measured(metrics: Metrics) -> dict[str, float]:
-    """Return the measured values by name, without the step."""
-    return {name: value for name, value in columns_of(metrics).items() if value is not None and name != "step"}
+    """Return the measured values by name, without the step and the hash of rows."""
+    unmeasured = {"step", *_TEXTS}
+    return {name: value for name, value in columns_of(metrics).items() if value is not None and name not in unmeasured}

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from io import StringIO
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -94,6 +95,15 @@ def show(renderable: RenderableType) -> None:
     """Print a table or another renderable of rich, and log it as text."""
     if log.isEnabledFor(logging.INFO):
         log.info(_as_text(renderable), extra={"renderable": renderable})
+
+
+def quiet_libraries() -> None:
+    """Hide messages of the libraries, on every rank, about things that are intended."""
+    for name in ("lightning.fabric", "lightning.pytorch", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*FSDP.state_dict_type.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.*")
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.*")
 
 
 class _ConsoleLines(logging.Handler):

@@ -21,6 +21,7 @@ from arguments import (
     GenerateArguments,
     InspectArguments,
     MergeArguments,
+    ReplayArguments,
     TokenizeArguments,
     TrainArguments,
     parse,
@@ -39,6 +40,7 @@ PROGRAMS: dict[str, Any] = {
     "-m fabric_train.tokenization.inspect": InspectArguments,
     "-m fabric_train.tokenization.merge": MergeArguments,
     "-m fabric_train.doctor": DoctorArguments,
+    "-m fabric_train.replay": ReplayArguments,
     "-m fabric_train.bundle": BundleArguments,
 }
 SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from transformers import AutoTokenizer
 
 import tokenize_dataset
@@ -46,3 +47,12 @@ def documents_in(rows: list[list[int]], folder: Path) -> list[str]:
         elif token == tokenizer.eos_token_id:
             texts.append(str(tokenizer.decode(ids[start + 1 : position])))
     return texts
+
+
+def alter_token(folder: Path, split: str, row: int) -> None:
+    """Change one token of a row of a token dataset on disk, and nothing else; no row before it has its tokens."""
+    ids = np.array(datasets.load_from_disk(folder)[split][row]["input_ids"], dtype=np.int32)
+    (file,) = (file for file in (folder / split).glob("*.arrow") if ids.tobytes() in file.read_bytes())
+    altered = ids.copy()
+    altered[np.flatnonzero(ids > 2)[-1]] -= 1  # 0 and 1 are BOS and EOS
+    file.write_bytes(file.read_bytes().replace(ids.tobytes(), altered.tobytes(), 1))

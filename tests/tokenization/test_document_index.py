@@ -33,8 +33,9 @@ from fabric_train.tokenization.packing.document_index import (
     open_index,
     write_index,
 )
+from fabric_train.tokenization.packing.row_checksums import row_checksums
 from fabric_train.tokenization.reading.source_names import split_names
-from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
+from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
 from tests.tokenization.test_rows import Task, rows_of, tasks
 
 Texts = dict[tuple[str, int], str]  # file and row → text
@@ -47,7 +48,7 @@ def number_of_rows(task: Task, folder: Path, file: int) -> DocumentIndex:
     documents["file"], documents["row"], documents["bytes"] = file, plan.order + 1, 3 * plan.order
     documents["tokens"] = np.array(task.lengths, dtype=np.int64)[plan.order]
     folder.mkdir()
-    write_index(folder, plan, documents)
+    write_index(folder, plan, documents, checksums=np.arange(plan.num_rows, dtype=np.uint64) + 1000 * file)
     found = count_sources(plan, documents, table("a", "b"))
     assert sum(one.tokens_in_rows for one in found.values()) == plan.tokens_in_rows
     assert sum(one.tokens_dropped for one in found.values()) == sum(plan.tokens_dropped.values())
@@ -98,6 +99,8 @@ def test_the_index_of_any_plan_gives_back_its_pieces_also_joined(task: Task, oth
         joined = DocumentIndex(folder / "joined", table("a", "b"), task.max_length, num_documents, num_rows)
         check_pieces(joined, task, 0, 0)
         check_pieces(joined, other, len(first.rows) - 1, 1)
+        sums = [index.checksums.tolist() for index in (first, second, joined) if index.checksums is not None]
+        assert sums[0] + sums[1] == sums[2]
 
 
 def write_sources(folder: Path) -> Texts:
@@ -374,6 +377,34 @@ def test_inspect_finds_an_index_that_is_not_that_of_the_rows(
     assert problem in " ".join(capsys.readouterr().out.split())
 
 
+def test_inspect_names_a_row_whose_content_has_changed(
+    tmp_path: Path, pair: tuple[Path, Path, Texts], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(pair[0], tmp_path / "altered"))
+    alter_token(folder, "train", 3)
+    with pytest.raises(SystemExit):
+        inspect.main([str(folder), "--rows", "0"])
+    problem = "document index: the content has changed since it was written in 1 rows, first in row 3"
+    assert problem in " ".join(capsys.readouterr().out.split())
+    for file in folder.glob("*/index/checksums.npy"):  # as a version before them wrote it
+        file.unlink()
+    inspect.main([str(folder), "--rows", "0"])
+
+
+def test_checksums_do_not_depend_on_labels_that_repeat_the_tokens() -> None:
+    ids = np.arange(12, dtype=np.int32)
+    starts, offsets = np.array([0, 2, 1], dtype=np.int32), np.array([0, 2, 3])
+    first, second = row_checksums(ids, None, starts, offsets).tolist()
+    assert row_checksums(ids, ids.copy(), starts, offsets).tolist() == [first, second]
+    masked = np.where(ids == 8, np.int32(-100), ids)
+    others = (
+        row_checksums(ids, masked, starts, offsets).tolist(),
+        row_checksums(ids, None, starts + 1, offsets).tolist(),
+    )
+    assert others[0][0] == first
+    assert len({first, second, others[0][1], *others[1]}) == 5
+
+
 def test_a_damaged_index_is_one_line(
     tmp_path: Path, pair: tuple[Path, Path, Texts], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -429,4 +460,4 @@ def test_a_document_takes_at_most_32_bytes_and_the_rest_is_by_row(pair: tuple[Pa
     manifest = manifest_of(pair[0])
     size = sum(file.stat().st_size - 128 for file in pair[0].glob("train/index/*.npy"))  # without numpy's headers
     ledger = manifest.ledger.splits["train"]
-    assert size <= 32 * ledger.documents + 36 * ledger.rows
+    assert size <= 32 * ledger.documents + 44 * ledger.rows

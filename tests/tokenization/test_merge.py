@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.tokenization.packing.row_checksums import row_checksum
 
 IGNORED = -100
 COLUMNS = ("input_ids", "document_starts", "labels")
@@ -51,6 +53,11 @@ def other(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
     datasets.DatasetDict(train=train.add_column("labels", labels, feature=train.features["input_ids"])).save_to_disk(
         tmp_path / "saved"
     )
+    checksums = [
+        row_checksum(*(np.array(row, np.int32) for row in (ids, own, starts)))
+        for ids, own, starts in zip(train["input_ids"], labels, train["document_starts"], strict=True)
+    ]
+    np.save(folder / "train" / "index" / "checksums.npy", np.array(checksums, np.uint64))
     shutil.move(folder / "train" / "index", tmp_path / "saved" / "train")
     shutil.rmtree(folder / "train")
     shutil.copytree(tmp_path / "saved" / "train", folder / "train")

@@ -290,7 +290,7 @@ def test_datasets_loads_exactly_the_planned_rows(
     folder = tmp_path_factory.mktemp("rows")
     documents = spool(folder, task.lengths, files)
     plan = task.plan()
-    num_supervised = write_split(folder / "train", documents, plan, PAD)
+    num_supervised, _ = write_split(folder / "train", documents, plan, PAD)
     write_dataset_dict(folder, ["train"])
     loaded = datasets.load_from_disk(folder)
     assert isinstance(loaded, datasets.DatasetDict)
@@ -329,7 +329,7 @@ def test_worked_example_of_write_split(tmp_path: Path) -> None:
     file = SpooledFile(tmp_path / "tokens", tmp_path / "supervised")
     documents = SpooledDocuments(np.array([4, 7]), (file,))
     plan = plan_rows(documents.lengths, np.arange(2), "best_fit", 5, 1)
-    assert write_split(tmp_path / "train", documents, plan, pad_token_id=0) == 9
+    assert write_split(tmp_path / "train", documents, plan, pad_token_id=0)[0] == 9
     assert datasets.load_from_disk(tmp_path / "train").to_list() == [
         {"input_ids": [1, 10, 11, 2, 0], "labels": [-100, -100, 11, 2, -100], "document_starts": [0]},
         {"input_ids": [1, 12, 13, 14, 15], "labels": [1, 12, 13, 14, 15], "document_starts": [0]},
@@ -386,5 +386,5 @@ def test_fingerprint_depends_on_the_content(tmp_path: Path) -> None:
 def test_a_split_without_documents_loads_with_no_rows(tmp_path: Path, packing: Packing) -> None:
     documents = spool(tmp_path, [], [])
     plan = plan_rows(documents.lengths, np.arange(0), packing, 8, 2)
-    assert write_split(tmp_path / "train", documents, plan, PAD) == 0
+    assert write_split(tmp_path / "train", documents, plan, PAD)[0] == 0
     assert datasets.load_from_disk(tmp_path / "train").num_rows == 0

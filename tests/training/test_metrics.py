@@ -34,11 +34,20 @@ COLUMNS = [
     *("step", "epoch", "train_loss", "val_loss", "perplexity", "val_bits_per_byte", "learning_rate", "grad_norm"),
     *("num_tokens", "tokens_per_second", "samples_per_second", "step_time", "data_wait", "mfu", "peak_memory_gb"),
     "skipped_steps",
+    "rows_hash",
 ]
 
 
 def metrics(step: int, loss: float = 2.5) -> Metrics:
-    return Metrics(step=step, epoch=0, train_loss=loss, learning_rate=1e-4, grad_norm=0.5, num_tokens=64 * step)
+    return Metrics(
+        step=step,
+        epoch=0,
+        train_loss=loss,
+        learning_rate=1e-4,
+        grad_norm=0.5,
+        num_tokens=64 * step,
+        rows_hash=f"{step:032x}",
+    )
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -90,6 +99,7 @@ def test_losses_are_written_to_the_last_digit(tmp_path: Path) -> None:
     write_csv(path, 0, range(1, 3), loss)
     write_csv(path, 2, range(3, 4), loss)
     assert [float(row["train_loss"]) for row in rows_of(path)] == [loss] * 3
+    assert read_metrics(path, 3) == [metrics(step, loss) for step in (1, 2, 3)]
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:

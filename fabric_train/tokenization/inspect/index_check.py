@@ -5,6 +5,7 @@ import numpy as np
 from fabric_train.tokenization.inspect.split_check import Problem
 from fabric_train.tokenization.manifest import SourceLedger
 from fabric_train.tokenization.packing.document_index import DocumentIndex
+from fabric_train.tokenization.packing.row_checksums import row_checksum
 from fabric_train.tokenization.packing.token_folder import RowBatch
 
 _DOCUMENTS_PER_READ = 1 << 20
@@ -39,6 +40,9 @@ class IndexCheck:
         num_tokens = np.bincount(pieces.rows, weights=pieces.lengths, minlength=num_rows).astype(np.int64)
         wrong = np.flatnonzero(num_tokens != ends - batch.offsets[:-1])
         self._note("documents have more or fewer tokens in", batch.first_row + wrong)
+        if self._index.checksums is not None:
+            stored = self._index.checksums[batch.first_row : batch.first_row + num_rows]
+            self._note("the content has changed since it was written in", batch.first_row + _altered(batch, stored))
         sources = self._index.source_numbers(pieces.documents)
         self._count("tokens_repeated", sources, pieces.repeated)
         self._count("tokens_in_rows", sources, pieces.lengths)
@@ -74,3 +78,14 @@ class IndexCheck:
     def _note(self, what: str, rows: np.ndarray) -> None:
         if len(rows):
             self._wrong_rows.setdefault(what, []).extend(rows.tolist())
+
+
+def _altered(batch: RowBatch, checksums: np.ndarray) -> np.ndarray:
+    """Return which rows of a batch do not have these checksums, counted from the first of the batch."""
+    starts, counts = np.zeros(0, np.int32), np.zeros(len(checksums), np.int64)
+    if batch.document_starts is not None and batch.start_rows is not None:
+        starts, counts = batch.document_starts, np.bincount(batch.start_rows, minlength=len(checksums))
+    cuts = batch.offsets[1:-1]
+    labels = [None] * len(checksums) if batch.labels is None else np.split(batch.labels, cuts)
+    rows = zip(np.split(batch.input_ids, cuts), labels, np.split(starts, np.cumsum(counts)[:-1]), strict=True)
+    return np.flatnonzero([row_checksum(*row) for row in rows] != checksums)

@@ -11,6 +11,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.packing.row_checksums import CHECKSUM, row_checksums
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 from fabric_train.tokenization.packing.spooled import PiecesToCopy, SpooledDocuments, SpoolReader
 from fabric_train.tokenization.progress import ThrottledLog
@@ -96,7 +97,7 @@ def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowP
         )
 
 
-def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int) -> int:
+def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int) -> tuple[int, np.ndarray]:
     """Write the planned rows into the new folder ``folder``, in files of about 512 MiB.
 
     The columns of a row of ``max_length`` tokens:
@@ -124,7 +125,7 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
         pad_token_id: the id of padding.
 
     Returns:
-        The number of tokens whose label is not -100.
+        The number of tokens whose label is not -100, and the checksums of the rows, CHECKSUM [rows].
     """
     import pyarrow
 
@@ -139,21 +140,26 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
     filler = RowFiller(plan, SpoolReader(documents), pad_token_id, with_labels)
     digest = xxh3_64(json.dumps(features).encode())
     num_supervised = 0
+    checksums = np.empty(plan.num_rows, dtype=CHECKSUM)
     log = ThrottledLog()
     for index, name in enumerate(names):
         first, last = index * rows_per_file, min((index + 1) * rows_per_file, plan.num_rows)
         with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
             for begin in range(first, last, rows_per_batch):
-                batch = filler.fill(begin, min(begin + rows_per_batch, last))
+                end = min(begin + rows_per_batch, last)
+                batch = filler.fill(begin, end)
                 writer.write_batch(_record_batch(batch, schema))
                 for column in (batch.input_ids, batch.labels, batch.document_starts, batch.offsets):
                     if column is not None:
                         digest.update(column.data)
+                checksums[begin:end] = row_checksums(
+                    batch.input_ids, batch.labels, batch.document_starts, batch.offsets
+                )
                 num_supervised += batch.num_supervised
                 log(f"writing {folder.name}: {begin:,} of {plan.num_rows:,} rows")
     _write_json(folder / "dataset_info.json", _dataset_info(features))
     _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
-    return num_supervised
+    return num_supervised, checksums
 
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:

@@ -1,15 +1,17 @@
 """The document index of a split: which documents are in which row, and where each document comes from.
 
-Three arrays lie beside the rows, in numpy's files, which are memory-mapped and never read as a whole::
+Four arrays lie beside the rows, in numpy's files, which are memory-mapped and never read as a whole::
 
     train/index/documents.npy      DOCUMENT [documents], in the order in which they begin in the rows, then the others
                 rows.npy           ROW [rows + 1], the documents and continuations before each row
                 continuations.npy  CONTINUATION [any number], the pieces that do not begin a document
+                checksums.npy      CHECKSUM [rows], of the content of each row (``row_checksums``)
 
 So row r has the documents ``rows["documents"][r] : rows["documents"][r + 1]`` from their beginning on, and the
 continuations of the same range of ``rows["continuations"]``, each of which is piece number ``ordinal`` of its row.
 The names of files and sources are in ``manifest.json``: ``file`` counts the files (of a dataset, the splits) of all its
-``sources`` in order. A document takes 16 bytes, a row 16 and a continuation 20.
+``sources`` in order. A document takes 16 bytes, a row 24 and a continuation 20. Indexes
+of older versions have no checksums.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
+from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 
 FOLDER = "index"
@@ -33,6 +36,7 @@ CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u
 _RECORDS_PER_COPY = 1 << 20
 
 _FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
+_CHECKSUMS = "checksums.npy"
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class SourceTable:
 class DocumentIndex:
     """The index of one split, read from disk as it is asked for; opening it takes the same time for any size.
 
+    ``checksums``, CHECKSUM [rows], are those of the rows' content; None if an older version wrote the index.
+
     Args:
         folder: of the split.
         sources: of the manifest.
@@ -126,7 +132,10 @@ class DocumentIndex:
             _map(folder / FOLDER / f"{name}.npy", dtype) for name, dtype in _FILES.items()
         )
         self._folder, self._max_length = folder, max_length
-        found, expected = (len(self.documents), len(self.rows)), (num_documents, num_rows + 1)
+        file = folder / FOLDER / _CHECKSUMS
+        self.checksums = _map(file, CHECKSUM) if file.exists() else None
+        num_sums = num_rows if self.checksums is None else len(self.checksums)
+        found, expected = (len(self.documents), len(self.rows), num_sums), (num_documents, num_rows + 1, num_rows)
         last = self.rows[-1] if len(self.rows) else np.zeros((), ROW)
         if found != expected or last["continuations"] != len(self.continuations) or last["documents"] > num_documents:
             raise InputError(f"{folder / FOLDER}: not the index of these rows and this manifest.json; tokenize again")
@@ -212,13 +221,14 @@ def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentI
     return DocumentIndex(folder / split, sources, manifest.settings.max_length, ledger.documents, ledger.rows)
 
 
-def write_index(folder: Path, plan: RowPlan, documents: np.ndarray) -> None:
+def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
     """Write the index of the split ``folder``.
 
     Args:
         folder: of the split; exists.
         plan: its rows.
         documents: DOCUMENT [entries of ``plan.order``].
+        checksums: CHECKSUM [rows].
     """
     begins = plan.begins
     begun = plan.entries[begins]
@@ -238,10 +248,11 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray) -> None:
     own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
     continuations["ordinal"] = continued - plan.row_offsets[own_rows]
     save_index(folder, documents[in_order], rows, continuations)
+    np.save(folder / FOLDER / _CHECKSUMS, checksums, allow_pickle=False)
 
 
 def save_index(folder: Path, documents: np.ndarray, rows: np.ndarray, continuations: np.ndarray) -> None:
-    """Write the arrays of an index into the split ``folder``."""
+    """Write the arrays of an index, except the checksums, into the split ``folder``."""
     (folder / FOLDER).mkdir()
     for name, array in zip(_FILES, (documents, rows, continuations), strict=True):
         np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
@@ -249,6 +260,8 @@ def save_index(folder: Path, documents: np.ndarray, rows: np.ndarray, continuati
 
 def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
     """Write the index of a split whose rows are those of several splits, joined.
+
+    It has checksums if all of them have.
 
     Args:
         folder: of the split; exists.
@@ -280,6 +293,9 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
     rows[-1] = (document, continuation)
     for array in (documents, rows, continuations):
         array.flush()
+    checksums = [index.checksums for index in indexes if index.checksums is not None]
+    if len(checksums) == len(indexes):
+        np.save(folder / FOLDER / _CHECKSUMS, np.concatenate(checksums), allow_pickle=False)
 
 
 def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> None:

@@ -1,0 +1,257 @@
+"""Prepare to train steps of a run again: from which checkpoint, with which arguments, and what differs already."""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_train import checkpoint as checkpoints
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import flatten
+from fabric_train.data.streaming import Stream
+from fabric_train.data.token_dataset import Rows, TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
+from fabric_train.distributed.devices import count_devices, resolve_accelerator
+from fabric_train.preflight.prepare import prepare
+from fabric_train.preflight.resume_check import (
+    choose_schedule,
+    find_changes,
+    find_changes_of_begun_phases,
+    find_version_changes,
+)
+from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
+from fabric_train.tokenization.packing.row_checksums import row_checksum
+from fabric_train.training.metrics import Metrics, read_metrics
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.replay_certificate import Replay, RunLayout
+
+if TYPE_CHECKING:
+    from arguments import DeviceArguments, FSDPArguments, TrainArguments
+
+_ROWS_PER_READ = 1024
+_LISTED_DOCUMENTS = 3
+_SKIPPED = "not checked, since something else differs"
+
+
+def prepare_replay(
+    folder: Path, steps: tuple[int, int], given: "TrainArguments", device: "DeviceArguments", temporary: Path
+) -> Replay:
+    """Prepare the steps of a run, and compare arguments, data and rows with those of its checkpoint.
+
+    Args:
+        folder: of the run.
+        steps: the first and the last one to compare.
+        given: the arguments in the run's config.yaml.
+        device: the devices of the replay.
+        temporary: an empty folder in place of the run's.
+
+    Raises:
+        InputError: the run has not logged these steps, has no checkpoint, or cannot be prepared on these devices.
+    """
+    first, last = steps
+    logged = _read_logged(folder / "metrics.csv", first, last)
+    start = checkpoints.newest_checkpoint(folder, before=first)
+    saved_after = checkpoints.checkpoint_from(folder, last)
+    witness = saved_after or checkpoints.newest_checkpoint(folder)
+    if witness is None:
+        raise InputError(f"{folder}: the run has no complete checkpoint that describes it; replay needs one")
+    saved = checkpoints.read_trainer_json(witness)
+    there = _layout_there(saved)
+    run = prepare(_arguments(given, device, there, start, witness, temporary), compares=False)
+    if run.start.state.step >= first:
+        raise InputError(f"--steps {first}:{last}: the run begins at step {run.start.state.step + 1}; give later steps")
+    if last > run.plan.num_steps:
+        its = f"{folder / 'config.yaml'} ends at step {run.plan.num_steps} (--max_step, --number_epochs)"
+        raise InputError(f"--steps {first}:{last}: {its}; put the file of this run back, or give earlier steps")
+    run = _with_schedules(run, saved_after) if saved_after else choose_schedule(run, witness)[0]
+    state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
+    run = replace(run, start=replace(run.start, state=state))
+    trained = [row for row in logged if row.step > state.step]
+    faults = _faults_of_arguments(given, saved, run, witness, last)
+    faults += checkpoints.describe_data_changes(witness, run.order)
+    wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
+    return Replay(
+        folder=folder,
+        steps=steps,
+        run=run,
+        logged=trained,
+        there=there,
+        here=_layout_of(flatten(run.arguments) | {"gradient_accumulation_steps": run.plan.accumulation}, run),
+        contents=contents,
+        faults=[*faults, *wrong],
+        other_versions=[f"{change}" for change in find_version_changes(saved["versions"], run)],
+    )
+
+
+def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
+    """Return the run with learning-rate schedules of the lengths that a later checkpoint names."""
+    length = checkpoints.read_lengths(checkpoint)[1]
+    if math.isfinite(length):
+        run = run.keeping(replace(run.schedules.of_run, num_steps=int(length)))
+    lengths = {saved.first_step: saved.num_steps for saved in checkpoints.read_phase_schedules(checkpoint)}
+    for phase in run.plan.phases:
+        if phase.schedule and phase.first_step in lengths:
+            run = run.keeping(replace(phase.schedule, num_steps=lengths[phase.first_step]))
+    return run
+
+
+def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
+    """Return the rows of metrics.csv up to the step ``last``; some are of the steps from ``first`` on."""
+    every = read_metrics(table, sys.maxsize)
+    rows = [row for row in every if row.step <= last]
+    if not rows or rows[-1].step < first or every[-1].step < last:
+        has = f"the steps {every[0].step} to {every[-1].step}" if every else "no steps"
+        raise InputError(f"--steps {first}:{last}: {table} has {has}; give steps that are logged there")
+    return rows
+
+
+def _arguments(
+    given: "TrainArguments",
+    device: "DeviceArguments",
+    there: RunLayout,
+    start: Path | None,
+    witness: Path,
+    temporary: Path,
+) -> "TrainArguments":
+    """Return the run's arguments on these devices: with the same windows, and without outputs of its own."""
+    num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
+    fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
+    num_ranks = num_devices // fsdp.tensor_parallel_size
+    rows = checkpoints.read_trainer_json(witness)["data"]["rows_per_window"]
+    if rows % num_ranks:
+        raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
+    of_rank = rows // num_ranks
+    sizes = range(1, given.training.micro_batch_size + 1)
+    micro_batch_size = max(size for size in sizes if of_rank % size == 0)
+    lineage = checkpoints.read_lineage(witness)
+    origin = replace(given.checkpoint, resume=False)
+    if start:
+        origin = replace(origin, checkpoint=str(start), branch=None, weights_only=False)
+    elif lineage:
+        origin = replace(origin, checkpoint=None, branch=f"{lineage[-1].run}@{lineage[-1].step}", weights_only=False)
+    training = replace(
+        given.training, total_batch_size=rows, micro_batch_size=micro_batch_size, on_nonfinite="skip"
+    )  # a step that is not finite here is compared like any other
+    return replace(
+        given,
+        device=device,
+        fsdp=fsdp,
+        checkpoint=origin,
+        training=training,
+        evaluation=replace(given.evaluation, eval_only=False, self_check=False),
+        save=replace(given.save, output_dir=str(temporary)),
+        logging=replace(given.logging, loggers=["csv"], log_model="none", log_step_interval=1, profile=None),
+        planning=replace(given.planning, plan=False, device_memory=None, interconnect=None, network=None),
+    )
+
+
+def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments":
+    """Return arguments of parallelism that work on another number of devices, as near to the run's as can be."""
+    if num_devices == 1:
+        return replace(fsdp, parallelism="auto", tensor_parallel_size=1, cpu_offload=False, gradient_reduction="step")
+    size = fsdp.tensor_parallel_size if num_devices % fsdp.tensor_parallel_size == 0 else 1
+    parallelism = "auto" if fsdp.parallelism == "single" else fsdp.parallelism
+    return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size)
+
+
+def _layout_there(saved: dict[str, Any]) -> RunLayout:
+    """Return how the checkpoint's run was split, from its trainer.json."""
+    arguments = saved["arguments"]
+    of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
+    num_devices = saved["data"]["rows_per_window"] // of_rank * arguments.get("tensor_parallel_size", 1)
+    parallelism = arguments["parallelism"]
+    if parallelism == "auto":
+        parallelism = "fsdp" if num_devices > 1 else "single"
+    return RunLayout(
+        num_devices, parallelism, saved.get("device"), {name: arguments.get(name) for name in RunLayout.SPLIT}
+    )
+
+
+def _layout_of(arguments: dict[str, Any], run: PreparedRun) -> RunLayout:
+    split = {name: arguments[name] for name in RunLayout.SPLIT}
+    return RunLayout(run.devices.world_size, run.devices.parallelism, None, split)
+
+
+def _faults_of_arguments(
+    given: "TrainArguments", saved: dict[str, Any], run: PreparedRun, witness: Path, last: int
+) -> list[str]:
+    """Return a line for each argument of config.yaml with which the steps would have had other losses."""
+    also = ["total_batch_size"]
+    if given.training.total_batch_size is None:
+        also += ["micro_batch_size", "gradient_accumulation_steps"]
+    if run.start.checkpoint is None:
+        also += [field.name for field in fields(given.model)]
+    changes = find_changes(saved["arguments"], flatten(given), also)
+    changes += find_changes_of_begun_phases(run, witness, last)
+    in_data = () if isinstance(run.data, Stream) else ("seed",)
+    return [
+        f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"
+        for change in changes
+        if change.name not in in_data
+    ]
+
+
+def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[list[str], str]:
+    """Compare the rows of the steps with the logged hashes, and their content with the checksums of the datasets.
+
+    Returns:
+        A line for each fault, and what could be said about the content.
+    """
+    if isinstance(run.data, Stream):
+        return [], "not checked: the sources of a stream are compared by name, size and hash"
+    order, before = run.plan.window_order(run.arguments.data.seed), run.plan.data_starts_after
+    state = run.start.state
+    rows_hash = order.rows_hash(state.step - before) if state.step >= before else ""
+    if state.rows_hash is not None and state.step > before and rows_hash != state.rows_hash:
+        return [f"the rows up to step {state.step}: hash {state.rows_hash} there, {rows_hash} here"], _SKIPPED
+    there = {row.step: row.rows_hash for row in logged}
+    chosen: list[np.ndarray] = []
+    for step in range(state.step + 1, last + 1):
+        rows = order.rows_of(step - before)
+        rows_hash = order.rows_hash_after(step - before, rows, rows_hash)
+        if there.get(step) not in (None, rows_hash):
+            return [f"step {step}, rows_hash: {there[step]} in metrics.csv, {rows_hash} here"], _SKIPPED
+        chosen.append(rows)
+    return _check_contents(run, np.unique(np.concatenate(chosen)))
+
+
+def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]:
+    """Compare rows, int64 indices into the train split, with the checksums in the document index."""
+    data = run.data
+    assert isinstance(data, TokenDataset | TokenMixture)
+    places = [data.train.place(row) if isinstance(data, TokenMixture) else (0, row) for row in rows.tolist()]
+    faults: list[str] = []
+    unknown: list[str] = []
+    for number, part in enumerate(data.parts):
+        own = [row for of_part, row in places if of_part == number]
+        index = open_index(part.folder, part.manifest, "train") if part.manifest else None
+        if index is None or index.checksums is None:
+            unknown += [part.folder.name] * bool(own)
+        else:
+            altered = list(_find_altered(part.train, own, index.checksums))
+            faults += [_describe_row(part.folder, row, index) for row in altered]
+    if unknown:
+        return faults, f"not checked: {', '.join(unknown)} has no checksums, because an older version wrote it"
+    return faults, f"{len(rows):,} rows checked, {len(faults):,} altered"
+
+
+def _find_altered(split: Rows, rows: list[int], checksums: np.ndarray) -> Iterator[int]:
+    """Yield the rows of a split that do not have their checksum."""
+    stored = Rows(split.split)  # with the borders of documents, also where a run joins them
+    for begin in range(0, len(rows), _ROWS_PER_READ):
+        part = rows[begin : begin + _ROWS_PER_READ]
+        for row, (input_ids, labels, starts) in zip(part, stored.read(part), strict=True):
+            found = row_checksum(input_ids, labels, np.zeros(0, np.int32) if starts is None else starts)
+            if found != int(checksums[row]):
+                yield row
+
+
+def _describe_row(folder: Path, row: int, index: DocumentIndex) -> str:
+    documents = dict.fromkeys(index.pieces(np.array([row])).documents.tolist())
+    named = [str(index.origin(document)) for document in list(documents)[:_LISTED_DOCUMENTS]]
+    more = f" and {len(documents) - len(named)} more" if len(documents) > len(named) else ""
+    return f"{folder / 'train'}, row {row} has changed since it was tokenized; its documents: {'; '.join(named)}{more}"

@@ -1,0 +1,104 @@
+# PYTHON_ARGCOMPLETE_OK
+"""Train steps of a run again and compare them: ``python -m fabric_train.replay RUN --steps 120:125 [--devices N]``.
+
+Like training, it starts the other ranks itself, or runs under torchrun. It writes ``RUN/replay.json`` and nothing else
+into the run.
+"""
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from fabric_train.cli.output import keep_streams_writable
+from fabric_train.distributed.signals import stop_signals
+
+if __name__ == "__main__":
+    keep_streams_writable()
+    stop_signals.listen()  # before the other imports
+
+from arguments import ReplayArguments, TrainArguments, parse
+from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
+from fabric_train.cli.launcher import global_rank
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train the steps again, print and write the certificate.
+
+    Raises:
+        InputError: for whatever the user can fix.
+        SystemExit: something differs.
+    """
+    stop_signals.listen()
+    set_memory_advice("use more --devices")
+    start_log()
+    arguments = parse(ReplayArguments, argv)
+    given = _read_config(Path(arguments.run))
+    os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
+    progress.info("importing torch and transformers")
+
+    from fabric_train.checkpoint import wrong_content
+    from fabric_train.distributed.devices import device_name
+    from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
+    from fabric_train.distributed.rendezvous import destroy_process_group
+    from fabric_train.distributed.strategy import build_fabric
+    from fabric_train.distributed.watchdog import watch_ranks
+    from fabric_train.preflight.prepare_replay import prepare_replay
+    from fabric_train.training.repeat_steps import repeat_steps
+    from fabric_train.training.replay_certificate import Certificate, compare
+
+    quiet_libraries()
+    progress.info("checking run, data and model")
+    device = replace(
+        given.device,
+        devices=arguments.devices or given.device.devices,
+        num_nodes=arguments.num_nodes or given.device.num_nodes,
+        accelerator=arguments.accelerator or given.device.accelerator,
+    )
+    assert arguments.first_and_last is not None  # parsing has refused it
+
+    def report(certificate: Certificate) -> None:
+        show(certificate.describe())
+        if global_rank() == 0:
+            log.info("written %s", certificate.write())
+        if not certificate.holds:
+            raise SystemExit(FAILURE)
+
+    with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
+        replay = prepare_replay(Path(arguments.run), arguments.first_and_last, given, device, Path(temporary))
+        if replay.faults:
+            report(Certificate(replay, []))
+        for line in replay.other_versions:
+            note(f"another version than in the run: {line}")
+        run = replay.run
+        progress.info("connecting the ranks")
+        fabric = build_fabric(run.arguments, run.model.layer_classes)
+        heartbeat = Heartbeat()
+        with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
+            progress.info("checking the checkpoint")
+            if run.start.checkpoint and (damage := wrong_content(run.start.checkpoint, fabric)):
+                raise InputError(f"{run.start.checkpoint} is damaged: {damage}; replay steps after another checkpoint")
+            steps = repeat_steps(fabric, run, replay.steps[1], heartbeat)
+            heartbeat.enter(StepPhase.ENDING)
+            stop_signals.ignore()
+            destroy_process_group(fabric)
+        report(compare(replay.on(device_name(fabric.device)), steps))
+
+
+def _read_config(run: Path) -> TrainArguments:
+    """Return the arguments of a run.
+
+    Raises:
+        InputError: the folder is not that of a run, or its config.yaml is damaged.
+    """
+    config = run / "config.yaml"
+    if not config.is_file():
+        reason = "no run folder, it has no config.yaml" if run.is_dir() else missing_folder(run)
+        raise InputError(f"{run}: {reason}; give the --output_dir of training")
+    return parse_arguments(TrainArguments, ["--config", str(config)])
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,270 @@
+"""Compare steps that were trained again with metrics.csv, and keep the result as ``RUN/replay.json``."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.launcher import machine_name
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
+from fabric_train.training.metrics import Metrics, read_metrics
+from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.self_check import TOLERANCES
+
+FILE_NAME = "replay.json"
+_EXACT = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
+_FIGURES = ("learning_rate", "train_loss", "grad_norm")
+_SHOWN_STEPS = 8
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """How the computation of a run was split; ``device`` is the name of a device, None if it is not known."""
+
+    num_devices: int
+    parallelism: str
+    device: str | None
+    split: dict[str, Any]
+
+    SPLIT: ClassVar[tuple[str, ...]] = (
+        *("micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
+        *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
+    )
+    """Arguments that change the order of additions, and so the last digits."""
+
+    def differences(self, there: "RunLayout") -> list[str]:
+        """Return what differs from the layout ``there``, an empty list if the figures must be the same bit for bit."""
+        pairs = {
+            "devices": (there.num_devices, self.num_devices),
+            "parallelism": (there.parallelism, self.parallelism),
+            "device": (there.device or self.device, self.device or there.device),
+            **{name: (there.split[name], value) for name, value in self.split.items()},
+        }
+        return [f"{name} {one} there, {other} here" for name, (one, other) in pairs.items() if one != other]
+
+    def __str__(self) -> str:
+        return f"{self.num_devices} × {self.parallelism}" + (f", {self.device}" if self.device else "")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Steps of a run that are ready to be trained again.
+
+    ``logged`` are the rows of metrics.csv from the first step that is trained to the last one. ``faults`` are
+    differences that were found without training, ``contents`` says whether the content of the rows was checked.
+    """
+
+    folder: Path
+    steps: tuple[int, int]
+    run: PreparedRun
+    logged: list[Metrics]
+    there: RunLayout
+    here: RunLayout
+    contents: str
+    faults: list[str]
+    other_versions: list[str]
+
+    def on(self, device: str) -> "Replay":
+        """Return the replay on the device of this name."""
+        return replace(self, here=replace(self.here, device=device))
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative difference with which a figure holds; 0 is bit for bit."""
+        return TOLERANCES[self.run.arguments.model.precision] if self.here.differences(self.there) else 0.0
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A logged step that was trained again; ``differences`` has the relative difference of each figure."""
+
+    there: Metrics
+    here: Metrics | None
+    differences: dict[str, float]
+    faults: list[str]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of a replay; ``steps`` is empty if nothing was trained."""
+
+    replay: Replay
+    steps: list[_Compared]
+
+    @property
+    def faults(self) -> list[str]:
+        """A line for each difference, the first one first."""
+        return [*self.replay.faults, *(fault for step in self.steps for fault in step.faults)]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the steps were reproduced."""
+        return bool(self.steps) and not self.faults
+
+    @property
+    def rule(self) -> str:
+        """How near the figures have to be, and why."""
+        reasons = self.replay.here.differences(self.replay.there)
+        if not reasons:
+            return "bit for bit: the same number and kind of devices, split in the same way"
+        return f"to {self.replay.tolerance:.1e} relative: {'; '.join(reasons)}"
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """The largest relative difference of each figure."""
+        found: dict[str, float] = {}
+        for step in self.steps:
+            found |= {name: max(found.get(name, 0.0), value) for name, value in step.differences.items()}
+        return found
+
+    def write(self) -> Path:
+        """Write ``RUN/replay.json``, and return its path."""
+        replay, run = self.replay, self.replay.run
+        path = replay.folder / FILE_NAME
+        content = {
+            "verdict": "holds" if self.holds else "differs",
+            "steps": list(replay.steps),
+            "trained_from": run.start.state.step + 1,
+            "compared_steps": len(self.steps),
+            "checkpoint": run.start.checkpoint.name if run.start.checkpoint else None,
+            "rule": self.rule,
+            "tolerance": replay.tolerance,
+            "largest_differences": self.largest,
+            "faults": self.faults,
+            "contents": replay.contents,
+            "there": str(replay.there),
+            "here": str(replay.here),
+            "versions": run.versions,
+            "other_versions": replay.other_versions,
+            "machine": machine_name(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "figures": _digest(replay.logged),
+        }
+        write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        return path
+
+    def describe(self) -> Group:
+        """Return the table of the steps and the result for the console."""
+        columns = ("step", "loss there", "loss here", "gradient norm there", "here", "largest difference")
+        table = Table(*columns, title="Replay", title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for step in self._shown():
+            figures = [(row.train_loss, row.grad_norm) if row else (None, None) for row in (step.there, step.here)]
+            cells = [_figure(value) for pair in zip(*figures, strict=True) for value in pair]
+            table.add_row(str(step.there.step), *cells, f"{max(step.differences.values(), default=0.0):.1e}")
+        about = Table.grid(padding=(0, 2))
+        for name, text in self._about().items():
+            about.add_row(name, text)
+        verdict = Text("holds: every figure is reproduced", "bold green")
+        if not self.holds:
+            verdict = Text("\n".join(["differs:", *self.faults]), "bold red")
+        return Group(*([table] if self.steps else []), about, verdict)
+
+    def _about(self) -> dict[str, str]:
+        """Return what was compared with what, and how."""
+        replay, start = self.replay, self.replay.run.start.checkpoint
+        first, last = replay.steps
+        came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
+        about = {
+            "steps": f"{first} to {last}, {came_from}, {len(self.steps)} logged steps compared",
+            "there": f"{replay.there}",
+            "here": f"{replay.here}",
+            "figures": self.rule,
+            "content of rows": replay.contents,
+        }
+        return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
+
+    def _shown(self) -> list[_Compared]:
+        """Return the steps that differ, and the last ones."""
+        differing = [step for step in self.steps if step.faults][:_SHOWN_STEPS]
+        return differing or self.steps[-_SHOWN_STEPS:]
+
+
+def compare(replay: Replay, trained: Sequence[Metrics]) -> Certificate:
+    """Compare all logged steps with those that were trained again."""
+    here = {row.step: row for row in trained}
+    return Certificate(replay, [_compare_step(row, here.get(row.step), replay.tolerance) for row in replay.logged])
+
+
+def _compare_step(there: Metrics, here: Metrics | None, tolerance: float) -> _Compared:
+    if here is None:
+        return _Compared(there, None, {}, [f"step {there.step}: not reached here"])
+    logged, found = (_exact(row) | _figures(row) for row in (there, here))
+    differences = {
+        name: relative_difference(value, found.get(name, math.nan)) for name, value in _figures(there).items()
+    }
+    wrong = [
+        f"step {there.step}, {name}: {value} in metrics.csv, {found.get(name)} here"
+        for name, value in logged.items()
+        if (differences[name] > tolerance if name in differences else value != found.get(name))
+    ]
+    return _Compared(there, here, differences, wrong)
+
+
+def _exact(row: Metrics) -> dict[str, Any]:
+    """Return the values that are the same on any devices; those that are not logged are left out."""
+    return {name: value for name in _EXACT if (value := getattr(row, name)) is not None}
+
+
+def _figures(row: Metrics) -> dict[str, float]:
+    """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
+    figures = {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
+    return figures | {name: loss for name, loss in row.by_source.items() if name.startswith("train_loss/")}
+
+
+def relative_difference(one: float, other: float) -> float:
+    """Return the difference of two numbers relative to the larger; 0 if they are equal or both NaN."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    difference = abs(one - other) / max(abs(one), abs(other))
+    return math.inf if math.isnan(difference) else difference
+
+
+@dataclass(frozen=True)
+class StoredCertificate:
+    """What other programs read of ``RUN/replay.json``."""
+
+    verdict: str
+    steps: tuple[int, int]
+    trained_from: int
+    rule: str
+    contents: str
+    here: str
+    date: str
+    figures: str
+
+
+def read_certificate(run: Path, step: int) -> StoredCertificate | None:
+    """Return the certificate of a run folder; None if there is none that holds for steps up to ``step``.
+
+    One that was made for other figures than those in the folder's metrics.csv is not that of this run.
+    """
+    file = run / FILE_NAME
+    if not file.is_file():
+        return None
+    try:
+        found = read_json(file, StoredCertificate, "replay again")
+        first, last = found.trained_from, found.steps[1]
+        rows = [row for row in read_metrics(run / "metrics.csv", last) if row.step >= first]
+    except InputError:
+        return None
+    return found if found.verdict == "holds" and last <= step and _digest(rows) == found.figures else None
+
+
+def _digest(rows: Sequence[Metrics]) -> str:
+    """Return the SHA-256 of the compared figures of some steps."""
+    figures = [[row.step, _exact(row), _figures(row)] for row in rows]
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.9g}"

@@ -1,0 +1,186 @@
+"""``python -m fabric_train.replay`` trains steps again, and names the first digit, row or argument that differs."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.export.model_card import CardFacts, write_model_card
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.short_runs import argv, checkpoints
+from tests.support.token_datasets import TEXTS, alter_token, manifest_of, tokenize, write_jsonl
+
+pytestmark = pytest.mark.slow
+OPTIONS: dict[str, Any] = {"max_step": 6, "save_step_interval": 2, "warmup_steps": 2}
+
+
+class Replaying:
+    """A run of six steps on two ranks with checkpoints at the steps 2, 4 and 6, and replays of it and of copies."""
+
+    def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
+        self.folder, self._model, self._runs = folder, model, runs
+        for name, texts in (("tokens", [*TEXTS, *(text.upper() for text in TEXTS)]), ("others", TEXTS[::-1])):
+            documents = write_jsonl(folder / f"{name}.jsonl", texts)
+            tokenize(folder / name, model, f"{name}={documents}", max_length=32, validation_split=0.1)
+        self.run = self.train("run", 2, **OPTIONS)
+
+    def train(self, name: str, num_ranks: int, *words: object, **options: object) -> Path:
+        line = argv(self._model, self.folder / "tokens", self.folder / name, **options)
+        self._runs.start([*line, *map(str, words)], num_ranks).finish()
+        return self.folder / name
+
+    def replay(self, run: Path, steps: str, num_ranks: int = 1) -> ForkedRun:
+        words = [run, "--steps", steps, *([] if num_ranks > 1 else ["--devices", 1])]
+        replay = self._runs.start(words, num_ranks, program="fabric_train.replay")
+        replay.wait()
+        return replay
+
+    def copy(self, name: str) -> Path:
+        """Return a copy of the run that a test may alter."""
+        return Path(shutil.copytree(self.run, self.folder / name))
+
+
+@pytest.fixture(scope="module")
+def replaying(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Replaying:
+    return Replaying(tmp_path_factory.mktemp("replaying"), tiny_model_dir, forked_runs)
+
+
+def certificate(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "replay.json").read_text()))
+
+
+def check_holds(replay: ForkedRun, run: Path) -> dict[str, Any]:
+    assert set(replay.codes()) == {0}, replay.report()
+    assert "holds: every figure is reproduced" in replay.stdout()
+    found = certificate(run)
+    assert (found["verdict"], found["faults"]) == ("holds", [])
+    return found
+
+
+def fault_of(replay: ForkedRun, run: Path) -> str:
+    """Return the only difference that a replay has found."""
+    assert set(replay.codes()) == {1}, replay.report()
+    found = certificate(run)
+    assert found["verdict"] == "differs"
+    (fault,) = found["faults"]
+    assert fault in replay.stdout()
+    return str(fault)
+
+
+def rows_of(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def files(run: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+
+def test_the_same_ranks_reproduce_a_run_bit_for_bit(replaying: Replaying) -> None:
+    before = files(replaying.run)
+    found = check_holds(replaying.replay(replaying.run, "5:6", num_ranks=2), replaying.run)
+    assert found["rule"] == "bit for bit: the same number and kind of devices, split in the same way"
+    assert (found["checkpoint"], found["trained_from"], found["compared_steps"]) == ("step-00000004", 5, 2)
+    assert found["contents"] == "16 rows checked, 0 altered"
+    assert set(found["largest_differences"].values()) == {0.0}
+    after = files(replaying.run)
+    assert after.keys() - before.keys() == {"replay.json"}
+    assert {name: after[name] for name in before} == before
+
+
+def test_the_model_card_has_a_certificate_of_its_own_run_alone(replaying: Replaying, tmp_path: Path) -> None:
+    run = replaying.copy("exported")
+    check_holds(replaying.replay(run, "3:4", num_ranks=2), run)
+
+    def card(step: int) -> str:
+        write_model_card(run / "checkpoints" / f"step-{step:08d}", tmp_path, CardFacts("model"))
+        return (tmp_path / "README.md").read_text()
+
+    section = "## Replay\n\nThe steps 3 to 4 of this run were trained again on 2 × fsdp, CPU"
+    assert [section in card(step) for step in (2, 4, 6)] == [False, True, True]
+    table = run / "metrics.csv"
+    table.write_text(table.read_text().replace(f"\n4,0,{rows_of(run)[3]['train_loss'][:5]}", "\n4,0,5.555"))
+    assert "## Replay" not in card(6)
+
+
+def test_one_rank_reproduces_two_to_the_fifth_digit_from_the_start(replaying: Replaying) -> None:
+    run = replaying.copy("from-the-start")
+    found = check_holds(replaying.replay(run, "1:6"), run)
+    assert found["rule"].startswith("to 1.0e-05 relative: devices 2 there, 1 here; parallelism fsdp there, single here")
+    assert (found["checkpoint"], found["trained_from"], found["compared_steps"]) == (None, 1, 6)
+    assert 0 < max(found["largest_differences"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("column", ["train_loss", "rows_hash"])
+def test_an_altered_digit_is_named_with_its_step_and_column(replaying: Replaying, column: str) -> None:
+    run = replaying.copy(f"digit-of-{column}")
+    rows = rows_of(run)
+    whole = rows[4][column]
+    rows[4][column] = whole[:12] + ("5" if whole[12] != "5" else "6") + whole[13:]
+    with (run / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    fault = fault_of(replaying.replay(run, "5:6", num_ranks=2), run)
+    assert fault.startswith(f"step 5, {column}: {rows[4][column][:13]}")
+    assert f" in metrics.csv, {whole[:13]}" in fault
+
+
+def test_an_altered_row_is_named_with_its_document(replaying: Replaying) -> None:
+    run, tokens = replaying.copy("row"), replaying.folder / "tokens"
+    num_rows = manifest_of(tokens).ledger.splits["train"].rows
+    row = int(WindowOrder(num_rows, 8, 2, 1, 0, seed=0).rows_of(5)[-1])
+    shutil.copytree(tokens, replaying.folder / "whole")
+    try:
+        alter_token(tokens, "train", row)
+        replay = replaying.replay(run, "5:6")
+        fault = fault_of(replay, run)
+    finally:
+        shutil.rmtree(tokens)
+        (replaying.folder / "whole").rename(tokens)
+    assert fault.startswith(
+        f"{tokens / 'train'}, row {row} has changed since it was tokenized; its documents: tokens: "
+    )
+    assert f"tokens: {replaying.folder / 'tokens.jsonl'}:" in fault
+    assert certificate(run)["compared_steps"] == 0  # nothing was trained
+
+
+def test_an_altered_argument_is_named(replaying: Replaying) -> None:
+    run = replaying.copy("argument")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("\nlr: 0.001\n", "\nlr: 0.002\n"))
+    fault = fault_of(replaying.replay(run, "5:6"), run)
+    assert fault == "--lr: 0.001 in step-00000006/trainer.json, 0.002 in config.yaml"
+
+
+def test_a_branch_with_shares_and_a_phase_is_reproduced(replaying: Replaying) -> None:
+    phases = replaying.folder / "phases.yaml"
+    phases.write_text("- from: 6\n  shares: [1, 2]\n  lr: 2e-4\n")
+    folders = ["--train_data_dir", replaying.folder / "tokens", replaying.folder / "others", "--shares", 1, 0.5]
+    branch = ["--branch", f"{replaying.run}@4", "--lr", 5e-4, "--phases", phases]
+    run = replaying.train("branch", 1, *folders, *branch, **{**OPTIONS, "save_step_interval": 9})
+    assert checkpoints(run) == [5, 6]
+    found = check_holds(replaying.replay(run, "5:6"), run)
+    assert found["rule"].startswith("bit for bit")
+    assert found["checkpoint"] == "step-00000004"
+    assert {"train_loss", "train_loss/tokens", "train_loss/others"} <= found["largest_differences"].keys()
+    assert found["contents"] == "16 rows checked, 0 altered"
+
+
+def test_what_cannot_be_replayed_is_one_line(replaying: Replaying) -> None:
+    beyond = replaying.replay(replaying.run, "6:9")
+    missing = replaying.replay(replaying.folder, "1:2")
+    words = replaying.replay(replaying.run, "6")
+    faults = {
+        beyond: f"error: --steps 6:9: {replaying.run / 'metrics.csv'} has the steps 1 to 6; give steps that are logged",
+        missing: f"error: {replaying.folder}: no run folder, it has no config.yaml; give the --output_dir of training",
+        words: "error: --steps: expected a first and a last step such as 120:125, got '6'",
+    }
+    for replay, fault in faults.items():
+        assert replay.codes() == [2]
+        (line,) = replay.stderr().splitlines()
+        assert line.startswith(fault)
