@@ -198,7 +198,7 @@ def _row_lengths(run: PreparedRun) -> set[int]:
 def _description(
     run: PreparedRun, base_model: ModelOrigin | None, licence: tuple[Path, ...]
 ) -> checkpoints.Description:
-    arguments = run.arguments
+    arguments, data = run.arguments, run.data
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
@@ -210,6 +210,7 @@ def _description(
         schedule_steps=run.schedule_steps,
         lineage=run.start.lineage,
         phase_schedules=run.phase_schedules,
+        mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
     )
 
 
