@@ -31,6 +31,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.fields import POSITIONAL
 from fabric_train.cli.launcher import launcher_arguments
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shares import Shares
 from fabric_train.files.sizes import parse_size
 
 T = TypeVar("T")
@@ -92,13 +93,13 @@ class DataArguments:
     """Token datasets from tokenize_dataset.py: folders with train/ and validation/. Those of one tokenizer and
     --max_length can be trained on together; then every optimizer step has rows of each in its share.
     """
-    shares: list[PositiveFloat] | None = None
+    shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
     """How much of each --train_data_dir an epoch reads: 1 is every row once, 2 twice, 0.15 is 15 % of the rows, in the
-    next epoch other 15 %. Default: 1.
+    next epoch other 15 %. Default: 1. By name as FOLDER=1 or, of a source in it, FOLDER:SOURCE=0.15; 0 leaves it out.
     """
-    token_shares: list[PositiveFloat] | None = None
-    """Instead of --shares: the share of each --train_data_dir in the tokens of every step, such as 0.7 0.2 0.1; an
-    epoch has as many rows as all of them together.
+    token_shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
+    """Instead of --shares: the share of each in the tokens of every step, such as 0.7 0.2 0.1 or by name; an epoch has
+    as many rows as all of them together.
     """
     phases: str | None = None
     """YAML file with parts of the run, each from a step or share of the run on, that have other shares or another
@@ -151,18 +152,27 @@ class DataArguments:
         """Whether the rows come from several token datasets, or from a share of one, which may change."""
         return len(self.data_dirs) > 1 or any(getattr(self, name) is not None for name in _OF_MIXTURES)
 
+    @property
+    def shares_of_epochs(self) -> Shares:
+        """What --shares or --token_shares says, or that an epoch reads every row once."""
+        of_tokens = self.token_shares is not None
+        given = self.token_shares if of_tokens else self.shares
+        return Shares("--token_shares" if of_tokens else "--shares", given, of_tokens)
+
     def _faults_of_shares(self) -> list[str]:
         given = [name for name in _OF_MIXTURES if getattr(self, name) is not None]
         if self.shares is not None and self.token_shares is not None:
             return ["--shares and --token_shares contradict each other: give one of them"]
         if given and self.streaming_dataset is not None:
             return [f"--{name}: a stream has no shares; tokenize it and give --train_data_dir" for name in given]
-        shares = {name: getattr(self, name) for name in given if name != "phases"}
-        return [
-            f"--{name} has {len(shares)} numbers for {len(self.data_dirs)} folders of --train_data_dir; give one each"
-            for name, shares in shares.items()
-            if len(shares) != len(self.data_dirs)
-        ]
+        shares = self.shares_of_epochs
+        try:
+            if shares.given is not None and shares.by_name() is None and len(shares.given) != len(self.data_dirs):
+                folders = f"{len(self.data_dirs)} folders of --train_data_dir"
+                return [f"{shares.option} has {len(shares.given)} numbers for {folders}; give one each"]
+        except InputError as error:
+            return list(error.faults)
+        return []
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class PhaseRows:
-    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each token dataset of a mixture."""
+    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each source of a mixture."""
 
     first_step: PositiveCount
     rows_per_epoch: tuple[Count, ...]
@@ -34,7 +34,7 @@ class DataOrder:
     """The values that determine which rows a step consumes. They must be equal to resume a run.
 
     ``num_rows`` are those of an epoch. ``version`` is that of the order: 2 for a mixture, else 1, as in checkpoints
-    that do not have it. ``rows_per_epoch`` are the rows of each token dataset of a mixture. ``phases`` have others,
+    that do not have it. ``rows_per_epoch`` are the rows of each source of a mixture. ``phases`` have others,
     from their first step to that of the next one; those that have not begun may change.
     """
 
@@ -43,7 +43,7 @@ class DataOrder:
     rows_per_window: PositiveCount
     seed: int
     version: PositiveCount = 1
-    rows_per_epoch: list[PositiveCount] | None = None
+    rows_per_epoch: list[Count] | None = None
     phases: tuple[PhaseRows, ...] = ()
 
     def begun(self, step: int) -> "DataOrder":
@@ -136,7 +136,8 @@ class Description:
     manifest and the base model's licence. ``base_model`` is None for a model that began with random weights.
     ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
     points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device``
-    is the name of a device of the run, see ``device_name``.
+    is the name of a device of the run, see ``device_name``. ``mixture_sources`` names the sources of a mixture as
+    ``--shares`` does, in the order of their rows.
     """
 
     state_dict_type: str
@@ -150,6 +151,7 @@ class Description:
     lineage: tuple[BranchPoint, ...] = ()
     phase_schedules: tuple[PhaseSchedule, ...] = ()
     device: str | None = None
+    mixture_sources: tuple[str, ...] = ()
 
 
 class _SavedArguments(BaseModel):
@@ -176,6 +178,7 @@ _OTHERWISE: dict[str, Any] = {
     "lineage": (list[BranchPoint], []),
     "phase_schedules": (list[PhaseSchedule], []),
     "device": (str | None, None),
+    "mixture_sources": (list[str], []),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -350,7 +353,7 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
         "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
         "seed": "--seed differs",
         "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
-        "rows_per_epoch": "an epoch has other numbers of rows of each --train_data_dir (--shares, --token_shares)",
+        "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
         "phases": "--phases differs in a phase that has begun",
     }
     return [

@@ -1,4 +1,4 @@
-"""Open several token datasets as one: the rows of one after the rows of another, read in shares."""
+"""Open several token datasets, or sources of them, as one: rows of one after rows of another, read in shares."""
 
 import functools
 import hashlib
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError
-from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
+from fabric_train.cli.shares import Shares
+from fabric_train.data.listed_sources import ListedSource, list_sources, rows_of
 from fabric_train.data.token_dataset import IndexedRows, RowPieces, StoredRow, TokenDataset, open_dataset
 from fabric_train.files.regular_file import check_no_link
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
@@ -18,11 +18,15 @@ from fabric_train.tokenization.merged_manifest import merge_manifests, open_inpu
 
 
 class JoinedRows(IndexedRows):
-    """The rows of several splits, those of one after those of another."""
+    """The rows of several splits, those of one after those of another, or slices of these in any order.
 
-    def __init__(self, parts: Sequence[IndexedRows]) -> None:
+    A slice is the number of a split and a range of its rows.
+    """
+
+    def __init__(self, parts: Sequence[IndexedRows], slices: Sequence[tuple[int, range]] | None = None) -> None:
         self._parts = tuple(parts)
-        self._starts = np.array([0, *accumulate(map(len, parts))])
+        self._slices = tuple(slices or ((number, range(len(part))) for number, part in enumerate(parts)))
+        self._starts = np.array([0, *accumulate(len(rows) for _, rows in self._slices)])
         self.isolates = parts[0].isolates
         self.source_names = tuple(dict.fromkeys(name for part in parts for name in part.source_names))
         self._sources = [np.array([self.source_names.index(name) for name in part.source_names]) for part in parts]
@@ -40,8 +44,9 @@ class JoinedRows(IndexedRows):
 
     def place(self, row: int) -> tuple[int, int]:
         """Return the number of the split that has a row, and the row's number in it."""
-        part = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return part, row - int(self._starts[part])
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        part, rows = self._slices[number]
+        return part, rows[row - int(self._starts[number])]
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         """Return the rows in the order of ``indices``; those of one split are read together."""
@@ -65,7 +70,8 @@ class JoinedRows(IndexedRows):
 
     def main_sources(self) -> np.ndarray:
         """Return the source that has the most tokens of each row, int64 [rows]; see ``Rows.main_sources``."""
-        return np.concatenate([of[part.main_sources()] for of, part in zip(self._sources, self._parts, strict=True)])
+        of_parts = [of[part.main_sources()] for of, part in zip(self._sources, self._parts, strict=True)]
+        return np.concatenate([of_parts[part][rows.start : rows.stop] for part, rows in self._slices])
 
     def _by_part(self, indices: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Yield the number of each split that has some of the rows, their places in ``indices``, and in the split."""
@@ -82,16 +88,21 @@ class JoinedRows(IndexedRows):
 class TokenMixture:
     """Several token datasets of one tokenizer and one row length, or one of which an epoch takes a share.
 
-    ``rows_per_epoch`` has the rows that an epoch takes of each one's train split. ``manifest_folder`` is where the run
-    keeps ``manifest``, which describes all of them.
+    ``train`` has the rows of the ``sources`` one after the other, and an epoch takes ``rows_per_epoch`` of each, unless
+    a phase takes others. ``manifest_folder`` is where the run keeps ``manifest``, which describes all of them.
     """
 
     parts: tuple[TokenDataset, ...]
+    sources: tuple[ListedSource, ...]
     rows_per_epoch: tuple[int, ...]
     train: JoinedRows
     validation: JoinedRows | None
     manifest: Manifest
     manifest_folder: Path
+
+    def rows_of(self, shares: Shares) -> tuple[int, ...]:
+        """Return the rows that an epoch takes of each source; for errors see ``shares.rows_of``."""
+        return rows_of(shares, self.sources, list(dict.fromkeys(source.folder for source in self.sources)))
 
     @property
     def isolates(self) -> bool:
@@ -136,63 +147,33 @@ class TokenMixture:
 
 def open_mixture(
     folders: Sequence[str],
-    shares: Sequence[float] | None,
-    token_shares: Sequence[float] | None,
+    shares: Shares,
     isolate_documents: bool,
     manifest_folder: Path,
+    later: Sequence[Shares] = (),
 ) -> TokenMixture:
     """Open the token datasets of ``--train_data_dir``.
 
     Args:
         folders: The token datasets.
-        shares: How much of each an epoch takes, see ``rows_of_shares``; None is all of each.
-        token_shares: The shares of the tokens instead, see ``rows_of_token_shares``.
+        shares: How much of each an epoch takes.
         isolate_documents: Whether batches keep the documents of a row apart.
         manifest_folder: Where the manifest of all of them will be.
+        later: The shares of the phases of the run.
 
     Raises:
-        InputError: one cannot be read, they do not fit together, or a share is less than one row.
+        InputError: one cannot be read, they do not fit together, or shares name what is not there.
     """
     parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
     manifest = merge_manifests(open_inputs([part.folder for part in parts]))
+    sources = tuple(list_sources(parts, folders, [shares, *later]))
     held_out = [part.validation for part in parts if part.validation]
     return TokenMixture(
         parts=parts,
-        rows_per_epoch=rows_per_epoch(parts, shares, token_shares),
-        train=JoinedRows([part.train for part in parts]),
+        sources=sources,
+        rows_per_epoch=rows_of(shares, sources, folders),
+        train=JoinedRows([part.train for part in parts], [rows for source in sources for rows in source.slices]),
         validation=JoinedRows(held_out) if held_out else None,
         manifest=manifest,
         manifest_folder=manifest_folder,
     )
-
-
-def rows_per_epoch(
-    parts: Sequence[TokenDataset], shares: Sequence[float] | None, token_shares: Sequence[float] | None, where: str = ""
-) -> tuple[int, ...]:
-    """Return the rows that an epoch takes of each token dataset.
-
-    Args:
-        parts: The token datasets.
-        shares: How much of each an epoch takes, see ``rows_of_shares``; None is all of each. 0 leaves one out.
-        token_shares: The shares of the tokens instead, see ``rows_of_token_shares``.
-        where: Where the shares are given, for messages.
-
-    Raises:
-        InputError: they are not one for each, all are 0, or one above 0 is less than one row.
-    """
-    name, given = ("shares", shares or [1.0] * len(parts)) if token_shares is None else ("token_shares", token_shares)
-    where = where or f"--{name}"
-    if len(given) != len(parts):
-        raise InputError(f"{where}: {len(given)} numbers for {len(parts)} folders of --train_data_dir; give one each")
-    if not any(given):
-        raise InputError(f"{where}: nothing is left to train on; give a number above 0")
-    num_rows = [len(part.train) for part in parts]
-    rows = (rows_of_shares if token_shares is None else rows_of_token_shares)(num_rows, given)
-    faults = [
-        f"{where} takes no row of {part.folder} in an epoch, which has {total:,}; give it more, or leave it out"
-        for part, share, taken, total in zip(parts, given, rows, num_rows, strict=True)
-        if share and not taken
-    ]
-    if faults:
-        raise InputError(*faults)
-    return tuple(rows)

@@ -3,20 +3,21 @@
 ::
 
     - from: 0.8                 # after 80 % of the run's steps; or a step, the first one of the phase
-      token_shares: [0.5, 0.5, 0]
+      token_shares: [0.5, 0.5, 0]     # or by name: [{data/va: 0.5}, {data/es: 0.5}, {"data/all:en": 0}]
     - from: 901
       lr: 1e-5                  # a schedule that begins and ends with the phase
       lr_schedule: linear
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import NonNegativeFloat, WrongValueError, convert
 from fabric_train.cli.errors import InputError
-from fabric_train.data.token_mixture import TokenMixture, rows_per_epoch
+from fabric_train.cli.shares import Shares
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule
 from fabric_train.preflight.step_plan import fault_of_decay
 from fabric_train.training.prepared_run import RunPhase, TrainingData
@@ -28,44 +29,63 @@ _SHARES = ("shares", "token_shares")
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A phase as the file has it. ``where`` names it in messages."""
+class GivenPhase:
+    """A phase as the file has it: ``where`` names it in messages, ``schedule`` has its learning-rate arguments."""
 
     where: str
     first_step: int
-    values: Mapping[str, Any]
+    shares: Shares | None
+    schedule: Mapping[str, Any]
 
 
-def read_phases(arguments: "TrainArguments", data: TrainingData) -> tuple[RunPhase, ...]:
-    """Return the phases of ``--phases`` in their order; empty without it, and if nothing is trained.
-
-    Before the first of them, the run has the shares and the schedule of the command line. A phase without shares keeps
-    those before it.
+def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
+    """Return what ``--phases`` has, in its order; empty without it, and if nothing is trained.
 
     Raises:
         InputError: the file cannot be read, or a phase is not one.
     """
     path, num_steps = arguments.data.phases, arguments.training.max_step
     if path is None or arguments.evaluation.only_reads:
-        return ()
-    assert isinstance(data, TokenMixture)  # DataArguments.mixes
+        return []
     if num_steps is None:
         raise InputError("--phases divides a run of known length: give --max_step")
     given = _read(path, arguments.training, num_steps)
-    _check_order(given, num_steps)
-    if given[0].first_step == 1 and _shares_of(given[0]) and (arguments.data.shares or arguments.data.token_shares):
+    previous = 0
+    for phase in given:
+        if phase.first_step <= previous:
+            raise InputError(f"{phase.where} begins at step {phase.first_step}, not after the phase before it")
+        if phase.first_step > num_steps:
+            raise InputError(
+                f"{phase.where} begins at step {phase.first_step}, after the last one, --max_step {num_steps}"
+            )
+        previous = phase.first_step
+    if given[0].first_step == 1 and given[0].shares and arguments.data.shares_of_epochs.given:
         raise InputError(f"{given[0].where} begins with the run and has shares: leave those of the command line out")
+    return given
+
+
+def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data: TrainingData) -> tuple[RunPhase, ...]:
+    """Return the phases with the rows and the schedule of each.
+
+    Before the first of them, the run has the shares and the schedule of the command line. A phase without shares keeps
+    those before it.
+
+    Raises:
+        InputError: shares or schedule of a phase cannot be.
+    """
+    if not given:
+        return ()
+    assert isinstance(data, TokenMixture)  # DataArguments.mixes
+    assert training.max_step is not None
     rows, phases = data.rows_per_epoch, []
-    ends = [*(phase.first_step - 1 for phase in given[1:]), num_steps]
+    ends = [*(phase.first_step - 1 for phase in given[1:]), training.max_step]
     for phase, last_step in zip(given, ends, strict=True):
-        for name in _shares_of(phase):
-            kinds = {each: phase.values[each] if each == name else None for each in _SHARES}
-            rows = rows_per_epoch(data.parts, **kinds, where=f"{phase.where}: {name}")
-        phases.append(RunPhase(phase.first_step, last_step, rows, _schedule(phase, last_step, arguments.training)))
+        rows = data.rows_of(phase.shares) if phase.shares else rows
+        phases.append(RunPhase(phase.first_step, last_step, rows, _schedule(phase, last_step, training)))
     return tuple(phases)
 
 
-def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[_Given]:
+def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[GivenPhase]:
     """Return what the file has, with the types of the arguments of the same names."""
     try:
         content = yaml_core.load(yaml_core.read_text(path))
@@ -75,16 +95,18 @@ def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[_Giv
         raise InputError(f"--phases {path}: expected a list of phases, such as '- {{from: 0.9, shares: [1, 0.5]}}'")
     hints = get_type_hints(type(training), include_extras=True)
     kinds: dict[str, Any] = {"from": NonNegativeFloat}
-    kinds |= dict.fromkeys(_SHARES, list[NonNegativeFloat]) | {name: hints[name] for name in ARGUMENTS}
+    kinds |= dict.fromkeys(_SHARES, list[NonNegativeFloat] | list[dict[str, Any]] | list[str])
+    kinds |= {name: hints[name] for name in ARGUMENTS}
     phases, faults = [], []
     for number, item in enumerate(content, 1):
         where = f"{path}: phase {number}"
         values: dict[str, Any] = {}
-        found = list(_convert_all(item, kinds, values))
-        if not found and "from" in values:
-            found += _faults_of(values)
+        found = list(_convert_all(item, kinds, values)) or list(_faults_of(values))
+        if not found:
             first_step = int(values["from"]) if values["from"] >= 1 else round(values["from"] * num_steps) + 1
-            phases.append(_Given(where, first_step, values))
+            shares = [Shares(f"{where}: {name}", values[name], name != "shares") for name in _SHARES if name in values]
+            schedule = {name: values[name] for name in ARGUMENTS if name in values}
+            phases.append(GivenPhase(where, first_step, shares[0] if shares else None, schedule))
         faults += [f"{where}: {fault}" for fault in found]
     if faults:
         raise InputError(*faults)
@@ -114,36 +136,20 @@ def _faults_of(values: Mapping[str, Any]) -> Iterator[str]:
         yield "it changes nothing: give shares, token_shares or lr"
 
 
-def _check_order(phases: list[_Given], num_steps: int) -> None:
-    previous = 0
-    for phase in phases:
-        if phase.first_step <= previous:
-            raise InputError(f"{phase.where} begins at step {phase.first_step}, not after the phase before it")
-        if phase.first_step > num_steps:
-            raise InputError(
-                f"{phase.where} begins at step {phase.first_step}, after the last one, --max_step {num_steps}"
-            )
-        previous = phase.first_step
-
-
-def _shares_of(phase: _Given) -> list[str]:
-    return [name for name in _SHARES if name in phase.values]
-
-
-def _schedule(phase: _Given, last_step: int, training: "TrainingArguments") -> Schedule | None:
+def _schedule(phase: GivenPhase, last_step: int, training: "TrainingArguments") -> Schedule | None:
     """Return the schedule of a phase; None if it has none of its own.
 
     Values that it does not have are those of the command line, but there is no warm-up, and another ``lr_schedule``
     has a decay of its own.
     """
-    own = {name: phase.values[name] for name in ARGUMENTS if name in phase.values}
+    own = phase.schedule
     if not own:
         return None
     defaults: dict[str, Any] = {"warmup_steps": 0}
     if "lr_schedule" in own:
         defaults |= {"lr_decay": True, "decay_steps": None, "decay_share": None, "decay_form": None}
     num_steps = last_step - phase.first_step + 1
-    changed = replace(training, **(defaults | own), max_step=num_steps)
+    changed = replace(training, **(defaults | dict(own)), max_step=num_steps)
     faults = changed.faults() or [fault for fault in [fault_of_decay(changed, num_steps, "the phase")] if fault]
     if faults:
         raise InputError(*(f"{phase.where} of {num_steps} steps: {fault}" for fault in faults))

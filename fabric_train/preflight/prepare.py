@@ -1,7 +1,7 @@
 """Check a run before any process group exists: its arguments against the files and devices that are there."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from lightning import Fabric
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import find_other_world, num_restarts
+from fabric_train.cli.shares import Shares
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
@@ -27,7 +28,7 @@ from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.deciding_sources import check_deciding_sources
-from fabric_train.preflight.phases import read_phases
+from fabric_train.preflight.phases import GivenPhase, plan_phases, read_phases
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
 from fabric_train.preflight.step_plan import plan_steps, rows_per_window
 from fabric_train.training.metrics import are_columns, find_lost_rows
@@ -68,10 +69,11 @@ def prepare(
         read_only=arguments.evaluation.only_reads,
         damages=damages,
     )
-    data = _open_data(arguments, folder, checkpoint)
+    phases_given = read_phases(arguments)
+    data = _open_data(arguments, folder, checkpoint, phases_given)
     model = _read_model(arguments, checkpoint, data)
     masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
-    phases = read_phases(arguments, data)
+    phases = plan_phases(phases_given, arguments.training, data)
     order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data.seed, phases)
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
     if checkpoint and continues:
@@ -232,7 +234,9 @@ def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
     return state
 
 
-def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | None) -> TrainingData:
+def _open_data(
+    arguments: "TrainArguments", folder: Path, checkpoint: Path | None, phases: Sequence[GivenPhase]
+) -> TrainingData:
     """Open the training data, or with ``--eval_only`` the token dataset that has the validation rows."""
     given = arguments.data
     if arguments.evaluation.self_check and given.streaming_dataset is not None:
@@ -240,7 +244,7 @@ def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | Non
             "--self_check true reads rows of a token dataset, not --streaming_dataset: make a small one of the same "
             "texts with tokenize_dataset.py --max_tokens 100000 and give --train_data_dir"
         )
-    dataset = _open_datasets(given, folder)
+    dataset = _open_datasets(given, folder, [phase.shares for phase in phases if phase.shares])
     if given.streaming_dataset is None or arguments.evaluation.eval_only:
         if dataset is None:
             raise InputError("--eval_only true needs --train_data_dir: the token dataset with the validation split")
@@ -262,9 +266,9 @@ def _open_data(arguments: "TrainArguments", folder: Path, checkpoint: Path | Non
     )
 
 
-def _open_datasets(given: "DataArguments", folder: Path) -> TokenDataset | TokenMixture | None:
+def _open_datasets(given: "DataArguments", folder: Path, later: Sequence[Shares]) -> TokenDataset | TokenMixture | None:
     if given.mixes:
-        return open_mixture(given.data_dirs, given.shares, given.token_shares, given.isolate_documents, folder)
+        return open_mixture(given.data_dirs, given.shares_of_epochs, given.isolate_documents, folder, later)
     return open_dataset(given.data_dirs[0], given.isolate_documents) if given.data_dirs else None
 
 

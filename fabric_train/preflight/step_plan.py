@@ -55,7 +55,7 @@ def plan_steps(
         raise InputError(*faults)
     num_rows = windows_per_epoch = in_epochs = mixture = None
     if isinstance(data, TokenMixture):
-        sizes = tuple(len(part.train) for part in data.parts)
+        sizes = tuple(source.num_rows for source in data.sources)
         mixture = MixtureOrder((Mixture(sizes, data.rows_per_epoch, together * accumulation, arguments.data.seed),))
         for phase in phases:
             mixture = mixture.followed_by(max(0, phase.first_step - 1 - data_starts_after), phase.rows_per_epoch)

@@ -239,12 +239,12 @@ def _write_splits(
         InputError: a split has less than one row, or the disk has no room for the rows.
     """
     assert arguments.packing is not None, "the default depends on the sources, which are open"
-    plans = {
-        name: plan_rows(
-            split.collection.documents.lengths, split.order, arguments.packing, arguments.max_length, arguments.overlap
-        )
-        for name, split in splits.items()
-    }
+    plans = {}
+    for name, split in splits.items():
+        is_mixed = name == "train" and arguments.weights is not None
+        of_documents = None if is_mixed else sources.sources_of(split.collection.places["file"])
+        lengths, how = split.collection.documents.lengths, (arguments.packing, arguments.max_length, arguments.overlap)
+        plans[name] = plan_rows(lengths, split.order, *how, of_documents)
     faults = [_too_short(name, splits[name], plan, arguments) for name, plan in plans.items() if not plan.num_rows]
     if faults:
         raise InputError(*faults)

@@ -206,7 +206,7 @@ def _row_lengths(run: PreparedRun) -> set[int]:
 def _description(
     run: PreparedRun, fabric: Fabric, base_model: ModelOrigin | None, licence: tuple[Path, ...]
 ) -> checkpoints.Description:
-    arguments = run.arguments
+    arguments, data = run.arguments, run.data
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
@@ -219,6 +219,7 @@ def _description(
         lineage=run.start.lineage,
         phase_schedules=run.phase_schedules,
         device=device_name(fabric.device),
+        mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
     )
 
 

@@ -18,7 +18,7 @@ from fabric_train.checkpoint import (
     read_best_by,
     read_trainer_state,
 )
-from fabric_train.data.streaming import Stream
+from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
@@ -62,7 +62,7 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
 
-    Of a mixture, it has the tokens of each token dataset that were seen, beside those that were planned. The validation
+    Of a mixture, it has the tokens of each source that were seen, beside those that were planned. The validation
     losses are those of each source, at the first evaluation and now. Reads the validation loss of each checkpoint.
     """
     table = _table("Done")
@@ -109,12 +109,12 @@ def _figures(loss: TokenLoss | None) -> list[str]:
 
 
 def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Table]:
-    """Return the table of a mixture's token datasets; no table without a mixture.
+    """Return the table of a mixture's sources; no table without a mixture.
 
     ``seen`` are the rows of each that the run has read, None before it starts.
     """
     plan = run.plan
-    if plan.mixture is None or isinstance(run.data, Stream):
+    if plan.mixture is None or not isinstance(run.data, TokenMixture):
         return []
     planned = plan.mixture.rows_until(plan.num_steps - plan.data_starts_after)
     columns = ["source", "tokens", "share", "epochs", "tokens of the run", *(["tokens seen"] if seen else [])]
@@ -122,11 +122,11 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     for column in columns[1:]:
         table.add_column(column, justify="right")
     totals = [planned, *([seen] if seen else [])]
-    rows = zip((part.folder for part in run.data.parts), plan.mixture.num_rows, *totals, strict=True)
-    for folder, num_rows, *counts in rows:
+    rows = zip((source.name for source in run.data.sources), plan.mixture.num_rows, *totals, strict=True)
+    for name, num_rows, *counts in rows:
         share, epochs = f"{counts[0] / sum(planned):.2%}", f"{counts[0] / num_rows:.2f}"
         tokens = [f"{count * plan.tokens_per_row:,}" for count in (num_rows, *counts)]
-        table.add_row(str(folder), tokens[0], share, epochs, *tokens[1:])
+        table.add_row(name, tokens[0], share, epochs, *tokens[1:])
     sums = [f"{sum(counts) * plan.tokens_per_row:,}" for counts in (plan.mixture.num_rows, *totals)]
     table.add_row("all", sums[0], "", "", *sums[1:])
     return [table]
@@ -138,7 +138,7 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     There is none without ``--phases``. It begins with the first step of the data.
     """
     plan = run.plan
-    if plan.mixture is None or isinstance(run.data, Stream) or not plan.phases:
+    if plan.mixture is None or not isinstance(run.data, TokenMixture) or not plan.phases:
         return []
     table = Table(
         "steps", "learning rate", "source", title="Phases", title_justify="left", title_style="bold", box=None
@@ -150,11 +150,11 @@ def describe_phases(run: PreparedRun) -> list[Table]:
     for start, end in zip(begun, [*begun[1:], plan.num_steps], strict=True):
         until = (plan.mixture.rows_until(step - plan.data_starts_after) for step in (start, end))
         rows = [after - before for before, after in zip(*until, strict=True)]
-        read = [(part.folder, count) for part, count in zip(run.data.parts, rows, strict=True) if count]
+        read = [(source.name, count) for source, count in zip(run.data.sources, rows, strict=True) if count]
         cells = [f"{start + 1:,}–{end:,}", _rates(run, start + 1, end)]
-        for folder, count in read:
+        for name, count in read:
             tokens = f"{count * plan.tokens_per_row:,}"
-            table.add_row(*cells, str(folder), f"{count / sum(rows):.2%}", tokens)
+            table.add_row(*cells, name, f"{count / sum(rows):.2%}", tokens)
             cells = ["", ""]
     return [table]
 

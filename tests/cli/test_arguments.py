@@ -302,7 +302,11 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
             "--shares 1 1 1 --streaming_dataset texts",
             "--shares: a stream has no shares; tokenize it and give --train_data_dir",
         ),
-        ("--shares 1 0 1", "--shares: expected a list, each a number above 0 or null, got ['1', '0', '1']"),
+        (
+            "--shares 1 0 1",
+            "--shares: expected numbers above 0, one for each folder, or NAME=NUMBER such as data/va=0.5; "
+            "got ['1', '0', '1']",
+        ),
     ],
 )
 def test_shares_that_fit_no_token_datasets_are_refused(line: str, fault: str) -> None:
@@ -314,6 +318,13 @@ def test_several_token_datasets_and_their_shares_can_be_in_yaml(tmp_path: Path) 
     config = write(tmp_path / "run.yaml", "train_data_dir: [a, b]\nshares: [1, 0.15]\noutput_dir: run\n")
     data = parse(TrainArguments, ["--config", config]).data
     assert (data.data_dirs, data.shares, data.mixes) == (["a", "b"], [1.0, 0.15], True)
+    named = write(tmp_path / "named.yaml", 'train_data_dir: a\nshares: [{a: 1.0}, {"a:x=y": 0.15}]\noutput_dir: run\n')
+    by_name = parse(TrainArguments, ["--config", named]).data.shares_of_epochs.by_name()
+    assert by_name == {"a": 1.0, "a:x=y": 0.15}
+    assert (
+        parse(TrainArguments, ["--config", named, "--shares", "a=1", "a:x=y=.15"]).data.shares_of_epochs.by_name()
+        == by_name
+    )
     one = parse(TrainArguments, ["--config", config, "--train_data_dir", "a", "--shares", "null"]).data
     assert (one.data_dirs, one.shares, one.mixes) == (["a"], None, False)
 

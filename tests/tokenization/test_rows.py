@@ -192,6 +192,18 @@ def test_best_fit_rows_are_in_the_order_of_their_first_documents() -> None:
     assert [[piece.new[0][0] for piece in row] for row in rows_of(plan)] == [[0, 2], [1], [3]]
 
 
+@settings(deadline=None)
+@given(tasks("best_fit"), st.integers(1, 4))
+def test_best_fit_packs_each_source_on_its_own(task: Task, num_sources: int) -> None:
+    order, lengths = np.array(sorted(task.order), dtype=np.int64), np.array(task.lengths, dtype=np.int64)
+    sources = np.arange(len(lengths)) * num_sources // max(len(lengths), 1)
+    sizes = (task.max_length, task.overlap)
+    plan = plan_rows(lengths, order, "best_fit", *sizes, sources)
+    alone = [plan_rows(lengths, order[sources[order] == one], "best_fit", *sizes) for one in range(num_sources)]
+    assert rows_of(plan) == [row for one in alone for row in rows_of(one)]
+    assert plan.tokens_in == sum(one.tokens_in for one in alone)
+
+
 @pytest.mark.parametrize(
     "packing, rows",
     [

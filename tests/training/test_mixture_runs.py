@@ -11,9 +11,10 @@ import pytest
 from arguments import TrainArguments, TrainingArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shares import Shares
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.optim.lr_schedule import learning_rate
-from fabric_train.preflight.phases import read_phases
+from fabric_train.preflight.phases import plan_phases, read_phases
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import differences
 from tests.support.short_runs import argv, at_point, metrics
@@ -114,16 +115,25 @@ def test_mixture_is_not_resumed_in_other_shares(mixing: Mixing, whole: ForkedRun
     }
     other = mixing.start("other", 1, "--shares", 1.0, 0.25, 2, **options)
     assert other.wait() == [2]
-    assert "an epoch has other numbers of rows of each --train_data_dir" in other.stderr()
+    assert "an epoch has other numbers of rows of each source (" in other.stderr()
     assert not (mixing.folder / "other").exists()
 
 
 def test_token_shares_are_those_of_every_step(mixing: Mixing) -> None:
     run = mixing.start(
-        "tokens", 1, "--token_shares", 0.5, 0.25, 0.25, max_step=3, save_step_interval=1, keep_checkpoints=9
+        "tokens",
+        1,
+        "--token_shares",
+        "en=0.25",
+        "va=0.5",
+        "es=0.25",
+        max_step=3,
+        save_step_interval=1,
+        keep_checkpoints=9,
     )
     run.finish()
     assert [mixing.state("tokens", step)["rows_of_sources"] for step in (1, 2, 3)] == [[4, 2, 2], [8, 4, 4], [12, 6, 6]]
+    assert mixing.state("tokens", 3)["mixture_sources"] == list(NAMES)
 
 
 def test_share_of_less_than_a_row_is_refused(mixing: Mixing) -> None:
@@ -237,7 +247,9 @@ def test_only_phases_that_have_not_begun_may_change(mixing: Mixing, phased: Fork
 
 
 def test_a_branch_takes_other_phases_from_a_border(mixing: Mixing, phased: ForkedRun) -> None:
-    (mixing.folder / "branch.yaml").write_text("- {from: 7, shares: [1, 0, 2]}\n- {from: 9, shares: [0, 0, 1]}\n")
+    (mixing.folder / "branch.yaml").write_text(
+        "- {from: 7, shares: [1, 0, 2]}\n- {from: 9, shares: [{va: 0}, {es: 0, en: 1}]}\n"
+    )
     options = {**IN_PHASES, "phases": "branch.yaml", "branch": f"{mixing.folder / 'phased'}@8"}
     mixing.start("branch", 1, "--shares", 1.0, 0.15, 2, **options).finish()
     there, here = mixing.state("phased", 8)["rows_of_sources"], mixing.state("branch", 12)["rows_of_sources"]
@@ -251,7 +263,7 @@ def test_a_branch_takes_other_phases_from_a_border(mixing: Mixing, phased: Forke
 
 @pytest.fixture(scope="module")
 def opened(mixing: Mixing) -> TokenMixture:
-    return open_mixture([str(mixing.folder / name) for name in NAMES], None, None, True, mixing.folder)
+    return open_mixture([str(mixing.folder / name) for name in NAMES], Shares("", None), True, mixing.folder)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +291,13 @@ def test_phases_that_cannot_be_are_refused_in_one_line(
     file = mixing.folder / "wrong.yaml"
     file.write_text(phases)
     words = ["--train_data_dir", *NAMES, "--shares", "1", "1", "1", "--max_step", "12", "--output_dir", "wrong"]
+    arguments = parse_arguments(TrainArguments, [*words, "--phases", str(file)])
+
+    def plan() -> None:
+        plan_phases(read_phases(arguments), arguments.training, opened)
+
     with pytest.raises(InputError) as refused:
-        read_phases(parse_arguments(TrainArguments, [*words, "--phases", str(file)]), opened)
+        plan()
     (line,) = refused.value.faults
     assert f"{file}: {fault}" in line
 

@@ -14,6 +14,7 @@ from lightning import Fabric
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint import Evaluation, read_trainer_state
+from fabric_train.cli.shares import Shares
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.step_sampler import Window
@@ -46,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> l
 
 @pytest.fixture(scope="module", params=[True, False], ids=["isolated", "joined"])
 def mixture(folders: list[str], request: pytest.FixtureRequest) -> TokenMixture:
-    return open_mixture(folders, None, None, request.param, Path(folders[0]))
+    return open_mixture(folders, Shares("--shares", None), request.param, Path(folders[0]))
 
 
 def owners_by_hand(dataset: TokenDataset, split: str, row: int) -> list[tuple[str, int, float, int]]:
@@ -215,7 +216,7 @@ def test_sources_add_up_to_the_whole_in_every_cut(
         assert loss.num_tokens == same.sources[source].num_tokens
         assert loss.num_bytes == pytest.approx(same.sources[source].num_bytes, rel=1e-12)
         assert loss.loss == pytest.approx(same.sources[source].loss, rel=1e-5)
-    mixture = open_mixture(folders, None, None, True, Path(folders[0]))
+    mixture = open_mixture(folders, Shares("--shares", None), True, Path(folders[0]))
     train = mixture.train
     rows, others = rows_of(runs.folder / name), rows_of(runs.folder / "whole")
     for step, row in enumerate(rows[1:]):

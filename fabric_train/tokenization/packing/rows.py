@@ -74,7 +74,14 @@ class RowPlan:
         return self.num_rows * self.max_length - self.tokens_in_rows
 
 
-def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_length: int, overlap: int) -> RowPlan:
+def plan_rows(
+    lengths: np.ndarray,
+    order: np.ndarray,
+    packing: Packing,
+    max_length: int,
+    overlap: int,
+    sources: np.ndarray | None = None,
+) -> RowPlan:
     """Plan rows of ``max_length`` tokens.
 
     - ``concat`` joins the documents and cuts the result into rows. The last row is dropped if it is not full.
@@ -98,12 +105,17 @@ def plan_rows(lengths: np.ndarray, order: np.ndarray, packing: Packing, max_leng
         packing: see above.
         max_length: tokens in a row.
         overlap: tokens to repeat, less than ``max_length``.
+        sources: int64 [documents], the number of each document's source: ``best_fit`` puts no two into one row if those
+            of a source are next to each other in ``order``; None does not tell them apart. A row of ``none`` has one
+            document, and ``concat`` joins the last row of a source with the next one.
     """
     order = order[lengths[order] > 0]
     if packing == "concat":
         return _plan_joined(lengths, order, max_length, overlap)
     windows = _cut_windows(lengths, order, max_length, overlap)
-    return _fill_best(windows) if packing == "best_fit" else windows
+    if packing == "none":
+        return windows
+    return _fill_best(windows, np.zeros(len(windows.entries)) if sources is None else sources[order][windows.entries])
 
 
 def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -190,8 +202,13 @@ def _cut_windows(lengths: np.ndarray, order: np.ndarray, max_length: int, overla
     )
 
 
-def _fill_best(windows: RowPlan) -> RowPlan:
-    rows = best_fit_decreasing(windows.lengths, windows.max_length)
+def _fill_best(windows: RowPlan, sources: np.ndarray) -> RowPlan:
+    """Pack the windows of each stretch of one source, ``sources`` [windows], on their own."""
+    num_rows, packed = 0, [np.zeros(0, dtype=np.int64)]
+    for lengths in np.split(windows.lengths, np.flatnonzero(np.diff(sources)) + 1):
+        packed.append(num_rows + best_fit_decreasing(lengths, windows.max_length))
+        num_rows = int(packed[-1].max(initial=num_rows - 1)) + 1
+    rows = np.concatenate(packed)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
     by_row = np.argsort(rows, kind="stable")
     return replace(
