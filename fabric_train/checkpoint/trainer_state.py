@@ -55,7 +55,8 @@ class DataOrder:
 class StreamOrder:
     """The values that determine, with the cursors, which rows of a stream a step consumes.
 
-    They must be equal to resume a run.
+    They must be equal to resume a run. ``shares`` is how much of each place a pass reads, None if it reads one place
+    after the other; then ``files_of_places``, the files or splits of each place, and ``seed`` are None too.
     """
 
     sources: list[str]
@@ -64,6 +65,9 @@ class StreamOrder:
     tokenizer: str
     special_text_is_plain: bool
     rows_per_window: PositiveCount
+    shares: list[float] | None = None
+    files_of_places: list[PositiveCount] | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
 @dataclass(frozen=True)
 class _StreamJson:
-    cursors: list[Annotated[list[int], Field(min_length=8, max_length=8)]]
+    cursors: list[Annotated[list[int], Field(min_length=8)]]
 
 
 def read_format(checkpoint: Path) -> int | None:
@@ -314,8 +318,8 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     order, cursors = read_stream_order(checkpoint), read_json(file, _StreamJson, _ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:
         raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {_ADVICE}")
-    if any(number < 0 for cursor in cursors for number in cursor[:6]):
-        raise InputError(f"{file}: damaged (a position below 0); {_ADVICE}")
+    if any(number < 0 for cursor in cursors for number in (*cursor[:6], *cursor[8:])):
+        raise InputError(f"{file}: damaged (a number below 0); {_ADVICE}")
     return [LaneCursor.from_numbers(numbers) for numbers in cursors]
 
 
@@ -345,6 +349,8 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
     causes = {
         "sources": "--streaming_dataset reads other files, or they have changed",
         "text_column": "--text_column differs",
+        "shares": "--shares differ",
+        "files_of_places": "--streaming_dataset has other numbers of files in its places",
         "max_length": "--max_length differs",
         "tokenizer": "the tokenizer differs",
         "special_text_is_plain": "the kind of the tokenizer differs",

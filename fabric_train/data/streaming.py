@@ -9,10 +9,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -21,60 +20,27 @@ from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
 from fabric_train.data.step_sampler import Window, WorkerLoader, positions
+from fabric_train.data.stream_documents import WHOLE_FILES, Document, StreamedDocuments, StreamedSource
 from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import detect_format
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.columns import missing_column, text_of
+from fabric_train.tokenization.reading.columns import missing_column
 from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source
+from fabric_train.tokenization.reading.source_names import split_names
+from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
 from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
-_PART_BYTES = 64 << 20
-_HASHED_BYTES = 1 << 20  # at each end of a file
+if TYPE_CHECKING:
+    from arguments import DataArguments
+
 _COMPARED_DOCUMENTS, _COMPARED_CHARACTERS = 8, 50_000
 _CHAT_COLUMNS = ("messages", "conversations", "instruction", "output", "prompt", "completion")
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The texts of the sources in order, without blank ones, as in tokenization."""
-
-    sources: Sequence[Source]
-    column: str
-
-    def read(self) -> Iterator[str]:
-        """Yield all texts once.
-
-        Raises:
-            InputError: a file is damaged, or a row cannot be used.
-        """
-        for source in self.sources:
-            for part in source.parts(_PART_BYTES):
-                reader = source.reader(part, (self.column,))
-                for number, row in reader:
-                    try:
-                        if isinstance(row, BadRowError):
-                            raise row
-                        text = text_of(row, self.column, partial(reader.place, number))
-                    except BadRowError as error:
-                        advice = "fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip"
-                        raise InputError(f"{error}; {advice}") from None
-                    if text is not None and text.strip():
-                        yield text
-
-    def identities(self) -> list[str]:
-        """Return one line per file or split that identifies its content.
-
-        The line of a file has its path, its size and a hash of its first and last MiB. The line of a split has the
-        dataset's fingerprint or, if it is streamed, its commit on the hub.
-        """
-        return [identity for source in self.sources for identity in _identities(source)]
 
 
 @dataclass(frozen=True)
@@ -85,9 +51,9 @@ class DocumentEncoder:
     bos_token_id: int | None
     eos_token_id: int
 
-    def __call__(self, text: str) -> np.ndarray:
+    def __call__(self, document: Document) -> np.ndarray:
         """Return the ids, int32 [at least 1]."""
-        (ids,) = self.encoder.encode_batch([text])
+        (ids,) = self.encoder.encode_batch([document.text])
         return add_bos_eos(ids, self.bos_token_id, self.eos_token_id)
 
 
@@ -96,7 +62,7 @@ class Stream:
     """The training data of --streaming_dataset.
 
     Args:
-        texts: the documents.
+        documents: of all places.
         tokenizer: the model's tokenizer.
         tokenizer_folder: where the run stores the tokenizer; the encoder is opened from there.
         max_length: tokens in a row.
@@ -104,12 +70,17 @@ class Stream:
         held_out: the token dataset whose validation split is used, None without --train_data_dir.
     """
 
-    texts: Texts
+    documents: StreamedDocuments
     tokenizer: CorpusTokenizer
     tokenizer_folder: Path
     max_length: int
     isolates: bool
     held_out: TokenDataset | TokenMixture | None
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources."""
+        return self.documents.source_names
 
     @property
     def validation(self) -> IndexedRows | None:
@@ -159,51 +130,91 @@ class Stream:
 
         Compares twice, because the encoder changes to a faster path after many texts. Returns None if all are equal.
         """
-        first = (text[:_COMPARED_CHARACTERS] for text in islice(self.texts.read(), _COMPARED_DOCUMENTS))
-        texts = [*reference.hard_strings(), *first]
+        first = islice(self.documents.read(0), _COMPARED_DOCUMENTS)
+        texts = [*reference.hard_strings(), *(document.text[:_COMPARED_CHARACTERS] for document in first)]
         ids = encoder.encode_batch(texts)
         encoder.pieces.use_quick_pattern()
         return find_difference(texts * 2, reference.encode(texts) * 2, [*ids, *encoder.encode_batch(texts)])
 
 
 def open_stream(
-    names: list[str],
-    text_column: str,
-    max_length: int,
+    given: "DataArguments",
     tokenizer_name: str,
     special_text_is_plain: bool | None,
     tokenizer_folder: Path,
-    isolate_documents: bool,
     held_out: TokenDataset | TokenMixture | None,
 ) -> Stream:
     """Open the sources of --streaming_dataset and the tokenizer.
 
     Args:
-        names: the values of --streaming_dataset.
-        text_column: the column that holds the text.
-        max_length: tokens in a row.
+        given: the sources, with their column, shares and row length.
         tokenizer_name: a folder or a hub name.
         special_text_is_plain: see ``CorpusTokenizer``; None takes the default of the tokenizer's kind.
         tokenizer_folder: where the run stores the tokenizer.
-        isolate_documents: whether attention stays within a document.
         held_out: the token dataset whose validation split is used, if any.
 
     Raises:
-        InputError: a source or the tokenizer cannot be opened, a source's first row has no text, or there is no text.
+        InputError: a source or the tokenizer cannot be opened, a source's first row has no text, there is no text, or
+            sources cannot be mixed because the size of one is not known.
     """
-    sources = open_sources(names, "--streaming_dataset", stream=True, downloads=tokenizer_folder)
-    for source in sources:
-        _check_first_row(source, text_column)
+    assert given.streaming_dataset is not None
+    documents = _open_documents(given, given.streaming_dataset, tokenizer_folder)
     try:
         tokenizer = load_tokenizer(tokenizer_name)
     except InputError as error:
         raise InputError(*(fault.replace("--tokenizer_name", "--model_name") for fault in error.faults)) from None
     if special_text_is_plain is not None:
         tokenizer = replace(tokenizer, special_text_is_plain=special_text_is_plain)
-    texts = Texts(sources, text_column)
-    if next(texts.read(), None) is None:
+    return Stream(documents, tokenizer, tokenizer_folder, given.max_length, given.isolate_documents, held_out)
+
+
+def _open_documents(given: "DataArguments", places: list[str], downloads: Path) -> StreamedDocuments:
+    named = split_names(places, "--streaming_dataset")
+    sources = open_sources([place for _, place in named], "--streaming_dataset", stream=True, downloads=downloads)
+    for source in sources:
+        _check_first_row(source, given.text_column)
+    streamed = [
+        StreamedSource(name, source, given.text_column) for (name, _), source in zip(named, sources, strict=True)
+    ]
+    shares = _shares_of(given, [place.name for place in streamed])
+    documents = StreamedDocuments(streamed, shares, given.seed)
+    if shares is not None:
+        faults = [fault for place in streamed if (fault := _fault_in_shares(place, alone=len(streamed) == 1))]
+        if faults:
+            raise InputError(*faults)
+    elif next(documents.read(0), None) is None:
         raise InputError("--streaming_dataset: no document with any text in it; give others")
-    return Stream(texts, tokenizer, tokenizer_folder, max_length, isolate_documents, held_out)
+    return documents
+
+
+def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
+    """Return the share of each place; those that --shares does not name have 1. None without --shares.
+
+    Raises:
+        InputError: --shares names a source that is not there.
+    """
+    shares = given.shares_of_epochs
+    if shares.given is None:
+        return None
+    by_name = shares.by_name()
+    if by_name is None:
+        return [float(share) for share in shares.given if not isinstance(share, dict)]
+    unknown = [name for name in by_name if name not in names]
+    if unknown:
+        raise InputError(f"--shares: {unknown[0]} is not a source of --streaming_dataset; there are: {', '.join(names)}")
+    return [by_name.get(name, 1.0) for name in names]
+
+
+def _fault_in_shares(place: StreamedSource, alone: bool) -> str | None:
+    """Return why a place cannot be read in a share, None if it can."""
+    if not alone and not place.size:
+        return (
+            f"--shares: the hub does not say how many rows {place.name} has, so it cannot be mixed evenly; download it "
+            "and give its folder, or tokenize it with tokenize_dataset.py"
+        )
+    if next(place.read(0), None) is None:
+        return f"--streaming_dataset {place.name}: no document with any text in it; give others"
+    return None
 
 
 @dataclass(frozen=True)
@@ -230,8 +241,9 @@ class StreamBatches:
     """The windows of a streaming run on this rank, made by up to ``num_workers`` processes.
 
     Args:
-        read: returns the texts of one pass.
+        read: returns the documents of a pass.
         encode: returns a document's ids, int32 [at least 1], BOS and EOS included.
+        num_sources: whose tokens are counted.
         max_length: tokens in a row.
         isolates: whether attention stays within a document.
         order: the lanes of this rank.
@@ -240,8 +252,9 @@ class StreamBatches:
         pin_memory: whether batches are put in page-locked memory.
     """
 
-    read: Callable[[], Iterable[str]]
-    encode: Callable[[str], np.ndarray]
+    read: Callable[[int], Iterable[Document]]
+    encode: Callable[[Document], np.ndarray]
+    num_sources: int
     max_length: int
     isolates: bool
     order: LaneOrder
@@ -291,10 +304,13 @@ class StreamBatches:
         """Yield every ``stride``-th micro-batch of each of ``num_windows`` windows, from micro-batch ``first`` on."""
         own = [self.order.lanes(batch) for batch in range(first, self.order.num_batches, stride)]
         begins = {lane: self.cursors[lane].last if self.cursors else TextPosition() for lanes in own for lane in lanes}
-        reader = Lanes(self.read, self.encode, self.order.rows_per_window, begins, self.max_length)
+        reader = Lanes(self.read, self.encode, self.order.rows_per_window, begins, self.max_length, self.num_sources)
         if self.cursors:
             for lane in begins:
-                _check_last_row(lane, reader.next_row(lane).cursor, self.cursors[lane])
+                saved = self.cursors[lane]
+                _check_last_row(lane, reader.next_row(lane).cursor, saved)
+                counted = len(saved.tokens_read) == self.num_sources
+                reader.set_tokens_read(lane, saved.tokens_read if counted else ())
         for _ in range(num_windows):
             for lanes in own:
                 yield _batch(lanes, [reader.next_row(lane) for lane in lanes], self.isolates)
@@ -304,7 +320,7 @@ class StreamBatches:
 class StreamBatch:
     """A micro-batch of B rows, and their cursors.
 
-    ``cursors``, int64 [B, 9], holds for each row its lane and ``LaneCursor.numbers`` after the row.
+    ``cursors``, int64 [B, 9 or more], holds for each row its lane and ``LaneCursor.numbers`` after the row.
     """
 
     batch: Batch
@@ -364,7 +380,7 @@ def _identity(item: Any) -> Any:
 
 def _check_first_row(source: Source, column: str) -> None:
     """Raise InputError if the first row has a chat or no text, before the model is loaded."""
-    for part in source.parts(_PART_BYTES):
+    for part in source.parts(WHOLE_FILES):
         reader = source.reader(part, (column, *_CHAT_COLUMNS))
         for number, row in reader:
             if isinstance(row, BadRowError) or column in row:
@@ -375,23 +391,3 @@ def _check_first_row(source: Source, column: str) -> None:
                     "dataset of them with tokenize_dataset.py and give --train_data_dir"
                 )
             raise missing_column(reader.place(number), column, row)
-
-
-def _identities(source: Source) -> Iterator[str]:
-    if isinstance(source, FileSource):
-        for file in source.files:
-            yield f"{file.path.relative_to(source.root).as_posix()}, {file.size} bytes, {_hash_ends(file.path)}"
-    elif isinstance(source, DatasetSource):
-        for split, dataset in source.splits.items():
-            yield f"{source.name}, {split}, {dataset._fingerprint}"
-    else:
-        for split in source.splits:
-            yield f"{source.hub.name}, subset {source.hub.subset}, {split}, commit {source.hub.revision}"
-
-
-def _hash_ends(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_HASHED_BYTES))
-        file.seek(max(file.tell(), path.stat().st_size - _HASHED_BYTES))
-        digest.update(file.read(_HASHED_BYTES))
-    return f"sha256 of its ends {digest.hexdigest()[:16]}"

@@ -251,8 +251,9 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     start = run.start
     has_begun = start.checkpoint is not None and start.state.step > plan.data_starts_after
     return StreamBatches(
-        read=data.texts.read,
+        read=data.documents.read,
         encode=data.open_encoder(),
+        num_sources=len(data.source_names),
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arguments import TrainArguments, parse
+from arguments import DataArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch
 from fabric_train.data.lanes import LaneCursor, Lanes, TextPosition, deal
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.step_sampler import Window
-from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, Texts, open_stream
+from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
+from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, open_stream
 from fabric_train.data.token_dataset import Rows
 from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.reading.hub_names import DatasetName
@@ -33,8 +35,17 @@ from tests.support.token_datasets import tokenize
 
 
 def letters(text: str) -> np.ndarray:
-    """An encoder for tests: a letter is a token, 0 ends the document."""
+    """A letter is a token, 0 ends the document."""
     return np.array([*map(ord, text), 0], np.int32)
+
+
+def encode(document: Document) -> np.ndarray:
+    return letters(document.text)
+
+
+def endless(texts: Sequence[str]) -> Callable[[int], list[Document]]:
+    """The same documents in every pass."""
+    return lambda epoch: [Document(0, text, len(text.encode())) for text in texts]
 
 
 def batches_of(
@@ -44,7 +55,7 @@ def batches_of(
     num_workers: int = 0,
     max_length: int = 5,
 ) -> StreamBatches:
-    return StreamBatches(lambda: texts, letters, max_length, True, order, cursors, num_workers, pin_memory=False)
+    return StreamBatches(endless(texts), encode, 1, max_length, True, order, cursors, num_workers, pin_memory=False)
 
 
 def all_ranks(
@@ -147,7 +158,7 @@ def test_a_window_says_what_it_holds() -> None:
 
 
 def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
-    lanes = Lanes(lambda: ["abc", "d", "efghij"], letters, 1, {0: TextPosition()}, max_length=6)
+    lanes = Lanes(endless(["abc", "d", "efghij"]), encode, 1, {0: TextPosition()}, max_length=6, num_sources=1)
     rows = [lanes.next_row(0) for _ in range(4)]
     assert ["".join(chr(token or 46) for token in row.input_ids) for row in rows] == [
         "abc.d.",
@@ -163,7 +174,7 @@ def test_rows_say_where_documents_begin_and_lanes_where_they_go_on() -> None:
 def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
     texts = ["long " * 20, "short"] * 500
     begins = {lane: TextPosition() for lane in range(2)}
-    lanes = Lanes(lambda: texts, letters, 2, begins, max_length=64)
+    lanes = Lanes(endless(texts), encode, 2, begins, max_length=64, num_sources=1)
     most = 0
     for _, lane in itertools.product(range(700), range(2)):
         lanes.next_row(lane)
@@ -174,18 +185,18 @@ def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
 def test_only_a_ranks_own_documents_are_encoded() -> None:
     encoded: list[str] = []
 
-    def encode(text: str) -> np.ndarray:
-        encoded.append(text)
-        return letters(text)
+    def encode_noted(document: Document) -> np.ndarray:
+        encoded.append(document.text)
+        return encode(document)
 
     texts = [chr(97 + number) * 9 for number in range(8)]
     order = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=4, rank=1)
-    made = StreamBatches(lambda: texts, encode, 10, True, order, None, 0, pin_memory=False)
+    made = StreamBatches(endless(texts), encode_noted, 1, 10, True, order, None, 0, pin_memory=False)
     list(made.windows(0, 2))
     assert encoded == [texts[1], texts[5]]
     encoded.clear()
     cursors = [LaneCursor(TextPosition(0, 2, 0), TextPosition(0, 1, 0), hash_of(letters(texts[1])))] * 4
-    list(StreamBatches(lambda: texts, encode, 10, True, order, cursors, 0, pin_memory=False).windows(1, 2))
+    list(StreamBatches(endless(texts), encode_noted, 1, 10, True, order, cursors, 0, pin_memory=False).windows(1, 2))
     assert encoded == [texts[1], texts[5]]  # of what lies behind, only the last row is encoded again, to compare it
 
 
@@ -212,7 +223,7 @@ def test_fewer_documents_than_rows_in_a_step_are_refused(num_workers: int) -> No
 
 
 def test_dealing_begins_at_a_pass() -> None:
-    dealt = list(itertools.islice(deal(lambda: ["a", "bb"], 1, epoch=3), 3))
+    dealt = list(itertools.islice(deal(endless(["a", "bb"]), 1, epoch=3), 3))
     assert [text[:3] for text in dealt] == [(3, 0, 0), (3, 1, 0), (4, 0, 0)]
 
 
@@ -234,20 +245,18 @@ def write_jsonl(file: Path, texts: Sequence[str]) -> Path:
     return file
 
 
-def stream_of(
-    names: Sequence[object], tokenizer: Path, folder: Path, max_length: int = 64, text_column: str = "text"
-) -> Stream:
-    stream = open_stream(
-        [str(name) for name in names], text_column, max_length, str(tokenizer), None, folder / "tokenizer", True, None
-    )
+def stream_of(names: Sequence[object], tokenizer: Path, folder: Path, **options: Any) -> Stream:
+    given = DataArguments(streaming_dataset=[str(name) for name in names], **{"max_length": 64, **options})
+    stream = open_stream(given, str(tokenizer), None, folder / "tokenizer", None)
     stream.tokenizer.save(stream.tokenizer_folder)
     return stream
 
 
 def windows_of(stream: Stream, num_windows: int, order: LaneOrder, num_workers: int = 0) -> list[Window]:
     made = StreamBatches(
-        stream.texts.read,
+        stream.documents.read,
         stream.open_encoder(),
+        len(stream.source_names),
         stream.max_length,
         stream.isolates,
         order,
@@ -300,8 +309,8 @@ def test_every_kind_of_source_gives_the_same_rows_also_in_workers(
     hub = stream_of([plain], tiny_model_dir, tmp_path)
     loaded = datasets.load_dataset("json", data_files=str(plain), streaming=True, cache_dir=str(tmp_path / "cache"))
     source = StreamSource("hub:en", {"train": loaded["train"]}, DatasetName("hub", "en", None, "c0ffee"))
-    streamed = replace(hub, texts=Texts([source], "text"))
-    assert streamed.texts.identities() == ["hub, subset en, train, commit c0ffee"]
+    streamed = replace(hub, documents=StreamedDocuments([StreamedSource("hub:en", source, "text")], None, 0))
+    assert streamed.documents.identities() == [["hub, subset en, train, commit c0ffee"]]
     windows = windows_of(streamed, 40, order, num_workers=2)
     assert [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()] == expected
     first, rest = write_jsonl(tmp_path / "first.jsonl", slices[:3]), write_jsonl(tmp_path / "rest.jsonl", slices[3:])
@@ -361,7 +370,7 @@ def test_a_stream_is_known_by_content_and_not_by_place_or_time(
         write_jsonl(file, slices)
     os.utime(same, (1, 1))
     other.write_text(other.read_text(encoding="utf-8").replace(slices[-1][-5:], "other"), encoding="utf-8")
-    identities = [stream_of([file], tiny_model_dir, tmp_path).texts.identities() for file in (one, same, other)]
+    identities = [stream_of([file], tiny_model_dir, tmp_path).documents.identities() for file in (one, same, other)]
     assert identities[0] == identities[1] != identities[2]
 
 
@@ -382,7 +391,8 @@ def test_an_encoder_with_other_ids_is_found_out_and_replaced(
 def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], spm_tokenizer_model: Path) -> None:
     file = write_jsonl(tmp_path / "texts.jsonl", slices)
     stream = stream_of([file], spm_tokenizer_model, tmp_path)
-    again = open_stream([str(file)], "text", 64, str(tmp_path / "tokenizer"), True, tmp_path / "tokenizer", True, None)
+    given = DataArguments(streaming_dataset=[str(file)])
+    again = open_stream(given, str(tmp_path / "tokenizer"), True, tmp_path / "tokenizer", None)
     assert again.tokenizer_hash == stream.tokenizer_hash
     assert isinstance(again.open_encoder(), DocumentEncoder)
 

@@ -1,0 +1,171 @@
+"""Read the documents of --streaming_dataset, one pass over the sources after another."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabric_train.cli.errors import InputError
+from fabric_train.data.pass_order import draw, interleave, read_share
+from fabric_train.tokenization.documents import BadRowError, utf8_length
+from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.reading.files import FilePart
+from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
+
+if TYPE_CHECKING:
+    from datasets import DatasetInfo
+
+WHOLE_FILES = 1 << 62
+"""Bytes of a part: each file is one part."""
+_HASHED_BYTES = 1 << 20  # at each end of a file
+
+
+class Document(NamedTuple):
+    """A document.
+
+    Args:
+        source: the number of its source among ``StreamedDocuments.source_names``.
+        text: its text, not blank.
+        num_bytes: in UTF-8.
+    """
+
+    source: int
+    text: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StreamedSource:
+    """A place of --streaming_dataset: a ``source`` with a ``name``, whose texts are in ``column``."""
+
+    name: str
+    source: Source
+    column: str
+
+    @cached_property
+    def size(self) -> int:
+        """The size in bytes; of a streamed hub dataset in rows. 0 if it is not known."""
+        if not isinstance(self.source, StreamSource):
+            return self.source.num_bytes
+        counts = [_num_rows(dataset.info, split) for split, dataset in self.source.splits.items()]
+        return sum(counts) if all(counts) else 0
+
+    def describe_size(self) -> str:
+        """Return the size for people."""
+        if not self.size:
+            return "unknown"
+        return f"{self.size:,} rows" if isinstance(self.source, StreamSource) else f"{self.size:,} bytes"
+
+    def read(self, number: int) -> Iterator[tuple[float, Document]]:
+        """Yield the documents that are not blank, each with the part of the source that is read after it, up to 1.
+
+        Of texts in lines, that part is exact; see ``files.FileReader.position`` for others.
+
+        Args:
+            number: the ``source`` of the documents.
+
+        Raises:
+            InputError: a file is damaged, or a row cannot be used.
+        """
+        size, before = max(1, self.size), 0
+        for part in self.source.parts(WHOLE_FILES):
+            reader = self.source.reader(part, (self.column,))
+            part_size = part.file.size if isinstance(part, FilePart) else part.num_bytes
+            for row_number, row in reader:
+                try:
+                    if isinstance(row, BadRowError):
+                        raise row
+                    text = text_of(row, self.column, partial(reader.place, row_number))
+                except BadRowError as error:
+                    advice = "fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip"
+                    raise InputError(f"{error}; {advice}") from None
+                if text is None or not text.strip():
+                    continue
+                in_part = reader.position / max(1, part.num_bytes) * part_size
+                in_part = row_number if isinstance(self.source, StreamSource) else in_part
+                yield min(1.0, (before + in_part) / size), Document(number, text, utf8_length(text))
+            before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
+
+    def identities(self) -> Iterator[str]:
+        """Yield a line per file or split that identifies its content.
+
+        The line of a file has its path, its size and a hash of its first and last MiB. The line of a split has the
+        dataset's fingerprint or, if it is streamed, its commit on the hub.
+        """
+        source = self.source
+        if isinstance(source, FileSource):
+            for file in source.files:
+                yield f"{file.path.relative_to(source.root).as_posix()}, {file.size} bytes, {_hash_ends(file.path)}"
+        elif isinstance(source, DatasetSource):
+            for split, dataset in source.splits.items():
+                yield f"{source.name}, {split}, {dataset._fingerprint}"
+        else:
+            for split in source.splits:
+                yield f"{source.hub.name}, subset {source.hub.subset}, {split}, commit {source.hub.revision}"
+
+
+@dataclass(frozen=True)
+class StreamedDocuments:
+    """The documents of all places of --streaming_dataset, in passes.
+
+    Without ``shares``, a pass reads the places one after the other. With them, it reads each in its share, and the
+    places take turns so that the same part of each is read, see ``pass_order``.
+
+    Args:
+        places: of --streaming_dataset.
+        shares: how much of each a pass reads.
+        seed: chooses the documents of a share that is not a whole number.
+    """
+
+    places: Sequence[StreamedSource]
+    shares: Sequence[float] | None
+    seed: int
+
+    @cached_property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources; places of one name are one source."""
+        return tuple(dict.fromkeys(place.name for place in self.places))
+
+    def read(self, epoch: int) -> Iterator[Document]:
+        """Yield the documents of a pass.
+
+        Raises:
+            InputError: a file is damaged, or a row cannot be used.
+        """
+        reads = [partial(place.read, self.source_names.index(place.name)) for place in self.places]
+        if self.shares is None:
+            return (document for _, document in chain.from_iterable(read() for read in reads))
+        return interleave(
+            [
+                read_share(read, Fraction(str(share)), epoch, draw(self.seed, number))
+                for number, (read, share) in enumerate(zip(reads, self.shares, strict=True))
+            ]
+        )
+
+    def describe_source(self, name: str) -> tuple[str, str]:
+        """Return the size and the share of a source for people; of several places, both for each."""
+        numbers = [number for number, place in enumerate(self.places) if place.name == name]
+        shares = [f"{self.shares[number]:g}" if self.shares is not None else "1" for number in numbers]
+        return ", ".join(self.places[number].describe_size() for number in numbers), ", ".join(shares)
+
+    def identities(self) -> list[list[str]]:
+        """Return lines that identify the content of each place, see ``StreamedSource.identities``."""
+        return [list(place.identities()) for place in self.places]
+
+
+def _num_rows(info: "DatasetInfo", split: str) -> int:
+    """Return the number of rows of a dataset's split; 0 if it is not known."""
+    found = (info.splits or {}).get(split)
+    return (found.num_examples or 0) if found else 0
+
+
+def _hash_ends(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_HASHED_BYTES))
+        file.seek(max(file.tell(), path.stat().st_size - _HASHED_BYTES))
+        digest.update(file.read(_HASHED_BYTES))
+    return f"sha256 of its ends {digest.hexdigest()[:16]}"
