@@ -111,6 +111,10 @@ class DataArguments:
     names, also as NAME:SUBSET:SPLIT@REVISION; es=PLACE names a source. They are read one after the other, or with
     --shares together. With --train_data_dir as well, only its validation/ is used.
     """
+    shuffle_buffer: NonNegativeInt = 0
+    """Draw the next document of --streaming_dataset from a buffer of this number of documents, which every worker
+    holds in memory; 0 keeps their order.
+    """
     text_column: str = "text"
     """Column with the text in --streaming_dataset."""
     max_length: RowLength = 2048
@@ -122,14 +126,18 @@ class DataArguments:
     num_workers: NumWorkers = 1
     """Processes on each rank that read batches ahead of the training loop; 0 reads in the loop."""
     seed: NonNegativeInt64 = 0
-    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. A stream is read in
-    its own order.
+    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. The order of a
+    stream depends on it only with --shares or --shuffle_buffer.
     """
 
     def faults(self) -> list[str]:
         """Return missing data, and sources that cannot be streamed."""
         faults = self._faults_of_shares()
         if self.streaming_dataset is None:
+            if self.shuffle_buffer:
+                faults.append(
+                    "--shuffle_buffer is of --streaming_dataset; the rows of a token dataset are shuffled anyway"
+                )
             missing = "--train_data_dir is required, or --streaming_dataset"
             return faults if self.data_dirs else [missing, *faults]
         faults += [

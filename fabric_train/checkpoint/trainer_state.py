@@ -56,7 +56,8 @@ class StreamOrder:
     """The values that determine, with the cursors, which rows of a stream a step consumes.
 
     They must be equal to resume a run. ``shares`` is how much of each place a pass reads, None if it reads one place
-    after the other; then ``files_of_places``, the files or splits of each place, and ``seed`` are None too.
+    after the other; then ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the
+    order does not depend on it.
     """
 
     sources: list[str]
@@ -67,6 +68,7 @@ class StreamOrder:
     rows_per_window: PositiveCount
     shares: list[float] | None = None
     files_of_places: list[PositiveCount] | None = None
+    shuffle_buffer: Count = 0
     seed: int | None = None
 
 
@@ -350,6 +352,7 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
         "sources": "--streaming_dataset reads other files, or they have changed",
         "text_column": "--text_column differs",
         "shares": "--shares differ",
+        "shuffle_buffer": "--shuffle_buffer differs",
         "files_of_places": "--streaming_dataset has other numbers of files in its places",
         "max_length": "--max_length differs",
         "tokenizer": "the tokenizer differs",

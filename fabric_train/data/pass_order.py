@@ -77,6 +77,28 @@ def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
         yield document
 
 
+def shuffle(documents: Iterable[T], size: int, seed: int, epoch: int) -> Iterator[T]:
+    """Yield the documents of a pass in a random order: each is drawn from a buffer, where the next one replaces it.
+
+    The buffer holds ``size`` documents. At the end of the pass it is emptied.
+    """
+    buffer: list[T] = []
+    drawn = 0
+    for document in documents:
+        if len(buffer) < size:
+            buffer.append(document)
+            continue
+        place = draw(seed, epoch, drawn) % size
+        drawn += 1
+        document, buffer[place] = buffer[place], document
+        yield document
+    while buffer:
+        place = draw(seed, epoch, drawn) % len(buffer)
+        drawn += 1
+        buffer[place], buffer[-1] = buffer[-1], buffer[place]
+        yield buffer.pop()
+
+
 def draw(*numbers: int) -> int:
     """Return a number below 2**64 that depends on ``numbers``, each from 0 to 2**63 - 1."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}q", *numbers))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.pass_order import draw, interleave, read_share
+from fabric_train.data.pass_order import draw, interleave, read_share, shuffle
 from fabric_train.tokenization.documents import BadRowError, utf8_length
 from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import FilePart
@@ -118,11 +118,13 @@ class StreamedDocuments:
     Args:
         places: of --streaming_dataset.
         shares: how much of each a pass reads.
-        seed: chooses the documents of a share that is not a whole number.
+        shuffle_buffer: documents from which the next one is drawn; 0 keeps their order.
+        seed: chooses the documents of a share that is not a whole number, and the order from the buffer.
     """
 
     places: Sequence[StreamedSource]
     shares: Sequence[float] | None
+    shuffle_buffer: int
     seed: int
 
     @cached_property
@@ -136,6 +138,10 @@ class StreamedDocuments:
         Raises:
             InputError: a file is damaged, or a row cannot be used.
         """
+        documents = self._in_order(epoch)
+        return shuffle(documents, self.shuffle_buffer, self.seed, epoch) if self.shuffle_buffer else documents
+
+    def _in_order(self, epoch: int) -> Iterator[Document]:
         reads = [partial(place.read, self.source_names.index(place.name)) for place in self.places]
         if self.shares is None:
             return (document for _, document in chain.from_iterable(read() for read in reads))

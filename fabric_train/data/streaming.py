@@ -130,7 +130,7 @@ class Stream:
 
         Compares twice, because the encoder changes to a faster path after many texts. Returns None if all are equal.
         """
-        first = islice(self.documents.read(0), _COMPARED_DOCUMENTS)
+        first = islice(replace(self.documents, shuffle_buffer=0).read(0), _COMPARED_DOCUMENTS)
         texts = [*reference.hard_strings(), *(document.text[:_COMPARED_CHARACTERS] for document in first)]
         ids = encoder.encode_batch(texts)
         encoder.pieces.use_quick_pattern()
@@ -177,12 +177,12 @@ def _open_documents(given: "DataArguments", places: list[str], downloads: Path) 
         StreamedSource(name, source, given.text_column) for (name, _), source in zip(named, sources, strict=True)
     ]
     shares = _shares_of(given, [place.name for place in streamed])
-    documents = StreamedDocuments(streamed, shares, given.seed)
+    documents = StreamedDocuments(streamed, shares, given.shuffle_buffer, given.seed)
     if shares is not None:
         faults = [fault for place in streamed if (fault := _fault_in_shares(place, alone=len(streamed) == 1))]
         if faults:
             raise InputError(*faults)
-    elif next(documents.read(0), None) is None:
+    elif all(next(place.read(0), None) is None for place in streamed):
         raise InputError("--streaming_dataset: no document with any text in it; give others")
     return documents
 

@@ -307,5 +307,6 @@ def _data_order(
         rows_per_window=rows_per_window,
         shares=list(shares) if shares is not None else None,
         files_of_places=[len(of_place) for of_place in identities] if shares is not None else None,
-        seed=given.seed if shares is not None else None,
+        shuffle_buffer=given.shuffle_buffer,
+        seed=given.seed if shares is not None or given.shuffle_buffer else None,
     )

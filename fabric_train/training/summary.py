@@ -239,7 +239,8 @@ def _start(run: PreparedRun) -> str:
 def _data(run: PreparedRun) -> str:
     given, rows = run.arguments.data, f"rows of {run.plan.tokens_per_row:,} tokens"
     if given.streaming_dataset:
-        return f"stream of {', '.join(given.streaming_dataset)}, {rows}"
+        shuffled = f", shuffled among {given.shuffle_buffer:,} documents" if given.shuffle_buffer else ""
+        return f"stream of {', '.join(given.streaming_dataset)}{shuffled}, {rows}"
     if run.plan.mixture and run.plan.phases:
         return f"{', '.join(given.data_dirs)}: {sum(run.plan.mixture.num_rows):,} {rows}"
     return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{' an epoch' if given.mixes else ''}"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from arguments import DataArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
-from fabric_train.data.pass_order import interleave, read_share, times_read
+from fabric_train.data.pass_order import interleave, read_share, shuffle, times_read
 from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
 from fabric_train.data.streaming import LaneOrder, StreamBatches, open_stream
 from fabric_train.tokenization.reading.hub_names import DatasetName
@@ -69,6 +69,24 @@ def test_after_any_document_equal_parts_of_all_sources_are_read(sizes: list[list
         assert max(present) - min(present) <= largest + 1e-12
 
 
+@given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+def test_a_shuffled_pass_has_each_document_once(num: int, size: int, seed: int, epoch: int) -> None:
+    order = list(shuffle(range(num), size, seed, epoch))
+    assert sorted(order) == list(range(num))
+    assert all(document < place + size for place, document in enumerate(order))  # not read before
+    assert order == list(shuffle(range(num), size, seed, epoch))
+    assert size > 1 or order == list(range(num))
+
+
+def test_any_order_of_the_buffer_is_as_likely_as_another() -> None:
+    orders = Counter(tuple(shuffle(range(4), 4, seed, epoch)) for seed in range(24) for epoch in range(100))
+    assert len(orders) == 24
+    assert sum((count - 100) ** 2 / 100 for count in orders.values()) < 49.7  # chi-square, 23 degrees, 99.9 %
+    firsts = Counter(next(shuffle(range(100), 10, seed, 0)) for seed in range(1000))
+    assert sum((count - 100) ** 2 / 100 for count in firsts.values()) < 27.9  # 9 degrees
+    assert set(firsts) == set(range(10))
+
+
 # ----------------------------------------------------------------------------------------------------- real sources
 
 
@@ -92,10 +110,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def documents_of(places: Sequence[object], given_shares: Sequence[float] | None, seed: int = 5) -> StreamedDocuments:
+def documents_of(
+    places: Sequence[object], given_shares: Sequence[float] | None, shuffle_buffer: int = 0, seed: int = 5
+) -> StreamedDocuments:
     sources = open_sources([str(place) for place in places], "--streaming_dataset", stream=True, downloads=Path())
     streamed = [StreamedSource(str(place), source, "text") for place, source in zip(places, sources, strict=True)]
-    return StreamedDocuments(streamed, given_shares, seed)
+    return StreamedDocuments(streamed, given_shares, shuffle_buffer, seed)
 
 
 def test_every_stretch_of_a_pass_has_the_mix_of_the_whole(folder: Path) -> None:
@@ -193,7 +213,7 @@ def rows_of(
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("cut", [(4, 1, 2), (2, 2, 0), (1, 4, 0)])
 def test_a_mixed_stream_resumes_bit_for_bit_on_other_ranks(folder: Path, cut: tuple[int, int, int]) -> None:
-    read = documents_of([folder / f"{name}.jsonl" for name in "abc"], [0.15, 1, 0.4]).read
+    read = documents_of([folder / f"{name}.jsonl" for name in "abc"], [0.15, 1, 0.4], shuffle_buffer=25).read
     rows, after = rows_of(read, (1, 1, 0), 40)
     assert {cursor.next.epoch for cursor in after[19]} <= {1, 2}
     for step in (19, 33):

@@ -309,7 +309,7 @@ def test_every_kind_of_source_gives_the_same_rows_also_in_workers(
     hub = stream_of([plain], tiny_model_dir, tmp_path)
     loaded = datasets.load_dataset("json", data_files=str(plain), streaming=True, cache_dir=str(tmp_path / "cache"))
     source = StreamSource("hub:en", {"train": loaded["train"]}, DatasetName("hub", "en", None, "c0ffee"))
-    streamed = replace(hub, documents=StreamedDocuments([StreamedSource("hub:en", source, "text")], None, 0))
+    streamed = replace(hub, documents=StreamedDocuments([StreamedSource("hub:en", source, "text")], None, 0, 0))
     assert streamed.documents.identities() == [["hub, subset en, train, commit c0ffee"]]
     windows = windows_of(streamed, 40, order, num_workers=2)
     assert [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()] == expected
@@ -355,6 +355,8 @@ def test_training_rows_have_one_kind_of_source() -> None:
         return parse(TrainArguments, [*line, "--output_dir", "run"])
 
     assert refusal(given) == "--train_data_dir is required, or --streaming_dataset"
+    shuffled = refusal(lambda: given("--train_data_dir", "a", "--shuffle_buffer", "9"))
+    assert shuffled.startswith("--shuffle_buffer is of --streaming_dataset; ")
     assert given("--streaming_dataset", "a.jsonl").data.streaming_dataset == ["a.jsonl"]
     both = given("--streaming_dataset", "a.jsonl", "b.txt", "--train_data_dir", "tokens").data
     assert (both.streaming_dataset, both.train_data_dir) == (["a.jsonl", "b.txt"], "tokens")
@@ -401,17 +403,20 @@ def test_a_saved_tokenizer_is_the_same_one(tmp_path: Path, slices: list[str], sp
 
 
 class Run:
-    """Starts runs of the tiny model on a stream."""
+    """Starts runs of the tiny model on a stream of two sources in shares, shuffled."""
 
-    def __init__(self, folder: Path, model: Path, file: Path, tokens: Path, runs: ForkedRuns) -> None:
-        self.folder, self.file, self.runs = folder, file, runs
-        self.given = {**SETTINGS, "model_name": model, "streaming_dataset": file, "train_data_dir": tokens}
+    def __init__(self, folder: Path, model: Path, files: Sequence[Path], tokens: Path, runs: ForkedRuns) -> None:
+        self.folder, self.runs = folder, runs
+        self.places = [f"a={files[0]}", f"b={files[1]}"]
+        self.given = {**SETTINGS, "model_name": model, "streaming_dataset": self.places, "train_data_dir": tokens}
+        self.given |= {"shares": [0.5, 2], "shuffle_buffer": 6, "seed": 3}
         self.given |= {"max_length": 64, "max_step": 8, "save_step_interval": 3, "num_workers": 2}
         self.given |= {"eval_at_start": "false"}
 
     def line(self, name: str, options: dict[str, object]) -> list[str]:
         given = {**self.given, "accelerator": "cpu", "output_dir": self.folder / name, **options}
-        return [part for key, value in given.items() for part in (f"--{key}", str(value))]
+        values = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+        return [part for key, listed in values.items() for part in (f"--{key}", *map(str, listed))]
 
     def faults(self, name: str, **options: object) -> tuple[str, ...]:
         """What forbids the run before it begins."""
@@ -437,7 +442,8 @@ def run(
     forked_runs: ForkedRuns,
 ) -> Run:
     folder = tmp_path_factory.mktemp("streams")
-    return Run(folder, tiny_model_dir, write_jsonl(folder / "texts.jsonl", slices), tiny_tokens_dir, forked_runs)
+    files = [write_jsonl(folder / "a.jsonl", slices[:30]), write_jsonl(folder / "b.jsonl", slices[30:])]
+    return Run(folder, tiny_model_dir, files, tiny_tokens_dir, forked_runs)
 
 
 @pytest.fixture(scope="module")
@@ -456,16 +462,34 @@ def test_killed_run_resumes_with_the_uninterrupted_metrics(run: Run, uninterrupt
     resumed = run("killed", resume="true", num_workers=0)
     assert timeless(resumed) == timeless(uninterrupted)
     assert len(timeless(resumed)) == 8
-    last = json.loads((resumed / "checkpoints" / "step-00000008" / "stream.json").read_text(encoding="utf-8"))
-    whole = json.loads((uninterrupted / "checkpoints" / "step-00000008" / "stream.json").read_text(encoding="utf-8"))
-    assert last == whole
-    assert len(last["cursors"]) == SETTINGS["total_batch_size"]
+    assert cursors_of(resumed) == cursors_of(uninterrupted)
+    assert len(cursors_of(resumed)) == SETTINGS["total_batch_size"]
+
+
+def cursors_of(run: Path) -> list[list[int]]:
+    """The state of the lanes after the last step, with the tokens read of each source."""
+    content = (run / "checkpoints" / "step-00000008" / "stream.json").read_text(encoding="utf-8")
+    cursors: list[list[int]] = json.loads(content)["cursors"]
+    return cursors
+
+
+def sources_in(run: Path) -> list[list[str]]:
+    """The lines of the sources in the table at the end of the run."""
+    table = (run / "run.log").read_text(encoding="utf-8").rpartition("Stream\n")[2]
+    return [line.split() for line in table.splitlines()[1:]]
 
 
 @pytest.mark.slow
 def test_stream_resumes_on_two_ranks_and_without_the_models_name(run: Run, uninterrupted: Path) -> None:
     checkpoint = uninterrupted / "checkpoints" / "step-00000003"
     resumed = run("two-ranks", 2, checkpoint=checkpoint, parallelism="fsdp", model_name="no/such-model")
+    assert cursors_of(resumed) == cursors_of(uninterrupted)
+    read = np.sum([cursor[8:] for cursor in cursors_of(resumed)], axis=0)
+    assert sources_in(resumed) == sources_in(uninterrupted)
+    assert [[*line[:1], *line[3:5]] for line in sources_in(resumed)] == [
+        [name, share, f"{tokens:,}"] for name, share, tokens in zip("ab", ("0.5", "2"), read, strict=True)
+    ]
+    assert read.sum() == 8 * 64 * SETTINGS["total_batch_size"]  # type: ignore[operator]
     ours, theirs = ([row[:1] + row[2:4] + row[7:] for row in timeless(one)] for one in (resumed, uninterrupted))
     assert [row[0] for row in ours] == ["4", "5", "6", "7", "8"]
     for row, same in zip(ours, theirs[3:], strict=True):
@@ -474,12 +498,30 @@ def test_stream_resumes_on_two_ranks_and_without_the_models_name(run: Run, unint
 
 @pytest.mark.slow
 def test_another_stream_is_refused_by_name(run: Run, uninterrupted: Path, slices: list[str]) -> None:
-    changed = write_jsonl(run.folder / "changed" / "texts.jsonl", [*slices[:-1], "changed"])
+    changed = [f"a={write_jsonl(run.folder / 'changed' / 'a.jsonl', [*slices[:29], 'changed'])}", run.places[1]]
     checkpoint = uninterrupted / "checkpoints" / "step-00000003"
-    other, longer = run.faults("other", checkpoint=checkpoint, streaming_dataset=changed, max_length=32)
-    assert "--streaming_dataset reads other files, or they have changed: texts.jsonl, " in other
-    assert "--max_length differs: 64 there, 32 here" in longer
-    (unlike,) = run.faults("unlike", checkpoint=checkpoint, streaming_dataset="null")
+    options: dict[str, object] = {"max_length": 32, "shares": [0.5, 1], "shuffle_buffer": 7, "seed": 4}
+    faults = run.faults("other", checkpoint=checkpoint, streaming_dataset=changed, **options)
+    assert len(faults) == 5
+    for fault, expected in zip(
+        faults,
+        [
+            "--streaming_dataset reads other files, or they have changed: a.jsonl, ",
+            "--max_length differs: 64 there, 32 here; ",
+            "--shares differ: 2.0 there, 1.0 here; ",
+            "--shuffle_buffer differs: 6 there, 7 here; ",
+            "--seed differs: 3 there, 4 here; ",
+        ],
+        strict=True,
+    ):
+        assert expected in fault
+    one = run.faults("one", checkpoint=checkpoint, streaming_dataset=run.folder / "*.jsonl", shares="null")
+    assert [fault.split(": ")[1] for fault in one] == [
+        "--shares differ",
+        "--streaming_dataset has other numbers of files in its places",
+    ]
+    token_dataset: dict[str, object] = {"streaming_dataset": "null", "shares": "null", "shuffle_buffer": 0}
+    (unlike,) = run.faults("unlike", checkpoint=checkpoint, **token_dataset)
     assert "its run read --streaming_dataset, not --train_data_dir" in unlike
 
 
@@ -488,7 +530,7 @@ def test_fault_found_in_a_worker_ends_the_run_in_one_line(run: Run) -> None:
     started = run.start("few", total_batch_size=64, micro_batch_size=2)
     assert started.wait(100) == [2]
     output = started.stdout() + started.stderr()
-    assert "error: --streaming_dataset: 40 documents with text, fewer than the 64 rows of a step" in output
+    assert "error: --streaming_dataset: 34 documents with text, fewer than the 64 rows of a step" in output
     assert "Traceback" not in output
 
 
