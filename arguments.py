@@ -107,16 +107,16 @@ class DataArguments:
     learning rate: a list such as [{from: 0.9, token_shares: [0.5, 0.5], lr: 1e-5}]. The run then has --max_step steps.
     """
     streaming_dataset: list[str] | None = None
-    """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
-    names, also as NAME:SUBSET:SPLIT@REVISION; es=PLACE names a source. They are read one after the other, or with
-    --shares together. With --train_data_dir as well, only its validation/ is used.
+    """Train on texts or chats without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk
+    folders or hub names, also as NAME:SUBSET:SPLIT@REVISION; es=PLACE names a source. They are read one after the
+    other, or with --shares together. With --train_data_dir as well, only its validation/ is used.
     """
     shuffle_buffer: NonNegativeInt = 0
     """Draw the next document of --streaming_dataset from a buffer of this number of documents, which every worker
     holds in memory; 0 keeps their order.
     """
     text_column: str = "text"
-    """Column with the text in --streaming_dataset."""
+    """Column with the text in --streaming_dataset; sources without it have chats or instructions."""
     max_length: RowLength = 2048
     """Tokens per row of --streaming_dataset; 8k is 8192."""
     isolate_documents: bool = True
@@ -159,9 +159,7 @@ class DataArguments:
 
     @property
     def mixes(self) -> bool:
-        """Whether the rows come from several token datasets, or from a share of one, which may change; of a stream, those
-        of validation.
-        """
+        """Whether rows of token datasets come from several, or from a share of one, which may change."""
         has_shares = self.streaming_dataset is None and any(getattr(self, name) is not None for name in _OF_MIXTURES)
         return len(self.data_dirs) > 1 or has_shares
 

@@ -57,7 +57,7 @@ class StreamOrder:
 
     They must be equal to resume a run. ``shares`` is how much of each place a pass reads, None if it reads one place
     after the other; then ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the
-    order does not depend on it.
+    order does not depend on it. ``chat_template`` is the SHA-256 of the template, None without chats.
     """
 
     sources: list[str]
@@ -70,6 +70,7 @@ class StreamOrder:
     files_of_places: list[PositiveCount] | None = None
     shuffle_buffer: Count = 0
     seed: int | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,7 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
         "files_of_places": "--streaming_dataset has other numbers of files in its places",
         "max_length": "--max_length differs",
         "tokenizer": "the tokenizer differs",
+        "chat_template": "the chat template differs, or there were no chats",
         "special_text_is_plain": "the kind of the tokenizer differs",
         "fingerprint": "--train_data_dir is another token dataset",
         "num_rows": "--train_data_dir has another number of rows",

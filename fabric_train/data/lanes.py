@@ -7,7 +7,8 @@ advance through the sources at about the same speed. Four documents, two lanes::
     bytes    9  2  4  5           lane 0  document 0, document 0 of the next pass, ...
     lane     0  1  1  1           lane 1  documents 1 2 3, documents 1 2 3 of the next pass, ...
 
-A lane joins its documents and cuts the result every ``max_length`` tokens; no token is dropped between passes.
+A lane joins its documents and cuts the result every ``max_length`` tokens, chats too, as ``--packing concat`` does; no
+token is dropped between passes.
 """
 
 import heapq
@@ -20,8 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.stream_documents import Document
+from fabric_train.tokenization.documents import EncodedDocument
 
 
 class TextPosition(NamedTuple):
@@ -79,20 +82,30 @@ class DealtDocument(NamedTuple):
     document: Document
 
 
+class Piece(NamedTuple):
+    """A part of a document in a row: where it begins there, its source, and its share of the document's bytes."""
+
+    position: int
+    source: int
+    num_bytes: float
+
+
 @dataclass(frozen=True)
 class LaneRow:
     """A row of a lane.
 
     Args:
         input_ids: int32 [max_length].
+        labels: int32 [max_length], the ids, and -100 for those that are not supervised.
         document_starts: the positions at which documents begin.
-        pieces: the position at which each document's part of the row begins, the first at 0, and the document's source.
+        pieces: the parts of documents that it consists of, the first at position 0.
         cursor: the state of the lane after this row.
     """
 
     input_ids: np.ndarray
+    labels: np.ndarray
     document_starts: list[int]
-    pieces: list[tuple[int, int]]
+    pieces: list[Piece]
     cursor: LaneCursor
 
 
@@ -126,7 +139,7 @@ class Lanes:
 
     Args:
         read: returns the documents of a pass.
-        encode: returns a document's ids, int32 [at least 1], BOS and EOS included.
+        encode: returns a document's tokens, at least 1.
         num_lanes: the number of all lanes.
         begins: where each lane that is read here begins.
         max_length: tokens in a row.
@@ -136,7 +149,7 @@ class Lanes:
     def __init__(
         self,
         read: Callable[[int], Iterable[Document]],
-        encode: Callable[[Document], np.ndarray],
+        encode: Callable[[Document], EncodedDocument],
         num_lanes: int,
         begins: Mapping[int, TextPosition],
         max_length: int,
@@ -158,22 +171,22 @@ class Lanes:
         """
         lane = self._lanes[number]
         begin = lane.position
-        input_ids = np.empty(self._max_length, np.int32)
+        tokens = np.empty((2, self._max_length), np.int32)  # ids and labels
         document_starts: list[int] = []
-        pieces: list[tuple[int, int]] = []
+        pieces: list[Piece] = []
         filled = 0
         while filled < self._max_length:
-            if not len(lane.tokens):
+            if not lane.tokens.size:
                 self._open_document(lane)
             if lane.position.offset == 0:
                 document_starts.append(filled)
-            pieces.append((filled, lane.source))
-            piece = lane.take(self._max_length - filled)
-            input_ids[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            taken = lane.take(self._max_length - filled)
+            pieces.append(Piece(filled, lane.source, lane.bytes_per_token * taken.shape[1]))
+            tokens[:, filled : filled + taken.shape[1]] = taken
+            filled += taken.shape[1]
         lane.count(pieces, self._max_length)
-        cursor = LaneCursor(lane.position, begin, hash_of(input_ids), lane.tokens_read)
-        return LaneRow(input_ids, document_starts, pieces, cursor)
+        cursor = LaneCursor(lane.position, begin, hash_of(tokens[0]), lane.tokens_read)
+        return LaneRow(tokens[0], tokens[1], document_starts, pieces, cursor)
 
     def _open_document(self, lane: "_Lane") -> None:
         while not lane.waiting:
@@ -182,8 +195,13 @@ class Lanes:
             if receiver is not None and dealt[:2] >= receiver.position[:2]:  # earlier ones were in earlier rows
                 receiver.waiting.append(dealt)
         dealt = lane.waiting.popleft()
-        lane.tokens, lane.source = self._encode(dealt.document)[lane.position.offset :], dealt.document.source
-        if not len(lane.tokens):
+        encoded = self._encode(dealt.document)
+        lane.tokens = np.stack([encoded.input_ids, encoded.input_ids])
+        if encoded.supervised is not None:
+            lane.tokens[1, ~encoded.supervised] = IGNORED_LABEL
+        lane.tokens = lane.tokens[:, lane.position.offset :]
+        lane.source, lane.bytes_per_token = dealt.document.source, dealt.document.num_bytes / len(encoded.input_ids)
+        if not lane.tokens.size:
             raise InputError(
                 f"--streaming_dataset: document {dealt.number} ends before token {lane.position.offset}, where the "
                 "checkpoint's row begins: the texts have changed, or stream.json is damaged; use another checkpoint"
@@ -192,30 +210,30 @@ class Lanes:
 
 
 class _Lane:
-    """A lane at ``position``; ``tokens`` are left of the document there, and those ``waiting`` come after it."""
+    """A lane at ``position``: ``tokens`` (ids and labels) are left of its document, those ``waiting`` come after it."""
 
     def __init__(self, position: TextPosition, tokens_read: tuple[int, ...]) -> None:
         self.position, self.tokens_read = position, tokens_read
-        self.tokens, self.source = np.empty(0, np.int32), 0
+        self.tokens, self.source, self.bytes_per_token = np.empty((2, 0), np.int32), 0, 0.0
         self.waiting: deque[DealtDocument] = deque()
 
     def take(self, most: int) -> np.ndarray:
         """Take at most ``most`` tokens of the document, and advance the position."""
-        piece, self.tokens = self.tokens[:most], self.tokens[most:]
+        piece, self.tokens = self.tokens[:, :most], self.tokens[:, most:]
         epoch, document, offset = self.position
-        if len(self.tokens):
-            self.position = TextPosition(epoch, document, offset + len(piece))
+        if self.tokens.size:
+            self.position = TextPosition(epoch, document, offset + piece.shape[1])
         else:
             self.position = TextPosition(epoch, document + 1, 0)
         return piece
 
-    def count(self, pieces: Sequence[tuple[int, int]], length: int) -> None:
+    def count(self, pieces: Sequence[Piece], length: int) -> None:
         """Count the tokens of a row of ``length`` tokens as read, unless those before it are not known."""
         if self.tokens_read:
             counts = list(self.tokens_read)
-            ends = [*(begin for begin, _ in pieces[1:]), length]
-            for (begin, source), end in zip(pieces, ends, strict=True):
-                counts[source] += end - begin
+            ends = [*(piece.position for piece in pieces[1:]), length]
+            for piece, end in zip(pieces, ends, strict=True):
+                counts[piece.source] += end - piece.position
             self.tokens_read = tuple(counts)
 
 

@@ -1,7 +1,7 @@
 """Read the documents of --streaming_dataset, one pass over the sources after another."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
@@ -11,40 +11,51 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.pass_order import draw, interleave, read_share, shuffle
+from fabric_train.tokenization.chats.chat_format import is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.documents import BadRowError, utf8_length
-from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.reading.columns import Row, text_of
 from fabric_train.tokenization.reading.files import FilePart
 from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
 
 if TYPE_CHECKING:
     from datasets import DatasetInfo
 
+TRAIN_ON = "assistant"
+"""What is supervised in a chat."""
 WHOLE_FILES = 1 << 62
 """Bytes of a part: each file is one part."""
 _HASHED_BYTES = 1 << 20  # at each end of a file
 
 
 class Document(NamedTuple):
-    """A document.
+    """A text or a chat.
 
     Args:
         source: the number of its source among ``StreamedDocuments.source_names``.
-        text: its text, not blank.
-        num_bytes: in UTF-8.
+        kind: text, or the format of the chat.
+        content: a text that is not blank, or the columns of a chat in which something is supervised.
+        num_bytes: at least 1, of the text in UTF-8, or of the content of the chat's messages.
+        place: returns where it is, for messages.
     """
 
     source: int
-    text: str
+    kind: str
+    content: str | Row
     num_bytes: int
+    place: Callable[[], str]
 
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """A place of --streaming_dataset: a ``source`` with a ``name``, whose texts are in ``column``."""
+    """A place of --streaming_dataset: a ``source`` with a ``name``.
+
+    ``kind`` is that of its documents; ``columns`` hold the text, or the parts of a chat.
+    """
 
     name: str
     source: Source
-    column: str
+    kind: str
+    columns: tuple[str, ...]
 
     @cached_property
     def size(self) -> int:
@@ -73,22 +84,35 @@ class StreamedSource:
         """
         size, before = max(1, self.size), 0
         for part in self.source.parts(WHOLE_FILES):
-            reader = self.source.reader(part, (self.column,))
+            reader = self.source.reader(part, self.columns)
             part_size = part.file.size if isinstance(part, FilePart) else part.num_bytes
             for row_number, row in reader:
-                try:
-                    if isinstance(row, BadRowError):
-                        raise row
-                    text = text_of(row, self.column, partial(reader.place, row_number))
-                except BadRowError as error:
-                    advice = "fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip"
-                    raise InputError(f"{error}; {advice}") from None
-                if text is None or not text.strip():
+                document = self._document(number, row, partial(reader.place, row_number))
+                if document is None:
                     continue
                 in_part = reader.position / max(1, part.num_bytes) * part_size
                 in_part = row_number if isinstance(self.source, StreamSource) else in_part
-                yield min(1.0, (before + in_part) / size), Document(number, text, utf8_length(text))
+                yield min(1.0, (before + in_part) / size), document
             before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
+
+    def _document(self, number: int, row: Row | BadRowError, place: Callable[[], str]) -> Document | None:
+        """Return a row's document, None if it is blank or nothing in it is supervised."""
+        if isinstance(row, BadRowError):
+            raise fault_of(str(row))
+        try:
+            if self.kind == "text":
+                text = text_of(row, self.columns[0], place)
+                if text is None or not text.strip():
+                    return None
+                return Document(number, self.kind, text, utf8_length(text), place)
+            chat = read_chat(row, self.kind)
+        except BadRowError as error:
+            raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None
+        if is_blank(chat) or not supervised_turns(chat, TRAIN_ON):
+            return None
+        num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
+        content = {name: row[name] for name in self.columns if name in row}
+        return Document(number, self.kind, content, max(1, num_bytes), place)  # else, one lane would get all empty ones
 
     def identities(self) -> Iterator[str]:
         """Yield a line per file or split that identifies its content.
@@ -161,6 +185,11 @@ class StreamedDocuments:
     def identities(self) -> list[list[str]]:
         """Return lines that identify the content of each place, see ``StreamedSource.identities``."""
         return [list(place.identities()) for place in self.places]
+
+
+def fault_of(bad_row: str) -> InputError:
+    """Return the error that ends the run, from a message that names the row and what is wrong with it."""
+    return InputError(f"{bad_row}; fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip")
 
 
 def _num_rows(info: "DatasetInfo", split: str) -> int:

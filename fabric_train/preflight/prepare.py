@@ -309,4 +309,5 @@ def _data_order(
         files_of_places=[len(of_place) for of_place in identities] if shares is not None else None,
         shuffle_buffer=given.shuffle_buffer,
         seed=given.seed if shares is not None or given.shuffle_buffer else None,
+        chat_template=data.chat_template.sha256 if data.chat_template else None,
     )

@@ -19,8 +19,10 @@ from arguments import DataArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
 from fabric_train.data.pass_order import interleave, read_share, shuffle, times_read
+from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
-from fabric_train.data.streaming import LaneOrder, StreamBatches, open_stream
+from fabric_train.data.streaming import open_stream
+from fabric_train.tokenization.documents import EncodedDocument
 from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.sources import StreamSource
@@ -90,6 +92,11 @@ def test_any_order_of_the_buffer_is_as_likely_as_another() -> None:
 # ----------------------------------------------------------------------------------------------------- real sources
 
 
+def text_of(document: Document) -> str:
+    assert isinstance(document.content, str)
+    return document.content
+
+
 def texts_of(name: str, num: int, size: int) -> list[str]:
     """Documents of 1 to 2 × ``size`` letters."""
     return [f"{name}{number} " + name * (number * 7919 % (2 * size)) for number in range(num)]
@@ -114,14 +121,16 @@ def documents_of(
     places: Sequence[object], given_shares: Sequence[float] | None, shuffle_buffer: int = 0, seed: int = 5
 ) -> StreamedDocuments:
     sources = open_sources([str(place) for place in places], "--streaming_dataset", stream=True, downloads=Path())
-    streamed = [StreamedSource(str(place), source, "text") for place, source in zip(places, sources, strict=True)]
+    streamed = [
+        StreamedSource(str(place), source, "text", ("text",)) for place, source in zip(places, sources, strict=True)
+    ]
     return StreamedDocuments(streamed, given_shares, shuffle_buffer, seed)
 
 
 def test_every_stretch_of_a_pass_has_the_mix_of_the_whole(folder: Path) -> None:
     places, given_shares = [folder / f"{name}.jsonl" for name in "abc"], [0.5, 1, 2]
     order = list(documents_of(places, given_shares).read(epoch=3))
-    length = np.array([[len(one.text) + 14 if one.source == source else 0 for source in range(3)] for one in order])
+    length = np.array([[len(text_of(one)) + 14 if one.source == source else 0 for source in range(3)] for one in order])
     read = np.cumsum(np.concatenate([np.zeros((1, 3)), length]), axis=0) / length.sum(axis=0)
     longest = (length / length.sum(axis=0)).max() + 4 * 55 / length[:, 0].sum()  # of a half, up to 4 documents more
     for begin in range(len(read)):
@@ -132,7 +141,7 @@ def test_every_stretch_of_a_pass_has_the_mix_of_the_whole(folder: Path) -> None:
 
 def test_passes_of_a_share_read_each_document_once_before_any_twice(folder: Path) -> None:
     documents = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2])
-    passes = [Counter(document.text for document in documents.read(epoch)) for epoch in range(20)]
+    passes = [Counter(text_of(document) for document in documents.read(epoch)) for epoch in range(20)]
     assert all(one[text] == 2 for one in passes for text in texts_of("b", 60, 50))
     of_a = [{text: times for text, times in one.items() if text.startswith("a")} for one in passes]
     assert {sum(one.values()) for one in of_a} <= set(range(58, 63))  # 15 % of 400 are 60
@@ -140,13 +149,13 @@ def test_passes_of_a_share_read_each_document_once_before_any_twice(folder: Path
     assert sum(map(Counter, of_a), Counter()) == dict.fromkeys(texts_of("a", 400, 20), 3)
     assert not any(one.keys() & other.keys() for one, other in itertools.pairwise(of_a))
     other = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2], seed=6)
-    assert [document.text for document in other.read(0)] != [document.text for document in documents.read(0)]
+    assert [text_of(document) for document in other.read(0)] != [text_of(document) for document in documents.read(0)]
 
 
 def test_without_shares_the_places_are_read_one_after_the_other(folder: Path) -> None:
     documents = documents_of([folder / "b.jsonl", folder / "a.jsonl"], None)
     for epoch in (0, 1):
-        assert [one.text for one in documents.read(epoch)] == texts_of("b", 60, 50) + texts_of("a", 400, 20)
+        assert [text_of(one) for one in documents.read(epoch)] == texts_of("b", 60, 50) + texts_of("a", 400, 20)
     assert [document.source for document in documents.read(0)] == [0] * 60 + [1] * 400
 
 
@@ -171,10 +180,10 @@ def test_a_hub_stream_is_mixed_by_rows_if_their_number_is_known(folder: Path, tm
         "json", data_files=str(folder / "a.jsonl"), streaming=True, cache_dir=str(tmp_path / "cache")
     )
     source = StreamSource("hub", loaded, DatasetName("hub", None, None, "c0ffee"))
-    place = StreamedSource("hub", source, "text")
+    place = StreamedSource("hub", source, "text", ("text",))
     assert place.size == 0
     loaded["train"].info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=400)})
-    place = StreamedSource("hub", source, "text")
+    place = StreamedSource("hub", source, "text", ("text",))
     assert place.size == 400
     assert [part for part, _ in place.read(0)] == [number / 400 for number in range(1, 401)]
 
@@ -182,8 +191,9 @@ def test_a_hub_stream_is_mixed_by_rows_if_their_number_is_known(folder: Path, tm
 # ------------------------------------------------------------------------------------------------ rows, and a resume
 
 
-def letters(document: Document) -> np.ndarray:
-    return np.array([*map(ord, document.text), 0], np.int32)
+def letters(document: Document) -> EncodedDocument:
+    text = text_of(document)
+    return EncodedDocument(np.array([*map(ord, text), 0], np.int32), None, len(text), len(text))
 
 
 def rows_of(

@@ -21,10 +21,12 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.lanes import LaneCursor, Lanes, TextPosition, deal
 from fabric_train.data.row_hash import hash_of
 from fabric_train.data.step_sampler import Window
+from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
-from fabric_train.data.streaming import DocumentEncoder, LaneOrder, Stream, StreamBatches, open_stream
+from fabric_train.data.streaming import DocumentEncoder, Stream, open_stream
 from fabric_train.data.token_dataset import Rows
 from fabric_train.preflight.prepare import prepare
+from fabric_train.tokenization.documents import EncodedDocument
 from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.sources import StreamSource
 from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
@@ -39,13 +41,15 @@ def letters(text: str) -> np.ndarray:
     return np.array([*map(ord, text), 0], np.int32)
 
 
-def encode(document: Document) -> np.ndarray:
-    return letters(document.text)
+def encode(document: Document) -> EncodedDocument:
+    """An encoder for tests."""
+    assert isinstance(document.content, str)
+    return EncodedDocument(letters(document.content), None, len(document.content), document.num_bytes)
 
 
 def endless(texts: Sequence[str]) -> Callable[[int], list[Document]]:
     """The same documents in every pass."""
-    return lambda epoch: [Document(0, text, len(text.encode())) for text in texts]
+    return lambda epoch: [Document(0, "text", text, len(text.encode()), lambda: "here") for text in texts]
 
 
 def batches_of(
@@ -185,8 +189,8 @@ def test_few_texts_wait_also_where_long_and_short_ones_take_turns() -> None:
 def test_only_a_ranks_own_documents_are_encoded() -> None:
     encoded: list[str] = []
 
-    def encode_noted(document: Document) -> np.ndarray:
-        encoded.append(document.text)
+    def encode_noted(document: Document) -> EncodedDocument:
+        encoded.append(str(document.content))
         return encode(document)
 
     texts = [chr(97 + number) * 9 for number in range(8)]
@@ -248,7 +252,7 @@ def write_jsonl(file: Path, texts: Sequence[str]) -> Path:
 def stream_of(names: Sequence[object], tokenizer: Path, folder: Path, **options: Any) -> Stream:
     given = DataArguments(streaming_dataset=[str(name) for name in names], **{"max_length": 64, **options})
     stream = open_stream(given, str(tokenizer), None, folder / "tokenizer", None)
-    stream.tokenizer.save(stream.tokenizer_folder)
+    stream.save_tokenizer()
     return stream
 
 
@@ -309,7 +313,9 @@ def test_every_kind_of_source_gives_the_same_rows_also_in_workers(
     hub = stream_of([plain], tiny_model_dir, tmp_path)
     loaded = datasets.load_dataset("json", data_files=str(plain), streaming=True, cache_dir=str(tmp_path / "cache"))
     source = StreamSource("hub:en", {"train": loaded["train"]}, DatasetName("hub", "en", None, "c0ffee"))
-    streamed = replace(hub, documents=StreamedDocuments([StreamedSource("hub:en", source, "text")], None, 0, 0))
+    streamed = replace(
+        hub, documents=StreamedDocuments([StreamedSource("hub:en", source, "text", ("text",))], None, 0, 0)
+    )
     assert streamed.documents.identities() == [["hub, subset en, train, commit c0ffee"]]
     windows = windows_of(streamed, 40, order, num_workers=2)
     assert [row for window in windows for batch in window.batches for row in batch.input_ids.tolist()] == expected
@@ -340,7 +346,8 @@ def test_sources_without_text_are_refused_before_the_run(
     tmp_path: Path, tiny_model_dir: Path, chats_jsonl: Path
 ) -> None:
     fault = refusal(lambda: stream_of([chats_jsonl], tiny_model_dir, tmp_path))
-    assert fault.startswith(f"--streaming_dataset {chats_jsonl}: chats and instructions are not streamed; ")
+    assert fault.startswith("the tokenizer has no chat template; give the tokenizer of an instruct model, or ")
+    assert fault.endswith("by --chat_template of tokenize_dataset.py")
     file = write_jsonl(tmp_path / "a.jsonl", ["text"])
     fault = refusal(lambda: stream_of([file], tiny_model_dir, tmp_path, text_column="body"))
     assert "no column 'body'; there are: text" in fault
