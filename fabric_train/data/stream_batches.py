@@ -6,7 +6,7 @@ each rank. So each lane has one reader, and a window has the same rows for any n
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from fabric_train.data.batch import Batch, make_batch
 from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
 from fabric_train.data.step_sampler import Window, WorkerLoader, positions
 from fabric_train.data.stream_documents import Document
+from fabric_train.data.token_dataset import RowPieces, place_pieces
 from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.tokenization.documents import EncodedDocument
 
@@ -165,8 +166,21 @@ def _batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch
     labels = np.stack([row.labels for row in rows]).astype(np.int64)
     starts = [np.array(row.document_starts, np.int64) for row in rows] if isolates else []
     cursors = np.array([(lane, *row.cursor.numbers()) for lane, row in zip(lanes, rows, strict=True)], np.int64)
-    ends = [input_ids.shape[1]] * len(input_ids)
-    return StreamBatch(make_batch(input_ids, labels, starts, ends), cursors)
+    batch = make_batch(input_ids, labels, starts, [input_ids.shape[1]] * len(rows))
+    return StreamBatch(replace(batch, pieces=place_pieces(_pieces(rows), batch.labels.numpy())), cursors)
+
+
+def _pieces(rows: Sequence[LaneRow]) -> RowPieces:
+    lengths = [len(row.input_ids) for row in rows]
+    begins = [[piece.position for piece in row.pieces] for row in rows]
+    pieces = [piece for row in rows for piece in row.pieces]
+    return RowPieces(
+        rows=np.repeat(np.arange(len(rows)), [len(row.pieces) for row in rows]),
+        positions=np.concatenate(begins),
+        sources=np.array([piece.source for piece in pieces], np.int64),
+        num_tokens=np.concatenate([np.diff([*of_row, end]) for of_row, end in zip(begins, lengths, strict=True)]),
+        num_bytes=np.array([piece.num_bytes for piece in pieces]),
+    )
 
 
 def _check_last_row(lane: int, here: LaneCursor, saved: LaneCursor) -> None:

@@ -106,11 +106,6 @@ class Stream:
         return self.held_out.validation if self.held_out else None
 
     @property
-    def source_names(self) -> tuple[str, ...]:
-        """The sources of the training rows that are told apart: none."""
-        return ()
-
-    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens that end documents, and turns of chats."""
         end_of_turn = self.chat_template.end_of_turn_token_id if self.chat_template else None

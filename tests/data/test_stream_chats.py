@@ -17,7 +17,7 @@ from fabric_train.data.lanes import LaneCursor
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream, open_stream
-from fabric_train.data.token_dataset import Rows
+from fabric_train.data.token_dataset import open_dataset
 from tests.support.token_datasets import tokenize
 
 NUM = 12
@@ -109,7 +109,7 @@ def test_rows_of_chats_are_those_of_tokenization(
 ) -> None:
     places = [files[name] for name in names]
     tokenize(tmp_path / "tokens", chatml_dir, *places, max_length=48, packing="concat", validation_split=0)
-    rows = Rows(datasets.load_from_disk(str(tmp_path / "tokens"))["train"])
+    rows = open_dataset(str(tmp_path / "tokens")).train
     stream = stream_of(places, chatml_dir, tmp_path)
     windows = windows_of(stream, len(rows), num_workers="texts.jsonl" in names)
     for number, window in enumerate(windows):
@@ -118,6 +118,13 @@ def test_rows_of_chats_are_those_of_tokenization(
         assert torch.equal(batch.labels, offline.labels)
         borders = [part.documents and part.documents.borders.tolist() for part in (batch, offline)]
         assert borders[0] == borders[1]
+        pieces, expected = batch.pieces, offline.pieces
+        assert pieces is not None
+        assert expected is not None
+        assert torch.equal(pieces.sources, expected.sources)
+        assert torch.equal(pieces.num_targets, expected.num_targets)
+        torch.testing.assert_close(pieces.num_bytes, expected.num_bytes, rtol=1e-12, atol=0)
+    assert stream.source_names == rows.source_names
     assert 0.1 < np.mean(np.array(labels_of(windows)) == IGNORED_LABEL) < 0.9
     saved = (tmp_path / "tokens" / "tokenizer" / "chat_template.jinja").read_text(encoding="utf-8")
     assert (stream.tokenizer_folder / "chat_template.jinja").read_text(encoding="utf-8") == saved

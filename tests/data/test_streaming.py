@@ -1,5 +1,6 @@
 """Streamed texts: tokenization's ids, each document once a pass whoever shares it, the same rows after a resume."""
 
+import csv
 import itertools
 import json
 import os
@@ -469,6 +470,9 @@ def test_killed_run_resumes_with_the_uninterrupted_metrics(run: Run, uninterrupt
     resumed = run("killed", resume="true", num_workers=0)
     assert timeless(resumed) == timeless(uninterrupted)
     assert len(timeless(resumed)) == 8
+    with (resumed / "metrics.csv").open(encoding="utf-8") as file:
+        logged = list(csv.DictReader(file))
+    assert all(float(row[f"train_loss/{name}"]) > 0 for row in logged for name in "ab")
     assert cursors_of(resumed) == cursors_of(uninterrupted)
     assert len(cursors_of(resumed)) == SETTINGS["total_batch_size"]
 

@@ -176,7 +176,7 @@ def test_rows_of_a_stream_are_named_by_lane_and_document() -> None:
     cursors = np.array([[lane, *LaneCursor(position, position, "0" * 32, (5, 7)).numbers()] for lane in range(2)])
     window = Window(4, 3, False, np.arange(2), 1, [Batch(ids, ids)] * 2, cursors)
     losses = WindowLoss(torch.tensor([[1.0, math.nan]], dtype=torch.float64), torch.tensor([[2, 2]]))
-    fault = StepGuard(fabric, "the stream", print).check(window, losses, torch.tensor(1.0)).fault
+    fault = StepGuard(fabric, "the stream", print).check(window, losses, torch.tensor(1.0), losses.summed[0]).fault
     assert fault == "step 4: the loss is nan, from rows 1 up to document 17 of pass 3 (rank 0) of the stream"
 
 
