@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from arguments import DataArguments
-from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.lanes import LaneCursor
 from fabric_train.data.step_sampler import Window
-from fabric_train.data.stream_batches import LaneOrder, StreamBatches
-from fabric_train.data.streaming import Stream, open_stream
+from fabric_train.data.stream_batches import LaneOrder
 from fabric_train.data.token_dataset import open_dataset
+from tests.data.test_streaming import ONE_LANE, refusal, stream_of, windows_of
 from tests.support.token_datasets import tokenize
 
 NUM = 12
+FOUR_LANES = LaneOrder(rows_per_window=4, micro_batch_size=1, world_size=1, rank=0)
 
 
 def user(text: str) -> dict[str, str]:
@@ -67,32 +66,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {file.name: file for file in folder.iterdir()}
 
 
-def stream_of(places: Sequence[object], tokenizer: Path, folder: Path, **options: Any) -> Stream:
-    given = DataArguments(streaming_dataset=list(map(str, places)), max_length=48, **options)
-    stream = open_stream(given, str(tokenizer), None, folder / "tokenizer", None)
-    stream.save_tokenizer()
-    return stream
-
-
-def windows_of(
-    stream: Stream, num: int, num_workers: int = 0, rows: int = 1, cursors: Sequence[LaneCursor] | None = None
-) -> list[Window]:
-    """The first windows, or the next ones after ``cursors``, of micro-batches of one row."""
-    order = LaneOrder(rows_per_window=rows, micro_batch_size=1, world_size=1, rank=0)
-    made = StreamBatches(
-        stream.documents.read,
-        stream.open_encoder(),
-        len(stream.source_names),
-        stream.max_length,
-        stream.isolates,
-        order,
-        cursors,
-        num_workers,
-        pin_memory=False,
-    )
-    return list(made.windows(0, num))
-
-
 def labels_of(windows: Sequence[Window]) -> list[list[int]]:
     return [row for window in windows for batch in window.batches for row in batch.labels.tolist()]
 
@@ -110,8 +83,8 @@ def test_rows_of_chats_are_those_of_tokenization(
     places = [files[name] for name in names]
     tokenize(tmp_path / "tokens", chatml_dir, *places, max_length=48, packing="concat", validation_split=0)
     rows = open_dataset(str(tmp_path / "tokens")).train
-    stream = stream_of(places, chatml_dir, tmp_path)
-    windows = windows_of(stream, len(rows), num_workers="texts.jsonl" in names)
+    stream = stream_of(places, chatml_dir, tmp_path, max_length=48)
+    windows = windows_of(stream, len(rows), ONE_LANE, num_workers="texts.jsonl" in names)
     for number, window in enumerate(windows):
         (batch,), offline = window.batches, rows.__getitems__([number])
         assert torch.equal(batch.input_ids, offline.input_ids)
@@ -134,27 +107,19 @@ def test_rows_of_chats_are_those_of_tokenization(
 
 def test_chats_are_mixed_and_shuffled_like_texts(files: dict[str, Path], chatml_dir: Path, tmp_path: Path) -> None:
     places = [f"chats={files['messages.jsonl']}", f"texts={files['texts.jsonl']}"]
-    stream = stream_of(places, chatml_dir, tmp_path, shares=[1.0, 0.5], shuffle_buffer=4)
+    stream = stream_of(places, chatml_dir, tmp_path, max_length=48, shares=[1.0, 0.5], shuffle_buffer=4)
     order = [document.source for document in stream.documents.read(0)]
     assert order.count(0) == NUM + 1  # neither the blank chat nor that without an answer
     assert order.count(1) == pytest.approx(NUM / 2, abs=1)
     assert len(set(order[:8])) == 2
-    windows = windows_of(stream, 30, rows=4)
+    windows = windows_of(stream, 30, FOUR_LANES)
     for step in (7, 20):  # within chats, in the first pass and in a later one
         saved = windows[step - 1].cursors
         assert saved is not None
         cursors = [LaneCursor.from_numbers(numbers) for _, *numbers in saved.tolist()]
         assert any(cursor.next.offset for cursor in cursors)
-        resumed = windows_of(stream, 30 - step, num_workers=2, rows=4, cursors=cursors)
+        resumed = windows_of(stream, 30 - step, FOUR_LANES, cursors=cursors)
         assert labels_of(resumed) == labels_of(windows[step:])
-
-
-def refusal(places: Sequence[object], tokenizer: Path, folder: Path) -> str:
-    with pytest.raises(InputError) as error:
-        windows_of(stream_of(places, tokenizer, folder), 40)
-    (fault,) = error.value.faults
-    assert "\n" not in fault
-    return fault
 
 
 def test_chats_that_cannot_be_used_are_refused_with_their_place(
@@ -166,9 +131,9 @@ def test_chats_that_cannot_be_used_are_refused_with_their_place(
     bad = tmp_path / "bad.jsonl"
     lines = [json.dumps({"messages": [user("Hi"), assistant("Hello")]})] * 2
     bad.write_text("\n".join([*lines, json.dumps({"messages": [{"role": "bot", "content": "Hi"}]})]))
-    fault = refusal([bad], chatml_dir, tmp_path)
+    fault = fault_of(bad, chatml_dir)
     assert fault.startswith(f'{bad}, line 3: role "bot" is not one of system, user, assistant, tool; ')
     assert fault.endswith("; fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip")
     tools = {"messages": [user("Hi"), assistant("Hello")], "tools": [{"type": "function"}]}
     bad.write_text("\n".join([*lines, json.dumps(tools)]))  # found when it is encoded, not when it is read
-    assert refusal([bad], chatml_dir, tmp_path).startswith(f"{bad}, line 3: the chat template leaves out its tools; ")
+    assert fault_of(bad, chatml_dir).startswith(f"{bad}, line 3: the chat template leaves out its tools; ")

@@ -257,7 +257,13 @@ def stream_of(names: Sequence[object], tokenizer: Path, folder: Path, **options:
     return stream
 
 
-def windows_of(stream: Stream, num_windows: int, order: LaneOrder, num_workers: int = 0) -> list[Window]:
+def windows_of(
+    stream: Stream,
+    num_windows: int,
+    order: LaneOrder,
+    num_workers: int = 0,
+    cursors: Sequence[LaneCursor] | None = None,
+) -> list[Window]:
     made = StreamBatches(
         stream.documents.read,
         stream.open_encoder(),
@@ -265,7 +271,7 @@ def windows_of(stream: Stream, num_windows: int, order: LaneOrder, num_workers: 
         stream.max_length,
         stream.isolates,
         order,
-        None,
+        cursors,
         num_workers,
         pin_memory=False,
     )
