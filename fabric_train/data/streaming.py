@@ -258,7 +258,9 @@ def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
         return [float(share) for share in shares.given if not isinstance(share, dict)]
     unknown = [name for name in by_name if name not in names]
     if unknown:
-        raise InputError(f"--shares: {unknown[0]} is not a source of --streaming_dataset; there are: {', '.join(names)}")
+        raise InputError(
+            f"--shares: {unknown[0]} is not a source of --streaming_dataset; there are: {', '.join(names)}"
+        )
     return [by_name.get(name, 1.0) for name in names]
 
 

@@ -19,6 +19,7 @@ from fabric_train.checkpoint import (
     read_cursors,
     read_trainer_state,
 )
+from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops

@@ -125,9 +125,11 @@ def test_chats_are_mixed_and_shuffled_like_texts(files: dict[str, Path], chatml_
 def test_chats_that_cannot_be_used_are_refused_with_their_place(
     files: dict[str, Path], chatml_dir: Path, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    assert refusal([files["messages.jsonl"]], tiny_model_dir, tmp_path).startswith(
-        "the tokenizer has no chat template;"
-    )
+
+    def fault_of(file: Path, tokenizer: Path) -> str:
+        return refusal(lambda: windows_of(stream_of([file], tokenizer, tmp_path), 40, ONE_LANE))
+
+    assert fault_of(files["messages.jsonl"], tiny_model_dir).startswith("the tokenizer has no chat template; ")
     bad = tmp_path / "bad.jsonl"
     lines = [json.dumps({"messages": [user("Hi"), assistant("Hello")]})] * 2
     bad.write_text("\n".join([*lines, json.dumps({"messages": [{"role": "bot", "content": "Hi"}]})]))

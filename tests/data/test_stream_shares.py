@@ -267,3 +267,7 @@ def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, 
     assert fault == "--streaming_dataset es: no document with any text in it; give others"
     stream = open_stream(DataArguments(streaming_dataset=places), str(tiny_model_dir), None, tmp_path, None)
     assert stream.source_names == ("es", str(folder / "a.jsonl"))
+    fault = refusal(places, tiny_model_dir, shares=["va=2"])
+    assert fault == f"--shares: va is not a source of --streaming_dataset; there are: es, {folder / 'a.jsonl'}"
+    given = DataArguments(streaming_dataset=[f"es={folder / 'b.jsonl'}", *places[1:]], shares=["es=0.5"])
+    assert open_stream(given, str(tiny_model_dir), None, tmp_path, None).documents.shares == [0.5, 1]
