@@ -96,6 +96,7 @@ class DataArguments:
     shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
     """How much of each --train_data_dir an epoch reads: 1 is every row once, 2 twice, 0.15 is 15 % of the rows, in the
     next epoch other 15 %. Default: 1. By name as FOLDER=1 or, of a source in it, FOLDER:SOURCE=0.15; 0 leaves it out.
+    Of each --streaming_dataset, also by name, how much a pass reads; its documents are mixed then.
     """
     token_shares: list[PositiveFloat] | list[dict[str, Any]] | list[str] | None = None
     """Instead of --shares: the share of each in the tokens of every step, such as 0.7 0.2 0.1 or by name; an epoch has
@@ -106,11 +107,16 @@ class DataArguments:
     learning rate: a list such as [{from: 0.9, token_shares: [0.5, 0.5], lr: 1e-5}]. The run then has --max_step steps.
     """
     streaming_dataset: list[str] | None = None
-    """Train on texts without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk folders or hub
-    names, also as NAME:SUBSET:SPLIT@REVISION. With --train_data_dir as well, only its validation/ is used.
+    """Train on texts or chats without a token dataset, tokenized on the fly: files, globs, folders, save_to_disk
+    folders or hub names, also as NAME:SUBSET:SPLIT@REVISION; es=PLACE names a source. They are read one after the
+    other, or with --shares together. With --train_data_dir as well, only its validation/ is used.
+    """
+    shuffle_buffer: NonNegativeInt = 0
+    """Draw the next document of --streaming_dataset from a buffer of this number of documents, which every worker
+    holds in memory; 0 keeps their order.
     """
     text_column: str = "text"
-    """Column with the text in --streaming_dataset."""
+    """Column with the text in --streaming_dataset; sources without it have chats or instructions."""
     max_length: RowLength = 2048
     """Tokens per row of --streaming_dataset; 8k is 8192."""
     isolate_documents: bool = True
@@ -120,14 +126,18 @@ class DataArguments:
     num_workers: NumWorkers = 1
     """Processes on each rank that read batches ahead of the training loop; 0 reads in the loop."""
     seed: NonNegativeInt64 = 0
-    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. A stream is read in
-    its own order.
+    """Seed of the sample order, dropout, stochastic rounding and the random weights of a new model. The order of a
+    stream depends on it only with --shares or --shuffle_buffer.
     """
 
     def faults(self) -> list[str]:
         """Return missing data, and sources that cannot be streamed."""
         faults = self._faults_of_shares()
         if self.streaming_dataset is None:
+            if self.shuffle_buffer:
+                faults.append(
+                    "--shuffle_buffer is of --streaming_dataset; the rows of a token dataset are shuffled anyway"
+                )
             missing = "--train_data_dir is required, or --streaming_dataset"
             return faults if self.data_dirs else [missing, *faults]
         faults += [
@@ -149,8 +159,9 @@ class DataArguments:
 
     @property
     def mixes(self) -> bool:
-        """Whether the rows come from several token datasets, or from a share of one, which may change."""
-        return len(self.data_dirs) > 1 or any(getattr(self, name) is not None for name in _OF_MIXTURES)
+        """Whether rows of token datasets come from several, or from a share of one, which may change."""
+        has_shares = self.streaming_dataset is None and any(getattr(self, name) is not None for name in _OF_MIXTURES)
+        return len(self.data_dirs) > 1 or has_shares
 
     @property
     def shares_of_epochs(self) -> Shares:
@@ -160,16 +171,19 @@ class DataArguments:
         return Shares("--token_shares" if of_tokens else "--shares", given, of_tokens)
 
     def _faults_of_shares(self) -> list[str]:
-        given = [name for name in _OF_MIXTURES if getattr(self, name) is not None]
         if self.shares is not None and self.token_shares is not None:
             return ["--shares and --token_shares contradict each other: give one of them"]
-        if given and self.streaming_dataset is not None:
-            return [f"--{name}: a stream has no shares; tokenize it and give --train_data_dir" for name in given]
+        places, option = self.data_dirs, "folders of --train_data_dir"
+        if self.streaming_dataset is not None:
+            places, option = self.streaming_dataset, "places of --streaming_dataset"
+            if self.token_shares is not None:
+                return ["--token_shares: how many tokens a stream has is known when it is read; give --shares"]
+            if self.phases is not None:
+                return ["--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir"]
         shares = self.shares_of_epochs
         try:
-            if shares.given is not None and shares.by_name() is None and len(shares.given) != len(self.data_dirs):
-                folders = f"{len(self.data_dirs)} folders of --train_data_dir"
-                return [f"{shares.option} has {len(shares.given)} numbers for {folders}; give one each"]
+            if shares.given is not None and shares.by_name() is None and len(shares.given) != len(places):
+                return [f"{shares.option} has {len(shares.given)} numbers for {len(places)} {option}; give one each"]
         except InputError as error:
             return list(error.faults)
         return []

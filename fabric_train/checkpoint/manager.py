@@ -105,7 +105,7 @@ class CheckpointManager:
 
         If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
         may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old checkpoints are then
-        removed. ``cursors`` are the stream's positions after the last window, see ``streaming.StreamBatch``.
+        removed. ``cursors`` are the stream's positions after the last window, see ``stream_batches.StreamBatch``.
 
         Returns:
             The path of the checkpoint.

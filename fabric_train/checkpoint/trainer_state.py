@@ -55,7 +55,9 @@ class DataOrder:
 class StreamOrder:
     """The values that determine, with the cursors, which rows of a stream a step consumes.
 
-    They must be equal to resume a run.
+    They must be equal to resume a run. ``shares`` is how much of each place a pass reads, None if it reads one place
+    after the other; then ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the
+    order does not depend on it. ``chat_template`` is the SHA-256 of the template, None without chats.
     """
 
     sources: list[str]
@@ -64,6 +66,11 @@ class StreamOrder:
     tokenizer: str
     special_text_is_plain: bool
     rows_per_window: PositiveCount
+    shares: list[float] | None = None
+    files_of_places: list[PositiveCount] | None = None
+    shuffle_buffer: Count = 0
+    seed: int | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
 @dataclass(frozen=True)
 class _StreamJson:
-    cursors: list[Annotated[list[int], Field(min_length=8, max_length=8)]]
+    cursors: list[Annotated[list[int], Field(min_length=8)]]
 
 
 def read_format(checkpoint: Path) -> int | None:
@@ -314,8 +321,8 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
     order, cursors = read_stream_order(checkpoint), read_json(file, _StreamJson, _ADVICE).cursors
     if order is None or len(cursors) != order.rows_per_window:
         raise InputError(f"{file}: damaged ({len(cursors)} cursors are not one for each row of a step); {_ADVICE}")
-    if any(number < 0 for cursor in cursors for number in cursor[:6]):
-        raise InputError(f"{file}: damaged (a position below 0); {_ADVICE}")
+    if any(number < 0 for cursor in cursors for number in (*cursor[:6], *cursor[8:])):
+        raise InputError(f"{file}: damaged (a number below 0); {_ADVICE}")
     return [LaneCursor.from_numbers(numbers) for numbers in cursors]
 
 
@@ -345,8 +352,12 @@ def describe_data_changes(checkpoint: Path, data: DataOrder | StreamOrder) -> li
     causes = {
         "sources": "--streaming_dataset reads other files, or they have changed",
         "text_column": "--text_column differs",
+        "shares": "--shares differ",
+        "shuffle_buffer": "--shuffle_buffer differs",
+        "files_of_places": "--streaming_dataset has other numbers of files in its places",
         "max_length": "--max_length differs",
         "tokenizer": "the tokenizer differs",
+        "chat_template": "the chat template differs, or there were no chats",
         "special_text_is_plain": "the kind of the tokenizer differs",
         "fingerprint": "--train_data_dir is another token dataset",
         "num_rows": "--train_data_dir has another number of rows",

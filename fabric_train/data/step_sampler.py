@@ -45,9 +45,9 @@ class Window:
 
     ``step`` counts from 1, ``epoch`` from 0. ``rows``, int64 [rows of all ranks], are the window's rows in order:
     indices into the train split, or a stream's lanes. ``batches`` are this rank's micro-batches. ``cursors`` are a
-    stream's positions after this window, see ``streaming.StreamBatch``; None for a token dataset, where the step is
-    enough. ``rows_hash`` is that of ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each
-    source of a mixture; None without one.
+    stream's positions after this window, see ``StreamBatch``; None for a token dataset, where the step is enough.
+    ``rows_hash`` is that of ``WindowOrder``; None for a stream. ``rows_of_sources`` counts the rows of each source of a
+    mixture; None without one.
     """
 
     step: int

@@ -34,6 +34,7 @@ from fabric_train.checkpoint import (
 )
 from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
+from fabric_train.tokenization.reading.source_names import place_of
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
 _DATA = ("train_data_dir", "streaming_dataset")
@@ -79,7 +80,7 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
             repository=facts.base_model,
             revision=origin.revision if origin and is_same else None,
         )
-    streamed = trainer["arguments"].get("streaming_dataset")
+    streamed = [place_of(name) for name in trainer["arguments"].get("streaming_dataset") or ()]
     licence = {"license": facts.license} if facts.license else _licence(origin, folder)
     data = ModelCardData(
         base_model=origin.repository if origin else None,
@@ -125,12 +126,13 @@ def _licence(origin: ModelOrigin | None, folder: Path) -> dict[str, str]:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _hub_datasets(manifest: Manifest | None, streamed: list[str] | None, order: StreamOrder | None) -> list[str]:
+def _hub_datasets(manifest: Manifest | None, streamed: list[str], order: StreamOrder | None) -> list[str]:
     """Return the datasets on the hub that the model was trained on, without subset and revision."""
     if streamed:
+        # "NAME, subset SUBSET, SPLIT, commit COMMIT", see ``StreamedSource.identities``; "version" in earlier versions
         ends = [identity.partition(", ") for identity in (order.sources if order else [])]
-        names = {name for name, _, rest in ends if ", version " in rest}  # see ``Texts.identities``
-        used = [name for name in streamed if name in names]
+        names = {name for name, _, rest in ends if re.search(r", (commit|version) [^,]*$", rest)}
+        used = [name for name in streamed if re.split("[:@]", name)[0] in names]
     else:
         used = [source.hub_name for source in _training_sources(manifest) if source.kind == "hub"] if manifest else []
     return list(dict.fromkeys(re.split("[:@]", name)[0] for name in used))
@@ -177,7 +179,7 @@ def _usage(name: str) -> str:
     )
 
 
-def _training_data(manifest: Manifest | None, streamed: list[str] | None) -> str:
+def _training_data(manifest: Manifest | None, streamed: list[str]) -> str:
     if streamed:
         return f"## Training data\n\nStreamed: {', '.join(f'`{_public_name(name)}`' for name in streamed)}."
     if manifest is None:

@@ -74,7 +74,7 @@ def prepare(
     model = _read_model(arguments, checkpoint, data)
     masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
-    order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data.seed, phases)
+    order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data, phases)
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
     if checkpoint and continues:
         start = _continue_from(checkpoint, order, branches=branch_point is not None)
@@ -254,21 +254,14 @@ def _open_data(
         streamed = checkpoints.read_stream_order(checkpoint)
         if (checkpoint / "tokenizer").is_dir():
             tokenizer_name = str(checkpoint / "tokenizer")
-    return open_stream(
-        given.streaming_dataset,
-        given.text_column,
-        given.max_length,
-        tokenizer_name,
-        streamed.special_text_is_plain if streamed else None,
-        folder / "tokenizer",
-        given.isolate_documents,
-        dataset,
-    )
+    special_text_is_plain = streamed.special_text_is_plain if streamed else None
+    return open_stream(given, tokenizer_name, special_text_is_plain, folder / "tokenizer", dataset)
 
 
 def _open_datasets(given: "DataArguments", folder: Path, later: Sequence[Shares]) -> TokenDataset | TokenMixture | None:
     if given.mixes:
-        return open_mixture(given.data_dirs, given.shares_of_epochs, given.isolate_documents, folder, later)
+        shares = given.shares_of_epochs if given.streaming_dataset is None else Shares("--shares", None)
+        return open_mixture(given.data_dirs, shares, given.isolate_documents, folder, later)
     return open_dataset(given.data_dirs[0], given.isolate_documents) if given.data_dirs else None
 
 
@@ -293,20 +286,28 @@ def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: Trai
 
 
 def _data_order(
-    data: TrainingData, rows_per_window: int, seed: int, phases: tuple[RunPhase, ...]
+    data: TrainingData, rows_per_window: int, given: "DataArguments", phases: tuple[RunPhase, ...]
 ) -> checkpoints.DataOrder | checkpoints.StreamOrder:
     """Return what fixes the rows of every step."""
     if isinstance(data, TokenDataset):
-        return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, seed)
+        return checkpoints.DataOrder(data.fingerprint, len(data.train), rows_per_window, given.seed)
     if isinstance(data, TokenMixture):
         rows = list(data.rows_per_epoch)
         later = tuple(checkpoints.PhaseRows(phase.first_step, phase.rows_per_epoch) for phase in phases)
-        return checkpoints.DataOrder(data.fingerprint, sum(rows), rows_per_window, seed, Mixture.VERSION, rows, later)
+        return checkpoints.DataOrder(
+            data.fingerprint, sum(rows), rows_per_window, given.seed, Mixture.VERSION, rows, later
+        )
+    identities, shares = data.documents.identities(), data.documents.shares
     return checkpoints.StreamOrder(
-        sources=data.texts.identities(),
-        text_column=data.texts.column,
+        sources=[identity for of_place in identities for identity in of_place],
+        text_column=given.text_column,
         max_length=data.max_length,
         tokenizer=data.tokenizer_hash,
         special_text_is_plain=data.tokenizer.special_text_is_plain,
         rows_per_window=rows_per_window,
+        shares=list(shares) if shares is not None else None,
+        files_of_places=[len(of_place) for of_place in identities] if shares is not None else None,
+        shuffle_buffer=given.shuffle_buffer,
+        seed=given.seed if shares is not None or given.shuffle_buffer else None,
+        chat_template=data.chat_template.sha256 if data.chat_template else None,
     )

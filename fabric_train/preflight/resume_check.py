@@ -324,7 +324,7 @@ def _concerns(package: str, arguments: "TrainArguments") -> bool:
 
 def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
     """Whether the comparison of the data order already reports this change."""
-    return change.name == "seed" and isinstance(order, DataOrder)
+    return change.name == "seed" and order.seed is not None
 
 
 def _joined(changes: Iterable[Change]) -> str:

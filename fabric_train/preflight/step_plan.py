@@ -145,4 +145,6 @@ def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, d
         folders = ", ".join(arguments.data.data_dirs)
         lacking = f"{folders} has no validation split" if folders else "--train_data_dir is not given"
         notes.append(f"{lacking}: nothing will be evaluated")
+    if isinstance(data, Stream) and data.chat_template:
+        notes += data.chat_template.notes
     return notes

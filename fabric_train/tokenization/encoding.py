@@ -96,7 +96,8 @@ def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> lis
     faults: list[str] = []
     for source in sources:
         try:
-            kinds.append(_data_format(source, arguments))
+            given, skips = arguments.data_format, arguments.on_bad_rows == "skip"
+            kinds.append(find_kind(source, arguments.text_column, skips) if given == "auto" else given)
         except InputError as error:
             faults += error.faults
     if faults:
@@ -139,22 +140,25 @@ def open_formats(
     return [formats[kind] for kind in kinds]
 
 
-def _data_format(source: Source, arguments: "TokenizeArguments") -> str:
-    if arguments.data_format != "auto":
-        return arguments.data_format
-    looked_for = (arguments.text_column, *columns("auto"))
+def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
+    """Return the data format of a source's first row: text if it has that column, else that of a chat or instruction.
+
+    Raises:
+        InputError: it has none of them, or the row is bad and bad rows are not skipped.
+    """
+    looked_for = (text_column, *columns("auto"))
     for part in source.parts(1 << 20):
         reader = source.reader(part, looked_for)
         for number, row in reader:
             if isinstance(row, BadRowError):
-                if arguments.on_bad_rows == "fail":
+                if not skips_bad_rows:
                     raise row.fault()
                 continue
-            if arguments.text_column in row:
+            if text_column in row:
                 return "text"
             kind = detect_format(row)
             if kind is None:
-                no_text = str(missing_column(reader.place(number), arguments.text_column, row))
+                no_text = str(missing_column(reader.place(number), text_column, row))
                 raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
             return kind
     return "text"

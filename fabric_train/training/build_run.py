@@ -10,7 +10,8 @@ from rich.console import Console
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
-from fabric_train.data.streaming import LaneOrder, Stream, StreamBatches
+from fabric_train.data.stream_batches import LaneOrder, StreamBatches
+from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.collectives import StepSync, data_ranks, first_text, sync_step
 from fabric_train.distributed.compile import MAX_STATIC_LENGTHS
@@ -251,8 +252,9 @@ def _untraced_batches(fabric: Fabric, run: PreparedRun) -> WindowSource:
     start = run.start
     has_begun = start.checkpoint is not None and start.state.step > plan.data_starts_after
     return StreamBatches(
-        read=data.texts.read,
+        read=data.documents.read,
         encode=data.open_encoder(),
+        num_sources=len(data.source_names),
         max_length=data.max_length,
         isolates=data.isolates,
         order=LaneOrder(plan.rows_per_window, arguments.training.micro_batch_size, ranks.size, ranks.rank),

@@ -97,8 +97,9 @@ class StepGuard:
         """Name every row of the window: by its index, or in a stream by its lane and the document after it."""
         if window.cursors is None:
             return {row: self._row_name(row) for row in window.rows.tolist()}
-        cursors = gather_over_data_ranks(self._fabric, torch.from_numpy(window.cursors)).reshape(-1, 4).tolist()
-        return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, _ in cursors}
+        own = torch.from_numpy(window.cursors).to(self._fabric.device)
+        cursors = gather_over_data_ranks(self._fabric, own).flatten(0, -2).tolist()
+        return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, *_ in cursors}
 
 
 class SpikeRule:

@@ -73,7 +73,7 @@ def _write_run_folder(run: PreparedRun) -> None:
         write_atomically(run.folder / "config.yaml", to_yaml(run.given))
     if isinstance(run.data, Stream):
         check_no_links_in(run.data.tokenizer_folder)
-        run.data.tokenizer.save(run.data.tokenizer_folder)
+        run.data.save_tokenizer()
     elif isinstance(run.data, TokenMixture) and not run.arguments.evaluation.only_reads:
         run.data.write_manifest()
 

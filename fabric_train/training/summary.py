@@ -16,8 +16,10 @@ from fabric_train.checkpoint import (
     deciding_loss,
     perplexity,
     read_best_by,
+    read_cursors,
     read_trainer_state,
 )
+from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
@@ -49,7 +51,7 @@ def describe_start(run: PreparedRun) -> Group:
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row("learning rate", _learning_rate(run))
     table.add_row("output", arguments.save.output_dir)
-    return Group(table, *describe_mixture(run), *describe_phases(run))
+    return Group(table, *describe_mixture(run), *describe_phases(run), *describe_stream(run))
 
 
 def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
@@ -62,8 +64,9 @@ def describe_mfu(flops: ModelFlops, peak_flops: float | None) -> str:
 def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoint: Path) -> Group:
     """Return what a run reached in ``seconds`` of training, evaluation and saves, and the command that comes next.
 
-    Of a mixture, it has the tokens of each source that were seen, beside those that were planned. The validation
-    losses are those of each source, at the first evaluation and now. Reads the validation loss of each checkpoint.
+    Of a mixture, it has the tokens of each source that were seen, beside those that were planned; of a stream, those of
+    each source. The validation losses are those of each source, at the first evaluation and now. Reads the validation
+    loss of each checkpoint.
     """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
@@ -85,7 +88,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     losses = [describe_evaluation(state.evaluation, state.first_evaluation)] if state.evaluation else []
-    return Group(table, *losses, *describe_mixture(run, state.rows_of_sources))
+    return Group(table, *losses, *describe_mixture(run, state.rows_of_sources), *describe_stream(run, checkpoint))
 
 
 def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Table:
@@ -94,9 +97,7 @@ def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Tab
     names = ["loss", "perplexity", "bits per byte"]
     there = [f"{name} at step {first.step:,}" for name in names] if first else []
     columns = [name for pair in zip(there, names, strict=True) for name in pair] if first else names
-    table = Table("source", title="Validation", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = _source_table("Validation", columns)
     for name, before, after in compare_evaluations(first or now, now):
         pairs = zip(_figures(before), _figures(after), strict=True)
         table.add_row(name, *(cell for pair in pairs for cell in (pair if first else pair[1:])))
@@ -117,10 +118,8 @@ def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Ta
     if plan.mixture is None or not isinstance(run.data, TokenMixture):
         return []
     planned = plan.mixture.rows_until(plan.num_steps - plan.data_starts_after)
-    columns = ["source", "tokens", "share", "epochs", "tokens of the run", *(["tokens seen"] if seen else [])]
-    table = Table(*columns[:1], title="Mixture", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
+    columns = ["tokens", "share", "epochs", "tokens of the run", *(["tokens seen"] if seen else [])]
+    table = _source_table("Mixture", columns)
     totals = [planned, *([seen] if seen else [])]
     rows = zip((source.name for source in run.data.sources), plan.mixture.num_rows, *totals, strict=True)
     for name, num_rows, *counts in rows:
@@ -156,6 +155,24 @@ def describe_phases(run: PreparedRun) -> list[Table]:
             tokens = f"{count * plan.tokens_per_row:,}"
             table.add_row(*cells, name, f"{count / sum(rows):.2%}", tokens)
             cells = ["", ""]
+    return [table]
+
+
+def describe_stream(run: PreparedRun, checkpoint: Path | None = None) -> list[Table]:
+    """Return the table of a stream's sources; no table of one source without a share.
+
+    ``checkpoint`` is the last one of the run, with the tokens that were read of each source; None before it starts.
+    """
+    data = run.data
+    if not isinstance(data, Stream) or (len(data.source_names) == 1 and data.documents.shares is None):
+        return []
+    cursors = read_cursors(checkpoint) if checkpoint else []
+    counts = [sum(of_source) for of_source in zip(*(cursor.tokens_read for cursor in cursors), strict=True)]
+    table = _source_table("Stream", ["size", "share", *(["tokens read", "of all"] if counts else [])])
+    for number, name in enumerate(data.source_names):
+        size, shares = data.documents.describe_source(name)
+        read = [f"{counts[number]:,}", f"{counts[number] / sum(counts):.2%}"] if counts else []
+        table.add_row(name, size, shares, *read)
     return [table]
 
 
@@ -223,10 +240,19 @@ def _start(run: PreparedRun) -> str:
 def _data(run: PreparedRun) -> str:
     given, rows = run.arguments.data, f"rows of {run.plan.tokens_per_row:,} tokens"
     if given.streaming_dataset:
-        return f"stream of {', '.join(given.streaming_dataset)}, {rows}"
+        shuffled = f", shuffled among {given.shuffle_buffer:,} documents" if given.shuffle_buffer else ""
+        return f"stream of {', '.join(given.streaming_dataset)}{shuffled}, {rows}"
     if run.plan.mixture and run.plan.phases:
         return f"{', '.join(given.data_dirs)}: {sum(run.plan.mixture.num_rows):,} {rows}"
     return f"{', '.join(given.data_dirs)}: {run.plan.num_rows:,} {rows}{' an epoch' if given.mixes else ''}"
+
+
+def _source_table(title: str, columns: list[str]) -> Table:
+    """Return a table with a row for each source and these columns of numbers."""
+    table = Table("source", title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def _table(title: str) -> Table:

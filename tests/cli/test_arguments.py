@@ -300,7 +300,15 @@ def test_all_faults_of_command_line_and_file_are_reported_at_once(tmp_path: Path
         ("--shares 1 1 1 --token_shares 1 1 1", "--shares and --token_shares contradict each other: give one of them"),
         (
             "--shares 1 1 1 --streaming_dataset texts",
-            "--shares: a stream has no shares; tokenize it and give --train_data_dir",
+            "--shares has 3 numbers for 1 places of --streaming_dataset; give one each",
+        ),
+        (
+            "--phases phases.yaml --streaming_dataset texts",
+            "--phases: a stream has the same shares in all steps; tokenize it and give --train_data_dir",
+        ),
+        (
+            "--token_shares 1 --streaming_dataset texts",
+            "--token_shares: how many tokens a stream has is known when it is read; give --shares",
         ),
         (
             "--shares 1 0 1",

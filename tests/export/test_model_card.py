@@ -140,12 +140,15 @@ def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
 
 def test_a_stream_lists_datasets_of_the_hub_and_not_folders(checkpoint: Path) -> None:
     order = {"text_column": "text", "max_length": 8, "tokenizer": "0", "special_text_is_plain": False}
-    identities = ["some/texts, train, version 1.0.0", "a.txt, 10 bytes, sha256 of its ends 0123456789abcdef"]
+    identities = ["some/texts, subset es, train, commit 0123456", "old/texts, train, version 1.0.0"]
+    identities.append("a.txt, 10 bytes, sha256 of its ends 0123456789abcdef")
     data = {**order, "rows_per_window": 1, "sources": identities}
     edit_json(checkpoint / "trainer.json", lambda content: content.update(data=data))
-    names = ["some/texts", "data/texts"]
+    names = ["es=some/texts:es", "data/texts", "old/texts"]
     edit_json(checkpoint / "trainer.json", lambda content: content["arguments"].update(streaming_dataset=names))
-    assert card_of(checkpoint).data.get("datasets") == ["some/texts"]
+    card = card_of(checkpoint)
+    assert card.data.get("datasets") == ["some/texts", "old/texts"]
+    assert "Streamed: `texts:es`, `data/texts`, `old/texts`." in card.text
 
 
 @pytest.mark.parametrize("loss", [1234.5, float("inf"), float("nan")])

@@ -3,6 +3,7 @@ step, ranks and rows.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from safetensors.torch import load_file
 from transformers.modeling_outputs import CausalLMOutput
 
 from fabric_train.data.batch import Batch
+from fabric_train.data.lanes import LaneCursor, TextPosition
 from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.distributed.grad_norm import clip_grad_norm
 from fabric_train.training.loop import accumulate
+from fabric_train.training.loss import WindowLoss
 from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
@@ -165,6 +168,16 @@ def test_noise_is_no_spike_and_a_jump_is_one_however_long_it_lasts(seed: int) ->
     assert medians[1:] == [None, None]
     assert rule.usual_before_spike(2.1) is None
     assert rule.usual_before_spike(6.0) is not None
+
+
+def test_rows_of_a_stream_are_named_by_lane_and_document() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    ids, position = torch.tensor([[0, 1, 2]]), TextPosition(epoch=3, document=17)
+    cursors = np.array([[lane, *LaneCursor(position, position, "0" * 32, (5, 7)).numbers()] for lane in range(2)])
+    window = Window(4, 3, False, np.arange(2), 1, [Batch(ids, ids)] * 2, cursors)
+    losses = WindowLoss(torch.tensor([[1.0, math.nan]], dtype=torch.float64), torch.tensor([[2, 2]]))
+    fault = StepGuard(fabric, "the stream", print).check(window, losses, torch.tensor(1.0), losses.summed[0]).fault
+    assert fault == "step 4: the loss is nan, from rows 1 up to document 17 of pass 3 (rank 0) of the stream"
 
 
 def test_fp16_overflow_is_left_to_the_scaler_an_infinite_loss_is_not() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import Chat, read_chat
+from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
 from fabric_train.tokenization.chats.control_tokens import ControlTokens
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
@@ -83,12 +83,12 @@ class ChatEncoder:
         try:
             return self._encode_chat(read_chat(record, self._data_format))
         except RecursionError:
-            raise BadRowError("its objects are nested too deeply; leave the row out") from None
+            raise BadRowError(TOO_DEEP) from None
 
     def _encode_chat(self, chat: Chat) -> EncodedDocument | LeftOut:
-        if not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages):
+        if is_blank(chat):
             return LeftOut(manifest.EMPTY)
-        turns = self._supervised_turns(chat)
+        turns = supervised_turns(chat, self._train_on)
         if not turns:
             return LeftOut(manifest.NOTHING_SUPERVISED)
         self._check_tools_rendered(chat)
@@ -102,17 +102,6 @@ class ChatEncoder:
             return LeftOut(manifest.NOTHING_SUPERVISED, len(whole.input_ids))
         part = self._encode(chat, kept, turns)
         return replace(part, num_tokens_cut=len(whole.input_ids) - len(part.input_ids))
-
-    def _supervised_turns(self, chat: Chat) -> frozenset[int]:
-        """Return the indices of the supervised messages."""
-        if self._train_on == "all":
-            return frozenset(range(len(chat.messages)))
-        spoken = [
-            index
-            for index, message in enumerate(chat.messages)
-            if message["role"] == "assistant" and index >= chat.num_given
-        ]
-        return frozenset(spoken[-1:] if self._train_on == "last" else spoken)
 
     def _encode(self, chat: Chat, kept: Sequence[int], turns: Collection[int]) -> EncodedDocument:
         """Encode the messages ``kept`` as a conversation; those of ``turns`` that are kept are supervised."""

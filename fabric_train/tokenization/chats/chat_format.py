@@ -24,6 +24,7 @@ _COLUMNS = {
     "prompt_completion": ("prompt", "completion", "tools"),
 }
 _LONGEST_EXCERPT = 200
+TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,26 @@ def read_chat(record: Mapping[str, Any], data_format: str) -> Chat:
         raise BadRowError(unexpected_format(record, data_format, f"{error} is missing")) from None
     except (TypeError, ValueError) as error:
         raise BadRowError(unexpected_format(record, data_format, str(error))) from None
+    except RecursionError:
+        raise BadRowError(TOO_DEEP) from None
     raise BadRowError(unexpected_format(record, data_format, "no columns of a chat or an instruction"))
+
+
+def is_blank(chat: Chat) -> bool:
+    """Return whether a conversation has neither text nor tool calls."""
+    return not any(message["content"].strip() or message.get("tool_calls") for message in chat.messages)
+
+
+def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
+    """Return the indices of the messages that are supervised with ``--train_on``."""
+    if train_on == "all":
+        return frozenset(range(len(chat.messages)))
+    spoken = [
+        index
+        for index, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and index >= chat.num_given
+    ]
+    return frozenset(spoken[-1:] if train_on == "last" else spoken)
 
 
 def excerpt(value: Any) -> str:

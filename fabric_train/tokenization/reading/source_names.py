@@ -31,3 +31,9 @@ def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
     if faults:
         raise InputError(*faults)
     return named
+
+
+def place_of(value: str) -> str:
+    """Return the place of a source that was accepted by :func:`split_names`."""
+    found = _NAMED.fullmatch(value)
+    return found[2] if found else value

@@ -202,8 +202,8 @@ class RowReader:
             for values in zip(*columns.values(), strict=True):
                 number += 1
                 self.num_counted = number
+                self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
                 yield number, dict(zip(columns, values, strict=True))
-            self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
         self.position = self._part.num_bytes
 
     def _batches(self) -> Iterator[Mapping[str, Sequence[Any]]]:

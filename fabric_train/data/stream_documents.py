@@ -1,0 +1,206 @@
+"""Read the documents of --streaming_dataset, one pass over the sources after another."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabric_train.cli.errors import InputError
+from fabric_train.data.pass_order import draw, interleave, read_share, shuffle
+from fabric_train.tokenization.chats.chat_format import is_blank, read_chat, supervised_turns
+from fabric_train.tokenization.documents import BadRowError, utf8_length
+from fabric_train.tokenization.reading.columns import Row, text_of
+from fabric_train.tokenization.reading.files import FilePart
+from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
+
+if TYPE_CHECKING:
+    from datasets import DatasetInfo
+
+TRAIN_ON = "assistant"
+"""What is supervised in a chat."""
+WHOLE_FILES = 1 << 62
+"""Bytes of a part: each file is one part."""
+_HASHED_BYTES = 1 << 20  # at each end of a file
+
+
+class Document(NamedTuple):
+    """A text or a chat.
+
+    Args:
+        source: the number of its source among ``StreamedDocuments.source_names``.
+        kind: text, or the format of the chat.
+        content: a text that is not blank, or the columns of a chat in which something is supervised.
+        num_bytes: at least 1, of the text in UTF-8, or of the content of the chat's messages.
+        place: returns where it is, for messages.
+    """
+
+    source: int
+    kind: str
+    content: str | Row
+    num_bytes: int
+    place: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class StreamedSource:
+    """A place of --streaming_dataset: a ``source`` with a ``name``.
+
+    ``kind`` is that of its documents; ``columns`` hold the text, or the parts of a chat.
+    """
+
+    name: str
+    source: Source
+    kind: str
+    columns: tuple[str, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """The size in bytes; of a streamed hub dataset in rows. 0 if it is not known."""
+        if not isinstance(self.source, StreamSource):
+            return self.source.num_bytes
+        counts = [_num_rows(dataset.info, split) for split, dataset in self.source.splits.items()]
+        return sum(counts) if all(counts) else 0
+
+    def describe_size(self) -> str:
+        """Return the size for people."""
+        if not self.size:
+            return "unknown"
+        return f"{self.size:,} rows" if isinstance(self.source, StreamSource) else f"{self.size:,} bytes"
+
+    def read(self, number: int) -> Iterator[tuple[float, Document]]:
+        """Yield the documents that are not blank, each with the part of the source that is read after it, up to 1.
+
+        Of texts in lines, that part is exact; see ``files.FileReader.position`` for others.
+
+        Args:
+            number: the ``source`` of the documents.
+
+        Raises:
+            InputError: a file is damaged, or a row cannot be used.
+        """
+        size, before = max(1, self.size), 0
+        for part in self.source.parts(WHOLE_FILES):
+            reader = self.source.reader(part, self.columns)
+            part_size = part.file.size if isinstance(part, FilePart) else part.num_bytes
+            for row_number, row in reader:
+                document = self._document(number, row, partial(reader.place, row_number))
+                if document is None:
+                    continue
+                in_part = reader.position / max(1, part.num_bytes) * part_size
+                in_part = row_number if isinstance(self.source, StreamSource) else in_part
+                yield min(1.0, (before + in_part) / size), document
+            before += reader.num_counted if isinstance(self.source, StreamSource) else part_size
+
+    def _document(self, number: int, row: Row | BadRowError, place: Callable[[], str]) -> Document | None:
+        """Return a row's document, None if it is blank or nothing in it is supervised."""
+        if isinstance(row, BadRowError):
+            raise fault_of(str(row))
+        try:
+            if self.kind == "text":
+                text = text_of(row, self.columns[0], place)
+                if text is None or not text.strip():
+                    return None
+                return Document(number, self.kind, text, utf8_length(text), place)
+            chat = read_chat(row, self.kind)
+        except BadRowError as error:
+            raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None
+        if is_blank(chat) or not supervised_turns(chat, TRAIN_ON):
+            return None
+        num_bytes = sum(utf8_length(message["content"]) for message in chat.messages)
+        content = {name: row[name] for name in self.columns if name in row}
+        return Document(number, self.kind, content, max(1, num_bytes), place)  # else, one lane would get all empty ones
+
+    def identities(self) -> Iterator[str]:
+        """Yield a line per file or split that identifies its content.
+
+        The line of a file has its path, its size and a hash of its first and last MiB. The line of a split has the
+        dataset's fingerprint or, if it is streamed, its commit on the hub.
+        """
+        source = self.source
+        if isinstance(source, FileSource):
+            for file in source.files:
+                yield f"{file.path.relative_to(source.root).as_posix()}, {file.size} bytes, {_hash_ends(file.path)}"
+        elif isinstance(source, DatasetSource):
+            for split, dataset in source.splits.items():
+                yield f"{source.name}, {split}, {dataset._fingerprint}"
+        else:
+            for split in source.splits:
+                yield f"{source.hub.name}, subset {source.hub.subset}, {split}, commit {source.hub.revision}"
+
+
+@dataclass(frozen=True)
+class StreamedDocuments:
+    """The documents of all places of --streaming_dataset, in passes.
+
+    Without ``shares``, a pass reads the places one after the other. With them, it reads each in its share, and the
+    places take turns so that the same part of each is read, see ``pass_order``.
+
+    Args:
+        places: of --streaming_dataset.
+        shares: how much of each a pass reads.
+        shuffle_buffer: documents from which the next one is drawn; 0 keeps their order.
+        seed: chooses the documents of a share that is not a whole number, and the order from the buffer.
+    """
+
+    places: Sequence[StreamedSource]
+    shares: Sequence[float] | None
+    shuffle_buffer: int
+    seed: int
+
+    @cached_property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources; places of one name are one source."""
+        return tuple(dict.fromkeys(place.name for place in self.places))
+
+    def read(self, epoch: int) -> Iterator[Document]:
+        """Yield the documents of a pass.
+
+        Raises:
+            InputError: a file is damaged, or a row cannot be used.
+        """
+        documents = self._in_order(epoch)
+        return shuffle(documents, self.shuffle_buffer, self.seed, epoch) if self.shuffle_buffer else documents
+
+    def _in_order(self, epoch: int) -> Iterator[Document]:
+        reads = [partial(place.read, self.source_names.index(place.name)) for place in self.places]
+        if self.shares is None:
+            return (document for _, document in chain.from_iterable(read() for read in reads))
+        return interleave(
+            [
+                read_share(read, Fraction(str(share)), epoch, draw(self.seed, number))
+                for number, (read, share) in enumerate(zip(reads, self.shares, strict=True))
+            ]
+        )
+
+    def describe_source(self, name: str) -> tuple[str, str]:
+        """Return the size and the share of a source for people; of several places, both for each."""
+        numbers = [number for number, place in enumerate(self.places) if place.name == name]
+        shares = [f"{self.shares[number]:g}" if self.shares is not None else "1" for number in numbers]
+        return ", ".join(self.places[number].describe_size() for number in numbers), ", ".join(shares)
+
+    def identities(self) -> list[list[str]]:
+        """Return lines that identify the content of each place, see ``StreamedSource.identities``."""
+        return [list(place.identities()) for place in self.places]
+
+
+def fault_of(bad_row: str) -> InputError:
+    """Return the error that ends the run, from a message that names the row and what is wrong with it."""
+    return InputError(f"{bad_row}; fix it, or leave such rows out with tokenize_dataset.py --on_bad_rows skip")
+
+
+def _num_rows(info: "DatasetInfo", split: str) -> int:
+    """Return the number of rows of a dataset's split; 0 if it is not known."""
+    found = (info.splits or {}).get(split)
+    return (found.num_examples or 0) if found else 0
+
+
+def _hash_ends(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_HASHED_BYTES))
+        file.seek(max(file.tell(), path.stat().st_size - _HASHED_BYTES))
+        digest.update(file.read(_HASHED_BYTES))
+    return f"sha256 of its ends {digest.hexdigest()[:16]}"

@@ -1,0 +1,273 @@
+"""Sources of a stream in shares: who is read how often, the mix of every stretch, and the same after a resume."""
+
+import gzip
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments import DataArguments
+from fabric_train.cli.errors import InputError
+from fabric_train.data.lanes import LaneCursor
+from fabric_train.data.pass_order import interleave, read_share, shuffle, times_read
+from fabric_train.data.stream_batches import LaneOrder, StreamBatches
+from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
+from fabric_train.data.streaming import open_stream
+from fabric_train.tokenization.documents import EncodedDocument
+from fabric_train.tokenization.reading.hub_names import DatasetName
+from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.sources import StreamSource
+
+shares = st.fractions(min_value="0.02", max_value=4, max_denominator=50)
+
+
+@given(st.integers(0, 10**12), shares, st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(1, 60))
+def test_passes_read_a_document_in_its_share(document: int, share: Fraction, key: int, first: int, count: int) -> None:
+    times = [times_read(document, epoch, share, key) for epoch in range(first, first + count)]
+    assert set(times) <= {math.floor(share), math.ceil(share)}
+    assert abs(sum(times) - count * share) < 1
+    if share.numerator == 1 and count == share.denominator:
+        assert sum(times) == 1  # each document once, without repetition
+
+
+@given(shares, st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 200))
+def test_a_pass_reads_a_share_of_any_stretch(share: Fraction, key: int, epoch: int, first: int, length: int) -> None:
+    times = sum(times_read(document, epoch, share, key) for document in range(first, first + length))
+    assert abs(times - length * share) < 4  # of 200 documents drawn by lot, 14 more or fewer would be no surprise
+
+
+def test_a_share_above_one_reads_the_source_again() -> None:
+    documents = [((number + 1) / 4, number) for number in range(4)]
+    found = list(read_share(lambda: documents, Fraction(5, 2), epoch=0, key=0))
+    assert [number for _, number in found[:8]] == [0, 1, 2, 3] * 2
+    assert len(found[8:]) == 2
+    assert [part for part, _ in found[:8]] == pytest.approx([tenth / 10 for tenth in range(1, 9)])
+    assert {number for _, number in found[8:]}.isdisjoint(
+        number for _, number in list(read_share(lambda: documents, Fraction(5, 2), epoch=1, key=0))[8:]
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(1, 50), max_size=30), min_size=1, max_size=5))
+def test_after_any_document_equal_parts_of_all_sources_are_read(sizes: list[list[int]]) -> None:
+    parts = [[(end / sum(one), (number, end)) for end in itertools.accumulate(one)] for number, one in enumerate(sizes)]
+    done, largest = [0.0] * len(sizes), max((size / sum(one) for one in sizes for size in one), default=0.0)
+    order = list(interleave([iter(one) for one in parts]))
+    assert [[entry for entry in order if entry[0] == number] for number in range(len(sizes))] == [
+        [entry for _, entry in one] for one in parts
+    ]
+    for number, end in order:
+        done[number] = end / sum(sizes[number])
+        present = [part for part, one in zip(done, sizes, strict=True) if one]
+        assert max(present) - min(present) <= largest + 1e-12
+
+
+@given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+def test_a_shuffled_pass_has_each_document_once(num: int, size: int, seed: int, epoch: int) -> None:
+    order = list(shuffle(range(num), size, seed, epoch))
+    assert sorted(order) == list(range(num))
+    assert all(document < place + size for place, document in enumerate(order))  # not read before
+    assert order == list(shuffle(range(num), size, seed, epoch))
+    assert size > 1 or order == list(range(num))
+
+
+def test_any_order_of_the_buffer_is_as_likely_as_another() -> None:
+    orders = Counter(tuple(shuffle(range(4), 4, seed, epoch)) for seed in range(24) for epoch in range(100))
+    assert len(orders) == 24
+    assert sum((count - 100) ** 2 / 100 for count in orders.values()) < 49.7  # chi-square, 23 degrees, 99.9 %
+    firsts = Counter(next(shuffle(range(100), 10, seed, 0)) for seed in range(1000))
+    assert sum((count - 100) ** 2 / 100 for count in firsts.values()) < 27.9  # 9 degrees
+    assert set(firsts) == set(range(10))
+
+
+# ----------------------------------------------------------------------------------------------------- real sources
+
+
+def text_of(document: Document) -> str:
+    assert isinstance(document.content, str)
+    return document.content
+
+
+def texts_of(name: str, num: int, size: int) -> list[str]:
+    """Documents of 1 to 2 × ``size`` letters."""
+    return [f"{name}{number} " + name * (number * 7919 % (2 * size)) for number in range(num)]
+
+
+def write_lines(file: Path, texts: Sequence[str]) -> Path:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
+    return file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    write_lines(folder / "a.jsonl", texts_of("a", 400, 20))
+    write_lines(folder / "b.jsonl", texts_of("b", 60, 50))
+    write_lines(folder / "c.jsonl", texts_of("c", 20, 90))
+    return folder
+
+
+def documents_of(
+    places: Sequence[object], given_shares: Sequence[float] | None, shuffle_buffer: int = 0, seed: int = 5
+) -> StreamedDocuments:
+    sources = open_sources([str(place) for place in places], "--streaming_dataset", stream=True, downloads=Path())
+    streamed = [
+        StreamedSource(str(place), source, "text", ("text",)) for place, source in zip(places, sources, strict=True)
+    ]
+    return StreamedDocuments(streamed, given_shares, shuffle_buffer, seed)
+
+
+def test_every_stretch_of_a_pass_has_the_mix_of_the_whole(folder: Path) -> None:
+    places, given_shares = [folder / f"{name}.jsonl" for name in "abc"], [0.5, 1, 2]
+    order = list(documents_of(places, given_shares).read(epoch=3))
+    length = np.array([[len(text_of(one)) + 14 if one.source == source else 0 for source in range(3)] for one in order])
+    read = np.cumsum(np.concatenate([np.zeros((1, 3)), length]), axis=0) / length.sum(axis=0)
+    longest = (length / length.sum(axis=0)).max() + 4 * 55 / length[:, 0].sum()  # of a half, up to 4 documents more
+    for begin in range(len(read)):
+        of_stretch = read[begin:] - read[begin]
+        assert (of_stretch.max(axis=1) - of_stretch.min(axis=1)).max() <= 2 * longest
+    assert [int(count) for count in np.count_nonzero(length, axis=0)] == pytest.approx([200, 60, 40], abs=3)
+
+
+def test_passes_of_a_share_read_each_document_once_before_any_twice(folder: Path) -> None:
+    documents = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2])
+    passes = [Counter(text_of(document) for document in documents.read(epoch)) for epoch in range(20)]
+    assert all(one[text] == 2 for one in passes for text in texts_of("b", 60, 50))
+    of_a = [{text: times for text, times in one.items() if text.startswith("a")} for one in passes]
+    assert {sum(one.values()) for one in of_a} <= set(range(58, 63))  # 15 % of 400 are 60
+    assert all(set(one.values()) == {1} for one in of_a)
+    assert sum(map(Counter, of_a), Counter()) == dict.fromkeys(texts_of("a", 400, 20), 3)
+    assert not any(one.keys() & other.keys() for one, other in itertools.pairwise(of_a))
+    other = documents_of([folder / "a.jsonl", folder / "b.jsonl"], [0.15, 2], seed=6)
+    assert [text_of(document) for document in other.read(0)] != [text_of(document) for document in documents.read(0)]
+
+
+def test_without_shares_the_places_are_read_one_after_the_other(folder: Path) -> None:
+    documents = documents_of([folder / "b.jsonl", folder / "a.jsonl"], None)
+    for epoch in (0, 1):
+        assert [text_of(one) for one in documents.read(epoch)] == texts_of("b", 60, 50) + texts_of("a", 400, 20)
+    assert [document.source for document in documents.read(0)] == [0] * 60 + [1] * 400
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "json", "csv", "parquet", "saved"])
+def test_sources_of_every_kind_are_mixed_over_the_whole_pass(folder: Path, tmp_path: Path, kind: str) -> None:
+    texts = texts_of("a", 400, 200)
+    table, place = datasets.Dataset.from_dict({"text": texts, "other": texts}), tmp_path / f"a.{kind}"
+    if kind == "jsonl.gz":
+        write_lines(place, texts)
+    elif kind == "json":
+        place.write_text(json.dumps([{"text": text} for text in texts]))
+    else:
+        {"csv": table.to_csv, "parquet": table.to_parquet, "saved": table.save_to_disk}[kind](str(place))
+    order = [document.source for document in documents_of([place, folder / "b.jsonl"], [1, 1]).read(0)]
+    for quarter in range(4):
+        share = order[115 * quarter : 115 * (quarter + 1)].count(1)
+        assert 7 <= share <= 23, f"{share} of 15"  # a csv is read in blocks of 8 KiB
+
+
+def test_a_hub_stream_is_mixed_by_rows_if_their_number_is_known(folder: Path, tmp_path: Path) -> None:
+    loaded = datasets.load_dataset(
+        "json", data_files=str(folder / "a.jsonl"), streaming=True, cache_dir=str(tmp_path / "cache")
+    )
+    source = StreamSource("hub", loaded, DatasetName("hub", None, None, "c0ffee"))
+    place = StreamedSource("hub", source, "text", ("text",))
+    assert place.size == 0
+    loaded["train"].info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=400)})
+    place = StreamedSource("hub", source, "text", ("text",))
+    assert place.size == 400
+    assert [part for part, _ in place.read(0)] == [number / 400 for number in range(1, 401)]
+
+
+# ------------------------------------------------------------------------------------------------ rows, and a resume
+
+
+def letters(document: Document) -> EncodedDocument:
+    text = text_of(document)
+    return EncodedDocument(np.array([*map(ord, text), 0], np.int32), None, len(text), len(text))
+
+
+def rows_of(
+    read: Callable[[int], Iterator[Document]],
+    cut: tuple[int, int, int],
+    num_windows: int,
+    cursors: Sequence[LaneCursor] | None = None,
+) -> tuple[list[np.ndarray], list[list[LaneCursor]]]:
+    """The rows of all windows of 8 rows, and the cursors of all lanes after each.
+
+    ``cut`` is the micro-batch size, the number of ranks and that of workers.
+    """
+    micro_batch_size, world_size, num_workers = cut
+    rows = [np.empty((8, 64), np.int64) for _ in range(num_windows)]
+    numbers: list[list[list[int]]] = [[[]] * 8 for _ in range(num_windows)]
+    for rank in range(world_size):
+        order = LaneOrder(8, micro_batch_size, world_size, rank)
+        made = StreamBatches(read, letters, 3, 64, True, order, cursors, num_workers, pin_memory=False)
+        for number, window in enumerate(made.windows(0, num_windows)):
+            assert window.cursors is not None
+            ids = np.concatenate([batch.input_ids.numpy() for batch in window.batches])
+            for row, (lane, *cursor) in zip(ids, window.cursors.tolist(), strict=True):
+                rows[number][lane], numbers[number][lane] = row, cursor
+    return rows, [[LaneCursor.from_numbers(cursor) for cursor in lanes] for lanes in numbers]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("cut", [(4, 1, 2), (2, 2, 0), (1, 4, 0)])
+def test_a_mixed_stream_resumes_bit_for_bit_on_other_ranks(folder: Path, cut: tuple[int, int, int]) -> None:
+    read = documents_of([folder / f"{name}.jsonl" for name in "abc"], [0.15, 1, 0.4], shuffle_buffer=25).read
+    rows, after = rows_of(read, (1, 1, 0), 40)
+    assert {cursor.next.epoch for cursor in after[19]} <= {1, 2}
+    for step in (19, 33):
+        resumed, resumed_after = rows_of(read, cut, 40 - step, after[step - 1])
+        np.testing.assert_array_equal(resumed, rows[step:])
+        assert [[one.numbers() for one in lanes] for lanes in resumed_after] == [
+            [one.numbers() for one in lanes] for lanes in after[step:]
+        ]
+    letters_read = np.bincount(np.concatenate(rows).ravel(), minlength=128)
+    counted = np.sum([cursor.tokens_read for cursor in after[-1]], axis=0)
+    assert counted.sum() == 40 * 8 * 64
+    assert (counted >= letters_read[[ord(name) for name in "abc"]]).all()
+    assert (counted <= letters_read[[ord(name) for name in "abc"]] * 1.3 + 200).all()  # with numbers, spaces and ends
+
+
+def test_tokens_that_an_older_checkpoint_did_not_count_stay_uncounted(folder: Path) -> None:
+    read = documents_of([folder / "b.jsonl"], None).read
+    _, after = rows_of(read, (1, 1, 0), 3)
+    older = [LaneCursor.from_numbers(cursor.numbers()[:8]) for cursor in after[0]]
+    _, resumed = rows_of(read, (1, 1, 0), 2, older)
+    assert resumed[-1] == after[-1]
+    assert {cursor.tokens_read for cursor in resumed[-1]} == {()}
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+def refusal(places: list[str], tokenizer: Path, **options: object) -> str:
+    given = DataArguments(streaming_dataset=places, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError) as error:
+        open_stream(given, str(tokenizer), None, tokenizer / "copy", None)
+    (fault,) = error.value.faults
+    assert "\n" not in fault
+    return fault
+
+
+def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    blank = write_lines(tmp_path / "blank.jsonl", [" "])
+    places = [f"es={blank}", str(folder / "a.jsonl")]
+    fault = refusal(places, tiny_model_dir, shares=[1.0, 2.0])
+    assert fault == "--streaming_dataset es: no document with any text in it; give others"
+    stream = open_stream(DataArguments(streaming_dataset=places), str(tiny_model_dir), None, tmp_path, None)
+    assert stream.source_names == ("es", str(folder / "a.jsonl"))
+    fault = refusal(places, tiny_model_dir, shares=["va=2"])
+    assert fault == f"--shares: va is not a source of --streaming_dataset; there are: es, {folder / 'a.jsonl'}"
+    given = DataArguments(streaming_dataset=[f"es={folder / 'b.jsonl'}", *places[1:]], shares=["es=0.5"])
+    assert open_stream(given, str(tiny_model_dir), None, tmp_path, None).documents.shares == [0.5, 1]
