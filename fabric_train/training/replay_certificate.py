@@ -25,6 +25,7 @@ FILE_NAME = "replay.json"
 _EXACT = ("epoch", "num_tokens", "skipped_steps", "rows_hash")
 _FIGURES = ("learning_rate", "train_loss", "grad_norm")
 _SHOWN_STEPS = 8
+_SHOWN_FAULTS = 20
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ class Certificate:
             about.add_row(name, text)
         verdict = Text("holds: every figure is reproduced", "bold green")
         if not self.holds:
-            verdict = Text("\n".join(["differs:", *self.faults]), "bold red")
+            more = len(self.faults) - _SHOWN_FAULTS
+            hidden = [f"and {more:,} more, see {FILE_NAME}"] if more > 0 else []
+            verdict = Text("\n".join(["differs:", *self.faults[:_SHOWN_FAULTS], *hidden]), "bold red")
         return Group(*([table] if self.steps else []), about, verdict)
 
     def _about(self) -> dict[str, str]:
