@@ -136,6 +136,12 @@ class Rows(IndexedRows):
         """Return the distinct row lengths, in tokens."""
         return set(np.unique(self._lengths).tolist())  # of all rows, or the one that the column's type gives
 
+    def _lengths_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the tokens of some rows, int64 [rows]."""
+        if isinstance(self._lengths, int):
+            return np.full(len(rows), self._lengths)
+        return self._lengths[rows].astype(np.int64)
+
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
         """Return the lowest and highest token id in a column, without unsupervised labels. Reads the whole column."""
         extremes = []
@@ -158,8 +164,7 @@ class Rows(IndexedRows):
         for chunk in self.split.data.column("document_starts").chunks:
             starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
             rows = np.repeat(np.arange(len(counts)), counts)
-            lengths = self._lengths if isinstance(self._lengths, int) else self._lengths[first + rows]
-            wrong = (starts < 0) | (starts >= lengths)
+            wrong = (starts < 0) | (starts >= self._lengths_of(first + rows))
             wrong[1:] |= (np.diff(rows) == 0) & (np.diff(starts) <= 0)
             if wrong.any():
                 return int(first + rows[wrong.argmax()])
@@ -188,7 +193,7 @@ class Rows(IndexedRows):
         if self.index is None:
             nothing = np.zeros_like(rows)
             unknown = np.full(len(rows), np.nan)
-            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths[rows].astype(np.int64), unknown)
+            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), unknown)
         found = self.index.pieces(rows)
         documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
@@ -282,7 +287,9 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     held_out = None
     if validation is not None and len(validation):
         held_out = Rows(validation, isolate_documents, names, functools.partial(find, "validation"))
-    return TokenDataset(path, Rows(train, isolate_documents, names, functools.partial(find, "train")), held_out, manifest)
+    return TokenDataset(
+        path, Rows(train, isolate_documents, names, functools.partial(find, "train")), held_out, manifest
+    )
 
 
 def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None]:
