@@ -16,6 +16,7 @@ import torch
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
+from fabric_train.files.mapped_arrow import without_read_ahead
 from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
@@ -118,22 +119,28 @@ class Rows(IndexedRows):
         self.isolates = isolate_documents and self.has_borders
         columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.isolates)]
         self._table = split.select_columns(columns).with_format("arrow")
-        self._lengths = pc.list_value_length(split.data.column("input_ids")).to_numpy()
+        self._lengths = _row_lengths(split, "input_ids")
 
     def __len__(self) -> int:
         return len(self.split)
 
     def longest(self) -> int:
         """Return the number of tokens in the longest row."""
-        return int(self._lengths.max())
+        return max(self.lengths())
 
     def shortest(self) -> int:
         """Return the number of tokens in the shortest row."""
-        return int(self._lengths.min())
+        return min(self.lengths())
 
     def lengths(self) -> set[int]:
         """Return the distinct row lengths, in tokens."""
-        return set(np.unique(self._lengths).tolist())
+        return set(np.unique(self._lengths).tolist())  # of all rows, or the one that the column's type gives
+
+    def _lengths_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the tokens of some rows, int64 [rows]."""
+        if isinstance(self._lengths, int):
+            return np.full(len(rows), self._lengths)
+        return self._lengths[rows].astype(np.int64)
 
     def id_range(self, column: str = "input_ids") -> tuple[int, int]:
         """Return the lowest and highest token id in a column, without unsupervised labels. Reads the whole column."""
@@ -157,7 +164,7 @@ class Rows(IndexedRows):
         for chunk in self.split.data.column("document_starts").chunks:
             starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
             rows = np.repeat(np.arange(len(counts)), counts)
-            wrong = (starts < 0) | (starts >= self._lengths[first + rows])
+            wrong = (starts < 0) | (starts >= self._lengths_of(first + rows))
             wrong[1:] |= (np.diff(rows) == 0) & (np.diff(starts) <= 0)
             if wrong.any():
                 return int(first + rows[wrong.argmax()])
@@ -186,7 +193,7 @@ class Rows(IndexedRows):
         if self.index is None:
             nothing = np.zeros_like(rows)
             unknown = np.full(len(rows), np.nan)
-            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths[rows].astype(np.int64), unknown)
+            return RowPieces(np.arange(len(rows)), nothing, nothing, self._lengths_of(rows), unknown)
         found = self.index.pieces(rows)
         documents, sources = self.index.documents[found.documents], self.index.source_numbers(found.documents)
         num_bytes = documents["bytes"] * (found.lengths / documents["tokens"])
@@ -271,6 +278,22 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
         cause = "the folder has no dataset_dict.json" if path.is_dir() else missing_folder(path)
         raise InputError(f"--train_data_dir {folder}: {cause}; make one with tokenize_dataset.py --output_dir {folder}")
     check_listed_files(path, "tokenize again")
+    with without_read_ahead():
+        train, validation = _open_splits(folder)
+    check_links(path / "tokenizer")  # checkpoints copy this folder
+    manifest = read_manifest(path)
+    names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
+    find = functools.partial(open_index, path, manifest)
+    held_out = None
+    if validation is not None and len(validation):
+        held_out = Rows(validation, isolate_documents, names, functools.partial(find, "validation"))
+    return TokenDataset(
+        path, Rows(train, isolate_documents, names, functools.partial(find, "train")), held_out, manifest
+    )
+
+
+def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Return the train split and, if there is one, the validation split of a token dataset, with checked columns."""
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
@@ -291,15 +314,7 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
             raise InputError(f"--train_data_dir {folder}: {name} has {fault}; tokenize again with tokenize_dataset.py")
     if len(splits["train"]) == 0:
         raise InputError(f"--train_data_dir {folder}: the train split has no rows; tokenize again with more documents")
-    check_links(path / "tokenizer")  # checkpoints copy this folder
-    manifest = read_manifest(path)
-    names = SourceTable(manifest.sources).names if manifest and manifest.has_index else (folder,)
-    find = functools.partial(open_index, path, manifest)
-    train = Rows(splits["train"], isolate_documents, names, functools.partial(find, "train"))
-    held_out = None
-    if validation is not None and len(validation):
-        held_out = Rows(validation, isolate_documents, names, functools.partial(find, "validation"))
-    return TokenDataset(path, train, held_out, manifest)
+    return splits["train"], validation
 
 
 def _fault_of_columns(split: datasets.Dataset) -> str | None:
@@ -314,11 +329,23 @@ def _fault_of_columns(split: datasets.Dataset) -> str | None:
             return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
         if any(chunk.null_count or chunk.flatten().null_count for chunk in split.data.column(name).chunks):
             return f"gaps (nulls) in its column {name}"
-    lengths = [pc.list_value_length(split.data.column(name)).to_numpy() for name in columns if "start" not in name]
-    if len(lengths) == 2 and (lengths[0] != lengths[1]).any():
-        first = int((lengths[0] != lengths[1]).argmax())
+    lengths = [_row_lengths(split, name) for name in columns if "start" not in name]
+    if len(lengths) == 2 and np.any(lengths[0] != lengths[1]):
+        first = int(np.argmax(lengths[0] != lengths[1]))
         return f"rows whose labels are not as many as their input_ids, row {first} first"
     return None
+
+
+def _row_lengths(split: datasets.Dataset, column: str) -> np.ndarray | int:
+    """Return the values in each row of a column of lists, integers [rows].
+
+    Rows that ``tokenize_dataset.py`` writes have lists of one length, which is in the column's type: it is returned
+    alone, so that opening a dataset takes no longer if it has more rows.
+    """
+    values = split.data.column(column)
+    if pa.types.is_fixed_size_list(values.type):
+        return int(values.type.list_size)
+    return pc.list_value_length(values).to_numpy()
 
 
 def _lists(table: pa.Table, column: str) -> list[np.ndarray]:

@@ -165,7 +165,8 @@ def open_mixture(
         InputError: one cannot be read, they do not fit together, or shares name what is not there.
     """
     parts = tuple(open_dataset(folder, isolate_documents) for folder in folders)
-    manifest = merge_manifests(open_inputs([part.folder for part in parts]))
+    by_folder = {part.folder: part for part in parts}
+    manifest = merge_manifests(open_inputs(list(by_folder), lambda folder: by_folder[folder].manifest))
     sources = tuple(list_sources(parts, folders, [shares, *later]))
     held_out = [part.validation for part in parts if part.validation]
     return TokenMixture(

@@ -98,6 +98,11 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
         _introduction(origin, "base_model" in trainer) + _legal_note(folder, facts.license, origin),
         _usage(facts.name),
         _training_data(manifest, streamed),
+        *(
+            [_mixture(trainer, state, manifest.settings.max_length)]
+            if trainer.get("mixture_sources") and manifest
+            else []
+        ),
         *([_lineage(lineage)] if lineage else []),
         _results(state),
         *([_replay(certificate)] if certificate else []),
@@ -200,13 +205,44 @@ def _training_data(manifest: Manifest | None, streamed: list[str]) -> str:
     )
 
 
+def _mixture(trainer: dict[str, Any], state: TrainerState, tokens_per_row: int) -> str:
+    """Return the tokens that were seen of each source of a mixture, and the shares of the phases that have begun."""
+    names = [f"`{Path(name).name}`" for name in trainer["mixture_sources"]]
+    seen = state.rows_of_sources or [0] * len(names)
+    rows = [
+        (name, f"{count / max(sum(seen), 1):.2%}", f"{count * tokens_per_row:,}")
+        for name, count in zip(names, seen, strict=True)
+    ]
+    text = "## Mixture\n\n" + _table("source | share | tokens seen", rows)
+    phases = [phase for phase in trainer["data"].get("phases", []) if phase["first_step"] <= state.step]
+    if not phases:
+        return text
+    schedules = {one["first_step"]: one["arguments"] for one in trainer["phase_schedules"]}
+    stretches = [{"first_step": 1, "rows_per_epoch": trainer["data"]["rows_per_epoch"]}, *phases]
+    lines = [
+        (f"{one['first_step']:,}", _shares_in_words(names, one["rows_per_epoch"]), _rates(schedules, one["first_step"]))
+        for one in stretches[phases[0]["first_step"] == 1 :]
+    ]
+    return text + "\n\n" + _table("from step | shares | learning rate", lines)
+
+
+def _shares_in_words(names: Sequence[str], rows: Sequence[int]) -> str:
+    return ", ".join(f"{name} {count / sum(rows):.2%}" for name, count in zip(names, rows, strict=True) if count)
+
+
+def _rates(schedules: dict[int, dict[str, Any]], first_step: int) -> str:
+    """Return the learning rate of a phase in short: its own, or that of the hyperparameters."""
+    own = schedules.get(first_step)
+    return f"{own['lr_schedule']}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}" if own else "that of the run"
+
+
 def _lineage(branches: Sequence[BranchPoint]) -> str:
     rows = []
     for branch in branches:
         changed = [
             f"`{name}`: {_public_value(there)} → {_public_value(here)}"
             for name, (there, here) in branch.changed.items()
-            if name in (*_HYPERPARAMETERS, *_DATA)
+            if name in (*_HYPERPARAMETERS, *_DATA, "phases")
         ]
         data = [] if branch.continues_data else ["other data from the start"]
         rows.append((f"`{Path(branch.run).name}`", f"{branch.step:,}", ", ".join([*changed, *data]) or "nothing"))

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -49,8 +49,10 @@ class MergeInput:
         )
 
 
-def open_inputs(folders: Sequence[Path]) -> list[MergeInput]:
-    """Open token datasets that can be read as one.
+def open_inputs(
+    folders: Sequence[Path], manifest_of: Callable[[Path], Manifest | None] = read_manifest
+) -> list[MergeInput]:
+    """Open token datasets that can be read as one, with what ``manifest_of`` returns for the folder of each.
 
     Raises:
         InputError: one line for each dataset that cannot be read, or whose tokenizer, row length, chat template or
@@ -60,7 +62,7 @@ def open_inputs(folders: Sequence[Path]) -> list[MergeInput]:
     faults: list[str] = []
     for folder in folders:
         try:
-            splits, manifest = open_splits(folder), read_manifest(folder)
+            splits, manifest = open_splits(folder), manifest_of(folder)
         except InputError as error:
             faults += error.faults
             continue

@@ -138,6 +138,16 @@ def test_a_source_is_spread_over_the_epoch() -> None:
     assert np.abs(drift).max() < 4
 
 
+def test_any_stretch_of_windows_has_each_source_in_its_share_to_a_few_rows() -> None:
+    generator = np.random.default_rng(0)
+    for num_sources in (2, 3, 5, 30) * 3:
+        rows = tuple(generator.integers(1, 400, num_sources).tolist())
+        mixture = Mixture(rows, rows, int(generator.choice([4, 8, 64])), seed=0)
+        before = np.array([mixture.rows_before(window) for window in range(mixture.windows_per_epoch + 1)])
+        drift = before - before.sum(axis=1, keepdims=True) * np.array(rows) / sum(rows)
+        assert (drift.max(axis=0) - drift.min(axis=0)).max() < 5  # of the worst stretch
+
+
 def test_shares_say_how_many_rows_an_epoch_takes() -> None:
     assert rows_of_shares([1000, 1000, 1000, 30], [1.0, 0.15, 2.0, 0.01]) == [1000, 150, 2000, 0]
     assert rows_of_token_shares([100, 300, 600], [0.7, 0.2, 0.1]) == [700, 200, 100]

@@ -13,6 +13,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.cli.shares import Shares
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
+from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.lr_schedule import learning_rate
 from fabric_train.preflight.phases import plan_phases, read_phases
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -199,6 +200,15 @@ def test_a_phase_has_its_schedule_and_begins_and_ends_an_epoch(mixing: Mixing, p
     assert [phase["first_step"] for phase in trainer["data"]["phases"]] == [7, 9]
     (schedule,) = trainer["phase_schedules"]
     assert (schedule["first_step"], schedule["last_step"], schedule["num_steps"]) == (9, 12, 4)
+
+
+def test_the_model_card_has_sources_and_phases(mixing: Mixing, phased: ForkedRun, tmp_path: Path) -> None:
+    write_model_card(mixing.folder / "phased" / "checkpoints" / "step-00000012", tmp_path, CardFacts("model"))
+    card = (tmp_path / "README.md").read_text()
+    for name, count in zip(NAMES, mixing.state("phased", 12)["rows_of_sources"], strict=True):
+        assert f"| `{name}` | {count / 96:.2%} | {count * 16:,} |" in card
+    assert re.search(r"\| 1 \| `va` [0-9.]+%, `es` [0-9.]+%, `en` [0-9.]+% \| that of the run \|", card)
+    assert "| 9 | `va` 24.87%, `es` 75.13% | linear, `lr` 0.01, `min_lr` 0.001 |" in card
 
 
 def test_a_killed_run_resumes_across_a_phase_border_bit_for_bit(mixing: Mixing, phased: ForkedRun) -> None:

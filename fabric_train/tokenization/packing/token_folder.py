@@ -1,6 +1,7 @@
 """Read the rows of a token dataset's splits as batches of flat arrays, without importing ``datasets``."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder
+from fabric_train.files.mapped_arrow import map_table
 from fabric_train.files.safe_paths import check_file_name
 from fabric_train.files.typed_json import read_json
 
@@ -109,12 +111,18 @@ def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
     Raises:
         InputError: the file is missing or damaged.
     """
+    with _naming(file), pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
+        yield from reader
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn errors of reading an arrow file into an ``InputError`` that names it."""
     try:
-        with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as reader:
-            yield from reader
+        yield
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; tokenize again") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
         raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
 
 
@@ -129,8 +137,9 @@ def _open_split(folder: Path, name: str) -> Split:
         raise InputError(f"{listing}: damaged, it lists no files; tokenize again") from None
     schema, num_rows = pa.schema([]), 0
     for file in files:
-        for batch in read_arrow(file):
-            schema, num_rows = batch.schema, num_rows + batch.num_rows
+        with _naming(file):
+            table, _ = map_table(file)
+        schema, num_rows = table.schema, num_rows + table.num_rows
     if not num_rows:
         raise InputError(f"{folder / name}: no rows; leave the split out or tokenize again")
     _check_columns(schema, folder / name)
