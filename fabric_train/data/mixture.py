@@ -5,7 +5,7 @@ of all rows for each epoch. Row r of a window follows from (seed, epoch, window,
 
 1. Each source has the same number of rows in every window, up or down to a whole number (:class:`Mixture`).
 2. So the row is the q-th that the run reads of its source. These make passes over the source, each in a new order.
-3. The order of a pass is a permutation that is computed by index (:func:`permute`).
+3. The order of a pass is a permutation that is computed by index (``permutation``).
 
 Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch has 6 + 4 = 10 rows in 2 windows of
 3 + 2 rows. The rows of the second source are read twice in each epoch.
@@ -13,6 +13,7 @@ Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,8 +22,8 @@ from typing import ClassVar
 
 import numpy as np
 
-_ROUNDS = 8
-_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+from fabric_train.data.permutation import permutation_keys, permute, unpermute
+
 _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _TRIED_STEPS = 100
 
@@ -67,22 +68,23 @@ class Mixture:
         sizes = np.array(self.num_rows)[sources]
         read = np.array(self.already_read or [0] * len(counts)) + epoch * np.array(self.rows_per_epoch) + before
         passes, index = np.divmod(read[sources] + nth, sizes)
-        return self._offsets[sources] + permute(index, sizes, _keys(self.seed, sources, passes))
+        return self._offsets[sources] + permute(index, sizes, permutation_keys(self.seed, sources, passes))
 
-    def rows_before(self, window: int) -> list[int]:
-        """Return how many rows of each source an epoch has before a window.
+    def rows_before(self, window: int, only: int | None = None) -> list[int]:
+        """Return how many rows of each source, or of ``only`` one, an epoch has before a window.
 
         The number of windows gives the whole epoch. It takes O(sources × log windows) operations.
         """
+        chosen = slice(only, None if only is None else only + 1)
         if window == 0:
-            return [0] * len(self.num_rows)
+            return [0] * len(self.num_rows[chosen])
         if window > self._full_windows:
-            return list(self.rows_per_epoch)
+            return list(self.rows_per_epoch[chosen])
+        sums = self._sums if only is None else self._sums[only : only + 2]
         # the offset of window i is step × i without multiples of M; these are the same in two sums, and cancel out
-        further = [floor_sum(window, self._full_windows, self._step, sum_) for sum_ in self._sums]
-        return [
-            window * base + after - until for base, (until, after) in zip(self._bases, pairwise(further), strict=True)
-        ]
+        further = [floor_sum(window, self._full_windows, self._step, sum_) for sum_ in sums]
+        bases = self._bases[chosen]
+        return [window * base + after - until for base, (until, after) in zip(bases, pairwise(further), strict=True)]
 
     def rows_until(self, step: int) -> list[int]:
         """Return how many rows of each source are read after ``step`` windows, with those that were read before."""
@@ -90,6 +92,26 @@ class Mixture:
         read = self.already_read or [0] * len(self.num_rows)
         of_epochs = zip(read, self.rows_per_epoch, self.rows_before(window), strict=True)
         return [first + epochs * rows + more for first, rows, more in of_epochs]
+
+    def steps_of(self, row: int, num_steps: int) -> list[int]:
+        """Return which of the first ``num_steps`` steps, counted from 1, read a row: the inverse of ``rows_in``.
+
+        It takes O(passes over the row's source × log windows) operations.
+        """
+        source = int(np.searchsorted(self._offsets, row, side="right")) - 1
+        size, (first, last) = self.num_rows[source], (self.rows_until(step)[source] for step in (0, num_steps))
+        passes = np.arange(first // size, -(-last // size))
+        keys = permutation_keys(self.seed, np.full(len(passes), source), passes)
+        places = np.full(len(passes), row - self._offsets[source])
+        nth = passes * size + unpermute(places, np.full(len(passes), size), keys)
+        return [self._step_with(source, number - first) for number in nth.tolist() if first <= number < last]
+
+    def _step_with(self, source: int, nth: int) -> int:
+        """Return the step, counted from 1, with the ``nth`` row that this mixture takes of a source, counted from 0."""
+        epoch, number = divmod(nth, self.rows_per_epoch[source])
+        windows = range(self.windows_per_epoch)
+        following = bisect_right(windows, number, key=lambda window: self.rows_before(window, source)[0])
+        return epoch * len(windows) + following
 
     def count(self, rows: np.ndarray) -> list[int]:
         """Count the rows of each source among ``rows``, which are int64 of any length."""
@@ -167,60 +189,6 @@ def rows_of_token_shares(num_rows: Sequence[int], token_shares: Sequence[float])
     ``token_shares`` are relative to their sum. They are shares of the tokens because all rows have the same length.
     """
     return apportion([Fraction(str(share)) for share in token_shares], sum(num_rows))
-
-
-def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the place of each index in a permutation of ``range(num_rows)`` that its key chooses.
-
-    A Feistel network on a × b values, at least ``num_rows`` and fewer than ``num_rows + a``, with cycle walking: the
-    generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The round
-    function is :func:`_mix`, which is not secret. Eight rounds.
-
-    Args:
-        index: int64 [n], from 0 to ``num_rows`` - 1.
-        num_rows: int64 [n], above 0 and below 2**53.
-        keys: uint64 [n].
-
-    Returns:
-        int64 [n], from 0 to ``num_rows`` - 1; for one key a bijection.
-    """
-    size = num_rows.astype(np.uint64)
-    width = np.ceil(np.sqrt(num_rows)).astype(np.uint64)
-    height = -(-num_rows // width.astype(np.int64)).astype(np.uint64)
-    values = index.astype(np.uint64)
-    outside: np.ndarray = np.arange(len(values))
-    while len(outside):
-        values[outside] = _feistel(values[outside], width[outside], height[outside], keys[outside])
-        outside = outside[values[outside] >= size[outside]]
-    return values.astype(np.int64)
-
-
-def _feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return a bijection of ``range(width × height)``; all arguments and the result are uint64 [n]."""
-    right, left = np.divmod(values, width)
-    for number in range(0, _ROUNDS, 2):
-        left = (left + _mix(keys + _round_constant(number) ^ right) % width) % width
-        right = (right + _mix(keys + _round_constant(number + 1) ^ left) % height) % height
-    return right * width + left
-
-
-def _round_constant(number: int) -> np.uint64:
-    return np.uint64((number + 1) * _GOLDEN_RATIO_64 % 2**64)
-
-
-def _keys(seed: int, sources: np.ndarray, passes: np.ndarray) -> np.ndarray:
-    """Return a key, uint64 [n], for each (seed, source, pass)."""
-    key: np.ndarray = np.full(len(sources), seed, np.uint64)
-    for part in (sources, passes):
-        key = _mix(key + np.uint64(_GOLDEN_RATIO_64)) ^ part.astype(np.uint64)
-    return _mix(key + np.uint64(_GOLDEN_RATIO_64))
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Return the output function of SplitMix64, a bijection of uint64 (Steele, Lea, Flood: OOPSLA 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def floor_sum(count: int, modulus: int, step: int, start: int) -> int:

@@ -63,6 +63,16 @@ class MixtureOrder:
         phase = self._phase_of(step) if step else 0
         return self.mixtures[phase].rows_until(step - self.starts_after[phase])
 
+    def steps_of(self, row: int, num_steps: int) -> list[int]:
+        """Return which of the first ``num_steps`` steps read a row, in order: the inverse of ``rows_of``."""
+        found = list[int]()
+        for start, end, mixture in zip(
+            self.starts_after, (*self.starts_after[1:], num_steps), self.mixtures, strict=True
+        ):
+            if start < num_steps:
+                found += [start + step for step in mixture.steps_of(row, min(end, num_steps) - start)]
+        return found
+
     def rows_hash(self, step: int) -> str:
         """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``: O(log step) windows.
 

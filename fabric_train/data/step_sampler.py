@@ -84,6 +84,20 @@ def positions(batch: int, micro_batch_size: int, world_size: int, rank: int) -> 
     return range(begin, begin + micro_batch_size)
 
 
+def rank_at(position: int, micro_batch_size: int, world_size: int) -> int:
+    """Return the rank that has the row at a position in a window: the inverse of :func:`positions`."""
+    return position // micro_batch_size % world_size
+
+
+@dataclass(frozen=True)
+class RowRead:
+    """A step, counted from 1, that reads a row, and its epoch, counted from 0."""
+
+    step: int
+    epoch: int
+    row: int
+
+
 @dataclass(frozen=True)
 class WindowOrder:
     """The rows of every window and micro-batch, as functions of the step, the seed and the rank.
@@ -116,6 +130,22 @@ class WindowOrder:
     def epoch_order(self, epoch: int) -> np.ndarray:
         """Return the row indices of an epoch without a mixture: a permutation [num_rows] of seed and epoch."""
         return _permutation(self.num_rows, self.seed, epoch)
+
+    def reads_of(self, rows: np.ndarray, num_steps: int) -> list[RowRead]:
+        """Return which of the first ``num_steps`` steps read one of some rows, in the order of the steps.
+
+        Without a mixture it searches the order of every epoch, which takes O(epochs × rows of the token dataset).
+        """
+        if self.mixture:
+            found = [(step, row) for row in rows.tolist() for step in self.mixture.steps_of(row, num_steps)]
+        else:
+            found = [pair for epoch in range(self.epoch_of(num_steps) + 1) for pair in self._reads_in(epoch, rows)]
+        return [RowRead(step, self.epoch_of(step), row) for step, row in sorted(found) if step <= num_steps]
+
+    def _reads_in(self, epoch: int, rows: np.ndarray) -> Iterator[tuple[int, int]]:
+        order = self.epoch_order(epoch)
+        for place in np.flatnonzero(np.isin(order, rows)).tolist():
+            yield epoch * self._windows_per_epoch + place // self.rows_per_window + 1, int(order[place])
 
     def rows_hash(self, step: int) -> str:
         """Hash the rows of the steps up to ``step`` in order. The hash does not depend on ranks and micro-batches.

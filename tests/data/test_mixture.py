@@ -13,12 +13,12 @@ from fabric_train.data.mixture import (
     Mixture,
     apportion,
     floor_sum,
-    permute,
     rows_of_shares,
     rows_of_token_shares,
     spreading_step,
 )
 from fabric_train.data.mixture_order import MixtureOrder
+from fabric_train.data.permutation import permute, unpermute
 from fabric_train.data.step_sampler import WindowOrder
 
 ROWS = [
@@ -78,6 +78,14 @@ def test_no_row_is_read_again_before_all_of_its_source_are_read(mixture: Mixture
     assert all(0 <= row < first for row in read)
 
 
+def test_steps_of_a_row_among_a_billion_are_found_by_index() -> None:
+    mixture = Mixture((10**9, 7, 300), (10**9, 14, 45), 10, seed=2**63 - 1)
+    assert mixture.steps_of(ROWS[0][0], 1) == [1]
+    step = 2 * mixture.windows_per_epoch + 100_000_000
+    assert mixture.steps_of(ROWS[1][3], step)[-1] == step
+    assert mixture.steps_of(ROWS[1][3], step - 1) == mixture.steps_of(ROWS[1][3], step)[:-1]
+
+
 def test_epochs_and_passes_have_orders_of_their_own() -> None:
     mixture = Mixture((1000, 1000), (1000, 2000), 50, seed=7)
     epochs = [np.concatenate(epoch_of(mixture, epoch)) for epoch in range(2)]
@@ -104,6 +112,8 @@ def test_permutation_by_index_is_a_permutation(num_rows: int) -> None:
         index = np.arange(num_rows)
         permuted = permute(index, np.full(num_rows, num_rows), np.full(num_rows, key, np.uint64))
         assert sorted(permuted.tolist()) == index.tolist()
+        back = unpermute(permuted, np.full(num_rows, num_rows), np.full(num_rows, key, np.uint64))
+        assert back.tolist() == index.tolist()
 
 
 def test_permutations_are_as_even_as_random_ones() -> None:

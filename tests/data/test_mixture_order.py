@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.mixture_order import MixtureOrder
-from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder
+from fabric_train.data.step_sampler import RowRead, TrainBatches, Window, WindowOrder
 from tests.data.test_batch import numbered, row_numbers
 
 NUM_STEPS = 40
@@ -113,3 +113,27 @@ def test_an_appended_phase_leaves_the_steps_before_it_as_they_were() -> None:
         assert longer.rows_until(step) == order.rows_until(step)
     assert longer.rows_hash(9) != order.rows_hash(9)
     assert order.followed_by(5, (0, 11)).starts_after == (0, 5)  # in place of a phase without a step
+
+
+@settings(deadline=None, max_examples=40)
+@given(orders(), st.integers(1, NUM_STEPS))
+def test_steps_of_a_row_are_those_whose_windows_have_it(mixture: MixtureOrder, num_steps: int) -> None:
+    num_rows, rows_per_window = sum(mixture.num_rows), mixture.mixtures[0].rows_per_window
+    check_inverse(WindowOrder(num_rows, rows_per_window, 1, 1, 0, 0, mixture), num_rows, num_steps)
+
+
+@pytest.mark.parametrize(("num_rows", "rows_per_window"), [(1, 1), (7, 3), (12, 4), (5, 9)])
+def test_steps_of_a_row_without_a_mixture_are_those_whose_windows_have_it(num_rows: int, rows_per_window: int) -> None:
+    for num_steps in (1, 3, 10):
+        check_inverse(WindowOrder(num_rows, rows_per_window, 1, 1, 0, seed=9), num_rows, num_steps)
+
+
+def check_inverse(order: WindowOrder, num_rows: int, num_steps: int) -> None:
+    """Compare the steps of every row with a scan over all windows."""
+    scanned = [
+        RowRead(step, order.epoch_of(step), row)
+        for step in range(1, num_steps + 1)
+        for row in sorted(order.rows_of(step).tolist())
+    ]
+    assert order.reads_of(np.arange(num_rows), num_steps) == scanned
+    assert order.reads_of(np.arange(0, num_rows, 3), num_steps) == [read for read in scanned if read.row % 3 == 0]
