@@ -1,4 +1,4 @@
-"""The structure of docs/architecture.md: thirteen subpackages, imports in one direction, one name for one module."""
+"""The structure of docs/architecture.md: fourteen subpackages, imports in one direction, one name for one module."""
 
 import ast
 from collections import Counter
@@ -8,6 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "fabric_train"
 FROM_THE_TOP = (
     "bundle",
+    "trace",
     "preflight",
     "export",
     "inference",
@@ -27,6 +28,7 @@ TOP_LEVEL_MODULES = {"__init__", "__main__", "corpus", "doctor", "replay"}
 PROGRAMS = {
     "__main__",
     "bundle.__main__",
+    "trace.__main__",
     "doctor",
     "replay",
     "tokenization.inspect.__main__",
@@ -67,7 +69,7 @@ def upward_imports(path: Path, source: str) -> list[str]:
     ]
 
 
-def test_there_are_thirteen_subpackages_and_no_loose_modules() -> None:
+def test_there_are_fourteen_subpackages_and_no_loose_modules() -> None:
     folders = {path.parts[0] for path in MODULES if len(path.parts) > 1}
     assert folders == set(FROM_THE_TOP)
     assert {path.stem for path in MODULES if len(path.parts) == 1} == TOP_LEVEL_MODULES

@@ -22,10 +22,12 @@ from fabric_train.checkpoint.discovery import (
     deciding_loss,
     describe_choice,
     describe_damaged,
+    find_checkpoint,
     find_whole_checkpoint,
     is_short_name,
     newest_checkpoint,
     run_of,
+    saved_checkpoints,
     wrong_content,
 )
 from fabric_train.checkpoint.manager import CheckpointManager
@@ -45,6 +47,7 @@ from fabric_train.checkpoint.trainer_state import (
     read_base_model,
     read_best_by,
     read_cursors,
+    read_data_order,
     read_lengths,
     read_lineage,
     read_phase_rows,
@@ -79,6 +82,7 @@ __all__ = [
     "describe_choice",
     "describe_damaged",
     "describe_data_changes",
+    "find_checkpoint",
     "find_data_changes",
     "find_whole_checkpoint",
     "is_short_name",
@@ -87,6 +91,7 @@ __all__ = [
     "read_base_model",
     "read_best_by",
     "read_cursors",
+    "read_data_order",
     "read_lengths",
     "read_lineage",
     "read_phase_rows",
@@ -96,5 +101,6 @@ __all__ = [
     "read_trainer_state",
     "restore_optimizer",
     "run_of",
+    "saved_checkpoints",
     "wrong_content",
 ]

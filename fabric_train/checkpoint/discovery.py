@@ -84,6 +84,11 @@ def run_of(checkpoint: Path) -> Path:
     return folder.parent if folder.name == "checkpoints" else folder
 
 
+def saved_checkpoints(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by step, the oldest first; damaged ones too."""
+    return {_step(checkpoint): checkpoint for checkpoint in sorted(_in(run), key=_step)}
+
+
 def is_short_name(path: Path) -> bool:
     """Whether a path is no file or folder, but a name for a checkpoint of the run folder above it."""
     return not os.path.lexists(path) and bool(_SHORT_NAME.fullmatch(path.name)) and bool(_in(path.parent))

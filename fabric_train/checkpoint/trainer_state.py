@@ -301,14 +301,25 @@ def data_starts_after(lineage: Iterable[BranchPoint]) -> int:
     return max((branch.step for branch in lineage if not branch.continues_data), default=0)
 
 
+def read_data_order(checkpoint: Path) -> DataOrder | StreamOrder:
+    """Return the data order of the checkpoint's run.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    order: DataOrder | StreamOrder = parsed.data
+    return order
+
+
 def read_stream_order(checkpoint: Path) -> StreamOrder | None:
     """Return the data order of the checkpoint's stream, or None if its run read a token dataset.
 
     Raises:
         InputError: trainer.json is damaged.
     """
-    _, parsed = _read(checkpoint)
-    return parsed.data if isinstance(parsed.data, StreamOrder) else None
+    order = read_data_order(checkpoint)
+    return order if isinstance(order, StreamOrder) else None
 
 
 def read_cursors(checkpoint: Path) -> list[LaneCursor]:

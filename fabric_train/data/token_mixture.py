@@ -48,6 +48,12 @@ class JoinedRows(IndexedRows):
         part, rows = self._slices[number]
         return part, rows[row - int(self._starts[number])]
 
+    def row_at(self, part: int, number: int) -> int:
+        """Return the row that a split has at a number: the inverse of ``place``."""
+        with_it = (place for place, (own, rows) in enumerate(self._slices) if own == part and number in rows)
+        place = next(with_it)
+        return int(self._starts[place]) + self._slices[place][1].index(number)
+
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
         """Return the rows in the order of ``indices``; those of one split are read together."""
         found: dict[int, StoredRow] = {}

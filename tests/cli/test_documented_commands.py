@@ -16,6 +16,7 @@ from arguments import (
     MergeArguments,
     ReplayArguments,
     TokenizeArguments,
+    TraceArguments,
     TrainArguments,
     parse,
 )
@@ -31,6 +32,7 @@ PROGRAMS = {
     "python -m fabric_train.doctor": DoctorArguments,
     "python -m fabric_train.replay": ReplayArguments,
     "python -m fabric_train.bundle": BundleArguments,
+    "python -m fabric_train.trace": TraceArguments,
     "fabric run fabric_train": TrainArguments,
     "python -m fabric_train": TrainArguments,
 }

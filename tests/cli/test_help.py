@@ -23,6 +23,7 @@ from arguments import (
     MergeArguments,
     ReplayArguments,
     TokenizeArguments,
+    TraceArguments,
     TrainArguments,
     parse,
 )
@@ -42,6 +43,7 @@ PROGRAMS: dict[str, Any] = {
     "-m fabric_train.doctor": DoctorArguments,
     "-m fabric_train.replay": ReplayArguments,
     "-m fabric_train.bundle": BundleArguments,
+    "-m fabric_train.trace": TraceArguments,
 }
 SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb")
 SECONDS = 2.0
