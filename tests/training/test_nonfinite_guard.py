@@ -243,7 +243,7 @@ def test_documents_with_the_highest_losses_are_named_at_a_spike(
     run.finish()
     (warning,) = [line for line in run.lines() if line.startswith("warning:")]
     named = warning.split("; highest mean losses: ")[1]
-    places = re.findall(rf"es: {re.escape(str(tmp_path))}/es.jsonl:(\d+) “(.+?)…”", named)
+    places = re.findall(rf"es: {re.escape(str(tmp_path))}/es.jsonl:(\d+) “(.+?)…?”", named)
     assert {(place, text) for place, text in places[:2]} == {("18", "Zx9 qq vv"), ("41", "jj0 ## kk")}
     assert len(places) == 3
 
