@@ -115,7 +115,7 @@ def test_losses_of_sources_are_those_of_every_token_by_hand(
     fabric = Fabric(accelerator="cpu", devices=1)
     wrapped = fabric.setup_module(model)
     assert mixture.source_names == SOURCES
-    rows = list(range(0, len(mixture.train), 5))
+    rows = list(range(0, len(mixture.train), 9))
     wanted = ByHand(by_hand, mixture, "train").sums(rows)
     for size in (1, 4, len(rows)):
         cut = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
@@ -203,7 +203,7 @@ def runs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 2), (1, 8), (2, 1)])
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 8), (2, 1)])
 def test_sources_add_up_to_the_whole_in_every_cut(
     runs: Runs, folders: list[str], num_ranks: int, micro_batch_size: int
 ) -> None:
@@ -237,7 +237,7 @@ def window_rows(mixture: TokenMixture, window: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_new_run_is_evaluated_at_step_0_unless_told_otherwise(runs: Runs, tmp_path: Path) -> None:
+def test_a_new_run_is_evaluated_at_step_0(runs: Runs) -> None:
     rows = rows_of(runs.folder / "whole")
     assert [(row["step"], bool(row["val_loss"])) for row in rows] == [
         ("0", True),
@@ -257,8 +257,6 @@ def test_a_new_run_is_evaluated_at_step_0_unless_told_otherwise(runs: Runs, tmp_
         )
         assert perplexity == pytest.approx(math.exp(loss))
         assert 0 < bits < 100
-    runs.start("without", eval_at_start="false", max_step=1).finish()
-    assert [row["step"] for row in rows_of(runs.folder / "without")] == ["1"]
     weights = runs.folder / "whole" / "checkpoints" / "step-00000003"
     runs.start("weights", checkpoint=weights, weights_only="true", max_step=1).finish()
     again = rows_of(runs.folder / "weights")
@@ -292,9 +290,8 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_signal_in_the_first_evaluation_ends_the_run_and_step_0_is_logged_once(runs: Runs, num_ranks: int) -> None:
-    name = f"stopped-{num_ranks}"
+def test_a_signal_in_the_first_evaluation_ends_the_run_and_step_0_is_logged_once(runs: Runs) -> None:
+    name, num_ranks = "stopped", 2
     at_start = at_point("os.kill(os.getpid(), signal.SIGTERM)", 0, "VALIDATION", 1)
     stopped = runs.start(name, num_ranks, before=at_start)
     assert set(stopped.wait()) == {75}, stopped.report()
