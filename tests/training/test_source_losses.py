@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from lightning import Fabric
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint import Evaluation, read_trainer_state
+from fabric_train.cli.errors import InputError
 from fabric_train.cli.shares import Shares
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.mixture import Mixture
-from fabric_train.data.step_sampler import Window
+from fabric_train.data.step_sampler import Window, validation_batches
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.model_card import CardFacts, write_model_card
@@ -165,6 +167,19 @@ def test_limited_validation_reads_equally_many_rows_of_each_source(folders: list
         owners = [owner[0] for owner in owners_by_hand(dataset, "validation", row)]
         counts = [owners.count(name) for name in SOURCES[:2]]
         assert counts[source] >= max(counts) - 3  # repeated tokens do not count
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_damaged_index_is_one_line_whoever_reads_it(tmp_path: Path, folders: list[str], num_workers: int) -> None:
+    damaged = tmp_path / "tokens"
+    shutil.copytree(folders[0], damaged)
+    documents = np.load(damaged / "train" / "index" / "documents.npy", mmap_mode="r+")
+    documents["file"][20] = 77
+    documents.flush()
+    rows = open_dataset(str(damaged)).train
+    with pytest.raises(InputError) as error:
+        list(validation_batches(rows, 4, 1, 0, None, 0, num_workers))
+    assert str(error.value) == "the document index has a file that manifest.json does not list; tokenize again"
 
 
 # -------------------------------------------------------------------------------------------------------------- runs
