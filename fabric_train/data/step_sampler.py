@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from fabric_train.cli.errors import RunError
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import Batch
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.row_hash import hash_of
@@ -181,15 +181,15 @@ class WindowOrder:
 
 
 class WorkerLoader(DataLoader):
-    """A DataLoader that names the place if there is no room for the semaphores of its processes.
+    """A DataLoader that raises the errors among its items, without the traceback that torch adds to those of a worker.
 
     Raises:
-        RunError: from ``iter``.
+        RunError: from ``iter``, if there is no room for the semaphores of its processes.
     """
 
     def __iter__(self) -> Any:
         try:
-            return super().__iter__()
+            return map(_raised, super().__iter__())
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -291,7 +291,7 @@ class _Steps:
 
 def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Steps, num_workers: int, pin_memory: bool) -> DataLoader:
     return WorkerLoader(
-        rows,
+        _ErrorsAsItems(rows),
         batch_sampler=indices,
         num_workers=num_workers,
         collate_fn=_identity,
@@ -299,6 +299,25 @@ def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Steps, num_worker
         prefetch_factor=8 if num_workers else None,
         worker_init_fn=ignore_signals_in_worker,
     )
+
+
+@dataclass(frozen=True)
+class _ErrorsAsItems(Dataset):
+    """Batches of rows; an InputError instead of a batch that cannot be read."""
+
+    rows: IndexedRows
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch | InputError:
+        try:
+            return self.rows.__getitems__(indices)
+        except InputError as error:
+            return error
+
+
+def _raised(item: Any) -> Any:
+    if isinstance(item, Exception):
+        raise item
+    return item
 
 
 def _identity(batch: Any) -> Any:

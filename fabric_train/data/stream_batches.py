@@ -75,7 +75,7 @@ class StreamBatches:
         """
         made = iter(self._loader(last_step - after_step))
         for step in range(after_step + 1, last_step + 1):
-            parts = [_raised(next(made)) for _ in range(self.order.num_batches)]
+            parts = [next(made) for _ in range(self.order.num_batches)]
             cursors = np.concatenate([part.cursors for part in parts])
             yield Window(
                 step=step,
@@ -153,12 +153,6 @@ class _LaneDataset(IterableDataset):
             yield from self._batches.batches(first, stride, self._num_windows)
         except (InputError, RunError, OSError) as error:
             yield error
-
-
-def _raised(item: StreamBatch | InputError | RunError | OSError) -> StreamBatch:
-    if isinstance(item, StreamBatch):
-        return item
-    raise item
 
 
 def _batch(lanes: range, rows: Sequence[LaneRow], isolates: bool) -> StreamBatch:
