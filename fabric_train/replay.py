@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     progress.info("importing torch and transformers")
 
     from fabric_train.checkpoint import wrong_content
-    from fabric_train.distributed.devices import device_name
+    from fabric_train.distributed.devices import device_name, use_threads_of
     from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
     from fabric_train.distributed.rendezvous import destroy_process_group
     from fabric_train.distributed.strategy import build_fabric
@@ -80,6 +80,8 @@ def main(argv: list[str] | None = None) -> None:
             progress.info("checking the checkpoint")
             if run.start.checkpoint and (damage := wrong_content(run.start.checkpoint, fabric)):
                 raise InputError(f"{run.start.checkpoint} is damaged: {damage}; replay steps after another checkpoint")
+            if fabric.device.type == "cpu":  # fabric run gives each rank more threads than Fabric's own start does
+                use_threads_of(replay.there.device)
             steps = repeat_steps(fabric, run, replay.steps[1], heartbeat)
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()

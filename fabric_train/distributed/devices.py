@@ -1,6 +1,7 @@
 """Resolve ``--accelerator``, ``--devices`` and ``--num_nodes``, and check them against this machine."""
 
 import os
+import re
 
 import torch
 from lightning.fabric.accelerators import CUDAAccelerator
@@ -107,3 +108,10 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"CPU, {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
     return device.type
+
+
+def use_threads_of(name: str | None) -> None:
+    """Let this CPU compute with as many threads as the device that has this name, see :func:`device_name`."""
+    found = re.fullmatch(r"CPU, .*, threads ([1-9][0-9]{0,4})", name or "")
+    if found:
+        torch.set_num_threads(int(found[1]))

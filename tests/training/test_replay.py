@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fabric_train.data.step_sampler import WindowOrder
+from fabric_train.distributed.devices import device_name, use_threads_of
 from fabric_train.export.model_card import CardFacts, write_model_card
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import argv, checkpoints
@@ -184,3 +186,16 @@ def test_what_cannot_be_replayed_is_one_line(replaying: Replaying) -> None:
         assert replay.codes() == [2]
         (line,) = replay.stderr().splitlines()
         assert line.startswith(fault)
+
+
+def test_a_replay_computes_with_as_many_threads_as_the_run() -> None:
+    cpu, before = torch.device("cpu"), torch.get_num_threads()
+    name = device_name(cpu)
+    try:
+        use_threads_of(name.replace(f"threads {before}", "threads 3"))
+        assert device_name(cpu) == name.replace(f"threads {before}", "threads 3")
+        for other in (None, "NVIDIA H100 80GB HBM3"):
+            use_threads_of(other)
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
