@@ -1,0 +1,51 @@
+"""Train on two sources with shares, a phase and a branch, then trace and replay: ``python -m demo.mixture``.
+
+It takes about five minutes on two cores. docs/mixture.md shows what it prints.
+"""
+
+import shutil
+import sys
+
+from demo.loss_curve import draw_source_losses
+from demo.stages import ROOT, StageError, run_stage
+from sample_data import real_data
+
+FOLDER = "demo_run/mixture"
+TOKENS, TRUNK, DECAY, PICTURE = (f"{FOLDER}/{name}" for name in ("tokens", "trunk", "decay", "losses.png"))
+SOURCES = ("es", "en")
+
+
+def main() -> None:
+    """Run the stages in turn; exit with the exit code of a stage that fails."""
+    try:
+        _run_stages()
+    except (StageError, real_data.FetchError) as error:
+        print(f"\nerror: demo: {error}", file=sys.stderr, flush=True)
+        sys.exit(getattr(error, "exit_code", 1))
+
+
+def _run_stages() -> None:
+    documents = [
+        f"{name}={path.relative_to(ROOT)}"
+        for name, path in zip(SOURCES, (real_data.bible_es(), real_data.shakespeare()), strict=True)
+    ]
+    tokenizer = real_data.smollm2().relative_to(ROOT)
+    shutil.rmtree(ROOT / FOLDER, ignore_errors=True)
+    rows = ["--tokenizer_name", tokenizer, "--max_length", 256, "--validation_split", 0.03]
+    run_stage("tokenization", "python", "tokenize_dataset.py", "--dataset", *documents, *rows, "--output_dir", TOKENS)
+    train = ["fabric", "run", "fabric_train", "--devices", 2, "--accelerator", "cpu"]
+    train += ["--config", "demo/mixture.yaml"]
+    run_stage("training", *train, "--output_dir", TRUNK)
+    schedule = ["--lr_schedule", "wsd", "--decay_steps", 10, "--max_step", 70]
+    run_stage("the branch", *train, "--branch", f"{TRUNK}@60", *schedule, "--output_dir", DECAY)
+    run_stage("the trace of a step", "python", "-m", "fabric_train.trace", DECAY, "--step", 65, "--rank", 1)
+    document = ["--document", "bible-es.jsonl:141"]
+    run_stage("the trace of a document", "python", "-m", "fabric_train.trace", DECAY, *document)
+    run_stage("the replay", "python", "-m", "fabric_train.replay", TRUNK, "--steps", "41:43")
+    tables = [ROOT / run / "metrics.csv" for run in (TRUNK, DECAY)]
+    draw_source_losses(tables, SOURCES, ROOT / PICTURE, "Spanish and English: a trunk and its decay")
+    print(f"\nlosses of each source: {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()
