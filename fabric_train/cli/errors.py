@@ -94,14 +94,14 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     first one ends. So other ranks wait to let rank 0 print. If they are still alive after that, rank 0 has found no
     fault, and they print theirs.
     """
-    if code in (FAILURE, INPUT_ERROR):
+    is_error, waits_for_rank_0 = code in (FAILURE, INPUT_ERROR), _connected_ranks is None and global_rank() > 0
+    if is_error and waits_for_rank_0:
+        time.sleep(10)  # before the report: torchrun takes the exit code of the rank that has reported first
+    if is_error:
         report_to_torchrun([redact(line) for line in lines])
     if _connected_ranks is not None:
         _connected_ranks.end(code, lines, may_follow_another)
-    elif not global_rank():
-        print_errors(*lines)
-    elif code in (FAILURE, INPUT_ERROR):
-        time.sleep(10)
+    elif is_error or not waits_for_rank_0:
         print_errors(*lines)
     exit_process(code)
 

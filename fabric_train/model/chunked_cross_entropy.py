@@ -121,10 +121,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ctx.grads = grad_hidden, grad_weight, grad_bias
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)  # else the backward pass fills a gradient of the losses with zeros
         return losses.sum(dtype=torch.float64), losses
 
     @staticmethod
-    def backward(ctx: Any, grad_sum: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_sum: torch.Tensor, _: None) -> Any:
         grads, ctx.grads = ctx.grads, None
         scaled = (
             None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)

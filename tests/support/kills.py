@@ -108,7 +108,7 @@ MOMENTS: Mapping[str, Moment] = {
     "backward pass": Moment(_IN_BACKWARD),
     "optimizer step, half the parameters changed": Moment('die_in("torch:_fused_adamw_", 2 * {nth})'),
     "validation": Moment('die_in("fabric_train.training.evaluation:summed_loss", {nth})'),
-    "between epochs": Moment('die_in("fabric_train.data.step_sampler:_Epoch", 2)'),
+    "between two steps": Moment('die_in("fabric_train.data.step_sampler:WindowOrder.rows_hash_after", {nth})'),
     "row of metrics.csv": Moment(_IN_A_ROW, only_rank_0=True),
     "start, metrics.csv cut to the checkpoint": Moment(
         'die_in("pathlib:Path.replace", 1, "metrics")', only_rank_0=True
