@@ -15,15 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arguments import MergeArguments, parse
-from fabric_train.cli.errors import run_program
+from fabric_train.cli.errors import InputError, run_program
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.manifest import (
-    Manifest,
-    MergedPart,
-    write_manifest,
-)
+from fabric_train.tokenization.manifest import Manifest, MergedPart, changed_tokenizer, write_manifest
 from fabric_train.tokenization.merged_manifest import MergeInput, merge_manifests, open_inputs
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, read_arrow
@@ -60,6 +56,9 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
     for folder in folders:
         check_not_inside(target, folder)
     merged = open_inputs(folders)
+    faults = [fault for one in merged for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
+    if faults:
+        raise InputError(*faults)
     first, manifest = merged[0], merge_manifests(merged)
     without_index = [dataset.folder for dataset in merged if not dataset.manifest.has_index]
     num_bytes = sum(

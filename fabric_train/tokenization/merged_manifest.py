@@ -18,7 +18,6 @@ from fabric_train.tokenization.manifest import (
     SourceLedger,
     SplitLedger,
     TokenizerRecord,
-    changed_tokenizer,
     read_manifest,
 )
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
@@ -77,8 +76,6 @@ def open_inputs(
     if faults:
         raise InputError(*faults)
     faults = [fault for other in opened[1:] for fault in _differences(opened[0], other)]
-    if not faults:  # all have the same tokenizer
-        faults = [fault for one in opened for fault in changed_tokenizer(one.folder, one.manifest.tokenizer)]
     if faults:
         raise InputError(*faults)
     return opened

@@ -16,7 +16,7 @@ class EarlyStopping:
     patience: int
 
     def after(self, before: LossProgress | None, evaluation: Evaluation) -> LossProgress:
-        """Return the progress after an evaluation; one of another source begins anew."""
+        """Return the progress after an evaluation; with another source than before, counting starts at 0."""
         if before is None or before.source != self.source:
             before = LossProgress(self.source)
         return before.after(evaluation)
