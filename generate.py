@@ -11,9 +11,10 @@ def main() -> None:
     """Print the prompt and its continuation as it is generated, and one line about the speed on standard error."""
     arguments = parse(GenerateArguments)
 
-    from fabric_train.inference.generate import generate, load_for_generation  # slow
+    from fabric_train.inference.generate import generate  # slow
+    from fabric_train.inference.load_model import load_for_inference
 
-    model, tokenizer = load_for_generation(arguments.model_name)
+    model, tokenizer = load_for_inference(arguments.model_name)
     generated = generate(
         model,
         tokenizer,

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
-from fabric_train.inference.generate import GeneratedText, encode_prompt, generate, load_for_generation
+from fabric_train.inference.generate import GeneratedText, encode_prompt, generate
+from fabric_train.inference.load_model import load_for_inference
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 
@@ -24,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_r
 
 @pytest.fixture(scope="module")
 def loaded(run: Path) -> tuple[Any, Any]:
-    return load_for_generation(str(run))
+    return load_for_inference(str(run))
 
 
 def _generate(loaded: tuple[Any, Any], **changes: Any) -> GeneratedText:
@@ -46,7 +47,7 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
 def test_checkpoint_full_or_sharded_and_export_give_the_same_text(tmp_path: Path, run: Path) -> None:
     full, sharded = run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000002"
     write_export(sharded, tmp_path, torch.float32, "100KB", CardFacts("tiny"))
-    texts = {_generate(load_for_generation(str(place))).text for place in (full, sharded, tmp_path)}
+    texts = {_generate(load_for_inference(str(place))).text for place in (full, sharded, tmp_path)}
     assert len(texts) == 1
 
 
@@ -70,7 +71,7 @@ def test_bos_comes_before_the_prompt_exactly_once(tiny_model_dir: Path) -> None:
 
 
 def test_text_ends_at_eos(run: Path) -> None:
-    model, tokenizer = load_for_generation(str(run / "checkpoints" / "step-00000001"))
+    model, tokenizer = load_for_inference(str(run / "checkpoints" / "step-00000001"))
     third = _generate((model, tokenizer)).new_ids[2]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(third)
     new_ids = _generate((model, tokenizer)).new_ids
@@ -79,7 +80,7 @@ def test_text_ends_at_eos(run: Path) -> None:
 
 
 def test_the_models_own_sampling_settings_do_not_apply(run: Path) -> None:
-    model, tokenizer = load_for_generation(str(run))
+    model, tokenizer = load_for_inference(str(run))
     plain = _generate((model, tokenizer)).new_ids
     model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=10.0)
     assert _generate((model, tokenizer)).new_ids == plain
@@ -92,9 +93,9 @@ def test_more_tokens_than_positions_are_refused(loaded: tuple[Any, Any]) -> None
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
-        load_for_generation(str(tmp_path / "nothing-here"))
+        load_for_inference(str(tmp_path / "nothing-here"))
     with pytest.raises(InputError, match="neither a complete checkpoint"):
-        load_for_generation(str(tmp_path))
+        load_for_inference(str(tmp_path))
 
 
 def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
@@ -111,4 +112,4 @@ def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
 
 def test_the_best_and_the_latest_checkpoint_of_a_run_have_names(run: Path, loaded: tuple[Any, Any]) -> None:
     for name in ("best", "latest", "step-2", "checkpoints/step-00000002"):
-        assert _generate(load_for_generation(str(run / name))).text == _generate(loaded).text
+        assert _generate(load_for_inference(str(run / name))).text == _generate(loaded).text

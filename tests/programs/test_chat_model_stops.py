@@ -10,7 +10,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 import tokenize_dataset
-from fabric_train.inference.generate import generate, load_for_generation
+from fabric_train.inference.generate import generate
+from fabric_train.inference.load_model import load_for_inference
 from tests.support.exports import VERIFY_IN_PROCESS
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
@@ -95,7 +96,7 @@ def test_generate_stops_with_the_checkpoint_and_with_the_export(trained: ChatMod
     tokenizer: Any = AutoTokenizer.from_pretrained(trained.export)
     prompt = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     for folder in (trained.checkpoint, trained.export):
-        loaded = load_for_generation(str(folder))
+        loaded = load_for_inference(str(folder))
         ids = generate(*loaded, prompt, num_tokens=40, temperature=0.0, top_p=1.0, seed=0).new_ids
         assert ids[-1] == END_OF_TURN
         assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER["content"]
