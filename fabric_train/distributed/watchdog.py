@@ -184,6 +184,8 @@ class Watchdog:
     def _add(self, other: _RankState) -> None:
         assert other.connection is not None
         other.connection.settimeout(_BEAT_SECONDS)
+        # without it, the kernel holds back a message that follows a heartbeat, and drops it if this process ends first
+        other.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._others[other.rank] = other
         self._selector.register(other.connection, selectors.EVENT_READ, other)
         if self._me.rank == 0:

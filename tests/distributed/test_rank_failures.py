@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fabric_train.distributed.heartbeat import Heartbeat
+from fabric_train.distributed.watchdog import Watchdog, _RankState
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
 from tests.support.short_runs import argv, at_point, checkpoints, metrics
@@ -93,6 +95,32 @@ def test_rank_0_prints_the_error_of_another_rank_in_one_line(
     assert run.wait(40) == [1, 1]
     assert run.stderr(1) == ""
     assert only_line(run).startswith("error (rank 1): No space left on device: a file; ")
+
+
+def test_an_end_that_follows_a_heartbeat_arrives() -> None:
+    """Rank 0 ends at once, with a message of the other rank unread: the kernel then drops what it has not sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rank_0 = _RankState(1, connection=socket.create_connection(server.getsockname()))
+        rank_1 = _RankState(0, connection=server.accept()[0])
+    Watchdog(0, Heartbeat(), 0)._add(rank_0)
+    Watchdog(1, Heartbeat(), 0)._add(rank_1)
+    assert rank_1.read() is not None  # the introduction
+    for _ in range(30):  # until the kernel delays acknowledgements, as in a long run
+        rank_0.send(beat=True)
+        assert rank_1.read() == [{"beat": True}]
+        time.sleep(0.01)
+        rank_1.send(beat=True)
+        assert rank_0.read() == [{"beat": True}]
+    time.sleep(0.1)
+    rank_1.send(beat=True)
+    rank_0.send(beat=True)
+    rank_0.send(end=1)
+    assert rank_0.connection is not None
+    rank_0.connection.close()
+    messages = []
+    while (received := rank_1.read()) is not None:
+        messages += received
+    assert messages[-1] == {"end": 1}
 
 
 def test_long_saves_and_first_steps_are_no_hang(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
