@@ -447,6 +447,8 @@ def test_the_name_before_an_equals_sign_names_the_source(tmp_path: Path, monkeyp
     (tmp_path / "lang=es").mkdir()
     with pytest.raises(InputError, match=r"lang=es: a path, and also es with the name lang; give \./lang=es"):
         split_names(["lang=es"], "--dataset")
+    with pytest.raises(InputError, match=r"--dataset all=corpus: losses of all sources .* give NAME=corpus"):
+        split_names(["all=corpus"], "--dataset")
 
 
 def test_the_ledger_of_the_sources_must_balance(pair: tuple[Path, Path, Texts]) -> None:

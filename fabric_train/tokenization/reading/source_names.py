@@ -19,7 +19,8 @@ def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
     name are one source.
 
     Raises:
-        InputError: what is given as a whole is a path that exists, so that it is not known what is meant.
+        InputError: what is given as a whole is a path that exists, so that it is not known what is meant; or the name
+            is ``all``, which is that of the whole wherever losses are shown by source.
     """
     faults = []
     named = []
@@ -27,7 +28,10 @@ def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
         found = _NAMED.fullmatch(value)
         if found and (os.path.lexists(value) or (glob.has_magic(value) and next(glob.iglob(value), None))):
             faults.append(f"{option} {value}: a path, and also {found[2]} with the name {found[1]}; give ./{value}")
-        named.append((found[1], found[2]) if found else (redact(value), value))
+        name, place = (found[1], found[2]) if found else (redact(value), value)
+        if name == "all":
+            faults.append(f"{option} {value}: losses of all sources together have the name all; give NAME={place}")
+        named.append((name, place))
     if faults:
         raise InputError(*faults)
     return named
