@@ -23,6 +23,7 @@ def main() -> None:
     from fabric_train.export.convert import convert
     from fabric_train.export.hub import PushError, check_push, push
     from fabric_train.export.model_card import CardFacts
+    from fabric_train.export.source import ExportSource
     from fabric_train.export.verification import VerificationError
     from fabric_train.model.hf_model import quiet_transformers
 
@@ -38,7 +39,8 @@ def main() -> None:
                 languages=tuple(arguments.language) if arguments.language else None,
                 base_model=arguments.base_model,
             )
-            report = convert(checkpoint, target, getattr(torch, arguments.dtype), arguments.max_shard_size, facts)
+            source, dtype = ExportSource(checkpoint), getattr(torch, arguments.dtype)
+            report = convert(source, target, dtype, arguments.max_shard_size, facts)
             print_report(report, target)
             print_gaps(target)
             if arguments.push_to_hub:

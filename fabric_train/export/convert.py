@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_state
 from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import VerificationReport, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.safe_paths import copy_folder
@@ -22,17 +23,16 @@ from fabric_train.model.generation_config import write_generation_config
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
 from fabric_train.model.origin import legal_files
-from fabric_train.model.weight_files import open_weights
 from fabric_train.tokenization.manifest import read_manifest
 
 
 def convert(
-    checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts
+    source: ExportSource, target: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts
 ) -> VerificationReport:
-    """Export ``checkpoint`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
+    """Export ``source`` as the Hugging Face folder ``target``, which exists only if a fresh process verified it.
 
     Args:
-        checkpoint: a complete checkpoint, full or sharded.
+        source: what to export.
         target: a folder that does not exist yet or is empty.
         dtype: dtype of the exported weights.
         max_shard_size: largest safetensors file, such as 5GB; a larger tensor gets its own file.
@@ -42,6 +42,7 @@ def convert(
         InputError: the checkpoint is damaged, or ``target`` is taken.
         VerificationError: the export does not match the checkpoint; ``target`` is not created.
     """
+    checkpoint = source.checkpoint
     check_not_inside(target, checkpoint)
     read_trainer_state(checkpoint)  # this and the next lines report damage before anything is written
     read_manifest(checkpoint)
@@ -49,13 +50,14 @@ def convert(
     if (checkpoint / "tokenizer").is_dir():
         load_hf_tokenizer(checkpoint / "tokenizer")
     with complete_folder(target) as folder:
-        write_export(checkpoint, folder, dtype, max_shard_size, facts)
-        return verify_in_fresh_process(folder, checkpoint, dtype)
+        write_export(source, folder, dtype, max_shard_size, facts)
+        return verify_in_fresh_process(folder, source, dtype)
 
 
-def write_export(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
+def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
     """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
-    _write_weights(checkpoint, folder, dtype, max_shard_size)
+    checkpoint = source.checkpoint
+    _write_weights(source, folder, dtype, max_shard_size)
     _write_configurations(checkpoint, folder, dtype)
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # safetensors makes files that only the owner can read
@@ -67,9 +69,9 @@ def write_export(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_s
     write_model_card(checkpoint, folder, facts)
 
 
-def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+def _write_weights(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
     """Write ``model.safetensors``, or shards with an index; only one shard is in memory at a time."""
-    weights = open_weights(checkpoint)
+    weights = source.open_tensors()
     outline = {name: torch.empty(weights.shape(name), dtype=dtype, device="meta") for name in weights}
     plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
     columns = (
@@ -80,7 +82,7 @@ def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"writing {checkpoint.name}", total=plan.metadata["total_size"])
+        task = progress.add_task(f"writing {source.checkpoint.name}", total=plan.metadata["total_size"])
         for filename, names in plan.filename_to_tensors.items():
             shard = {}
             for name in names:

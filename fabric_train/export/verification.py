@@ -18,9 +18,10 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
+from fabric_train.export.source import ExportSource
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import build_model, quiet_transformers, read_shape, tied_weight_names
-from fabric_train.model.weight_files import CheckpointTensors, open_weights
+from fabric_train.model.weight_files import StoredTensors, open_weights
 
 REPORT_NAME = "verification.json"
 TEXT = (
@@ -68,13 +69,13 @@ class VerificationReport:
     faults: list[str]
 
 
-def verify_in_fresh_process(folder: Path, checkpoint: Path, dtype: torch.dtype) -> VerificationReport:
-    """Compare ``folder`` with ``checkpoint`` in a new Python process, which also writes its report into ``folder``.
+def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
+    """Compare ``folder`` with ``source`` in a new Python process, which also writes its report into ``folder``.
 
     Raises:
         VerificationError: they do not match, or the process ended without a report.
     """
-    report_file = folder / REPORT_NAME
+    report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
     process = subprocess.run(command, check=False)
     if not report_file.is_file():
@@ -88,10 +89,10 @@ def verify_in_fresh_process(folder: Path, checkpoint: Path, dtype: torch.dtype) 
     return report
 
 
-def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> VerificationReport:
-    """Load the export in ``folder`` with plain transformers and compare it with ``checkpoint`` in ``dtype``."""
+def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
+    """Load the export in ``folder`` with plain transformers and compare it with ``source`` in ``dtype``."""
     quiet_transformers()
-    stored = open_weights(checkpoint)
+    checkpoint, stored = source.checkpoint, source.open_tensors()
     input_ids = _fixed_input(folder, read_shape(str(checkpoint)).vocab_size)
     wanted, tied = _reference(checkpoint, stored, dtype, input_ids)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -117,7 +118,7 @@ def compare(folder: Path, checkpoint: Path, dtype: torch.dtype) -> VerificationR
 
 
 def _compare_tensors(
-    exported: PreTrainedModel, stored: CheckpointTensors, files: CheckpointTensors, tied: set[str], dtype: torch.dtype
+    exported: PreTrainedModel, stored: StoredTensors, files: StoredTensors, tied: set[str], dtype: torch.dtype
 ) -> TensorReport:
     """Compare the loaded model, and the dtypes in its files, with the stored tensors cast to ``dtype``."""
     loaded, on_disk = exported.state_dict(), set(files)
@@ -174,7 +175,7 @@ def _read_report(file: Path) -> VerificationReport:
 
 
 def _reference(
-    checkpoint: Path, stored: CheckpointTensors, dtype: torch.dtype, input_ids: torch.Tensor
+    checkpoint: Path, stored: StoredTensors, dtype: torch.dtype, input_ids: torch.Tensor
 ) -> tuple[torch.Tensor, set[str]]:
     """Return the logits [1, T, V] of the checkpoint's weights in ``dtype``, and the names of its tied weights."""
     weights = {name: stored.read(name).to(dtype) for name in stored}
@@ -216,8 +217,8 @@ def main() -> None:
     """Write the report into the export's folder; exit with 0 if they match, else with 1."""
     if len(sys.argv) != 4:
         raise InputError(f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16")
-    folder, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])
-    report = compare(folder, checkpoint, getattr(torch, sys.argv[3]))
+    folder, source = Path(sys.argv[1]), ExportSource(Path(sys.argv[2]))
+    report = compare(folder, source, getattr(torch, sys.argv[3]))
     (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     for fault in report.faults:
         print(f"error: {fault}", file=sys.stderr)

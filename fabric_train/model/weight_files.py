@@ -65,6 +65,26 @@ class Weights(Protocol):
         ...
 
 
+class StoredTensors(Weights, Protocol):
+    """The named tensors of a model outside of memory; each is read on request."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __len__(self) -> int: ...
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the full tensor without reading it."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the tensor is read."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the full tensor on the CPU. Do not change it."""
+        ...
+
+
 class CheckpointTensors:
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 

@@ -20,6 +20,7 @@ from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
@@ -57,14 +58,17 @@ def exports(tmp_path_factory: pytest.TempPathFactory, run: Path) -> dict[str, Pa
     return {"full": folder / "step-00000001", "sharded": folder / "step-00000002"}
 
 
+def first(run: Path) -> ExportSource:
+    return ExportSource(run / "checkpoints" / "step-00000001")
+
+
 @pytest.fixture
-def unverified(tmp_path: Path, run: Path) -> tuple[Path, Path]:
-    """An unverified export in one file, and its checkpoint."""
-    checkpoint = run / "checkpoints" / "step-00000001"
+def unverified(tmp_path: Path, run: Path) -> tuple[Path, ExportSource]:
+    """An unverified export in one file, and its source."""
     folder = tmp_path / "export"
     folder.mkdir()
-    write_export(checkpoint, folder, torch.float32, "5GB", FACTS)
-    return folder, checkpoint
+    write_export(first(run), folder, torch.float32, "5GB", FACTS)
+    return folder, first(run)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -109,10 +113,10 @@ def test_a_fresh_process_leaves_its_report_in_the_folder(
     exports: dict[str, Path], run: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verification, "subprocess", subprocess)
-    folder, checkpoint = exports["sharded"], run / "checkpoints" / "step-00000002"
+    folder, source = exports["sharded"], ExportSource(run / "checkpoints" / "step-00000002")
     written_by_the_program = json.loads((folder / "verification.json").read_text())
     (folder / "verification.json").unlink()
-    report = verify_in_fresh_process(folder, checkpoint, torch.bfloat16)
+    report = verify_in_fresh_process(folder, source, torch.bfloat16)
     assert json.loads((folder / "verification.json").read_text()) == asdict(report)
     assert report.tensors.compared == len(weights)
     assert report.tensors.max_difference == 0
@@ -128,7 +132,7 @@ def test_a_verification_that_dies_is_reported(
     killed = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, -9))
     monkeypatch.setattr(verification, "subprocess", killed)
     with pytest.raises(VerificationError, match=r"could not be verified: .* ended with signal 9"):
-        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.bfloat16, "5GB", FACTS)
+        convert.convert(first(run), tmp_path / "out", torch.bfloat16, "5GB", FACTS)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,27 +213,27 @@ def _change_the_tokenizer(folder: Path) -> None:
     ],
 )
 def test_the_comparison_finds_every_kind_of_damage(
-    unverified: tuple[Path, Path], damage: Callable[[Path], None], fault: str
+    unverified: tuple[Path, ExportSource], damage: Callable[[Path], None], fault: str
 ) -> None:
-    folder, checkpoint = unverified
+    folder, source = unverified
     damage(folder)
-    assert any(fault in found for found in compare(folder, checkpoint, torch.float32).faults)
+    assert any(fault in found for found in compare(folder, source, torch.float32).faults)
 
 
-def test_an_undamaged_export_has_no_faults(unverified: tuple[Path, Path]) -> None:
+def test_an_undamaged_export_has_no_faults(unverified: tuple[Path, ExportSource]) -> None:
     assert compare(*unverified, torch.float32).faults == []
 
 
 def test_an_export_with_one_wrong_value_never_gets_its_name(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_wrong_export(checkpoint: Path, folder: Path, *settings: Any) -> None:
-        write_export(checkpoint, folder, *settings)
+    def write_wrong_export(source: ExportSource, folder: Path, *settings: Any) -> None:
+        write_export(source, folder, *settings)
         _flip_a_value(folder)
 
     monkeypatch.setattr(convert, "write_export", write_wrong_export)
     with pytest.raises(VerificationError, match=r"model\.norm\.weight"):
-        convert.convert(run / "checkpoints" / "step-00000001", tmp_path / "out", torch.float32, "5GB", FACTS)
+        convert.convert(first(run), tmp_path / "out", torch.float32, "5GB", FACTS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
+from fabric_train.export.source import ExportSource
 from fabric_train.inference.generate import GeneratedText, encode_prompt, generate
 from fabric_train.inference.load_model import load_for_inference
 from tests.support.checkpoint_examples import run_with_two_checkpoints
@@ -46,7 +47,7 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
 
 def test_checkpoint_full_or_sharded_and_export_give_the_same_text(tmp_path: Path, run: Path) -> None:
     full, sharded = run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000002"
-    write_export(sharded, tmp_path, torch.float32, "100KB", CardFacts("tiny"))
+    write_export(ExportSource(sharded), tmp_path, torch.float32, "100KB", CardFacts("tiny"))
     texts = {_generate(load_for_inference(str(place))).text for place in (full, sharded, tmp_path)}
     assert len(texts) == 1
 
