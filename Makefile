@@ -16,7 +16,7 @@ STAMP := $(VENV)/installed
 # torch-xla works with one older release of torch, so it has an environment of its own
 XLA := .cache/xla
 
-.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-launchers test-xla check lint benchmark clean
+.PHONY: help install install-xla demo test test-cuda test-cuda-rehearsal test-launchers test-xla test-downstream check lint benchmark clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name what; do \
@@ -40,6 +40,9 @@ test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, to
 
 test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare with the CPU (4 minutes)
 	@$(BIN)/python -m pytest -n 0 -m xla
+
+test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, peft (2 GB of environments)
+	@$(BIN)/python -m pytest -n 0 -m downstream
 
 test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts
 	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal/test_matrix.py tests/cuda_rehearsal/test_step_budgets.py
