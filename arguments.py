@@ -694,6 +694,7 @@ class ConvertArguments:
 
     PROGRAM --checkpoint runs/1 --output_dir exports/1
     PROGRAM --checkpoint runs/1/checkpoints/step-00001000 --dtype float32 --output_dir exports/step-1000
+    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/1
     PROGRAM --checkpoint runs/1 --output_dir exports/1 --push_to_hub OWNER/NAME
     """
 
@@ -701,6 +702,14 @@ class ConvertArguments:
     """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders."""
     output_dir: str
     """Folder to write; with several checkpoints, it gets one folder for each, named step-...."""
+    average: str | None = None
+    """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run; all, of the checkpoints
+    that --checkpoint lists, or of the whole run that it names.
+    """
+    average_decay: PositiveShare = 1.0
+    """Weight of each checkpoint in --average, relative to the next newer one (or the next in the list), such as 0.8; 1
+    weighs all the same.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the exported weights."""
     max_shard_size: str = "5GB"
@@ -730,7 +739,11 @@ class ConvertArguments:
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
         if self.push_to_hub and not re.fullmatch(_REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
-        if self.push_to_hub and len(self.checkpoint) > 1:
+        if self.average is not None and not re.fullmatch(r"all|last:(?!1$)[1-9][0-9]{0,5}", self.average):
+            faults.append(f"--average: expected last:K such as last:5, or all; got {self.average!r}")
+        if self.average_decay != 1 and self.average is None:
+            faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
+        if self.push_to_hub and len(self.checkpoint) > 1 and self.average is None:
             faults.append("--push_to_hub takes one checkpoint: give one --checkpoint")
         return faults
 

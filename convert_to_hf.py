@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arguments import ConvertArguments, parse
-from fabric_train.cli.errors import FAILURE, InputError, run_program
-from fabric_train.files.atomic_folder import check_not_taken
+from fabric_train.cli.errors import FAILURE, run_program
 
 if TYPE_CHECKING:
     from fabric_train.export.verification import VerificationReport
@@ -19,63 +18,39 @@ def main() -> None:
 
     import torch  # slow, like those below
 
-    from fabric_train.checkpoint import read_trainer_json
     from fabric_train.export.convert import convert
     from fabric_train.export.hub import PushError, check_push, push
     from fabric_train.export.model_card import CardFacts
-    from fabric_train.export.source import ExportSource
+    from fabric_train.export.targets import plan_average, plan_targets
     from fabric_train.export.verification import VerificationError
     from fabric_train.model.hf_model import quiet_transformers
 
     if arguments.push_to_hub:
         check_push(arguments.push_to_hub)
-    targets = plan_targets([Path(path) for path in arguments.checkpoint], Path(arguments.output_dir))
+    paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
+    if arguments.average:
+        targets = plan_average(paths, output_dir, arguments.average, arguments.average_decay)
+    else:
+        targets = plan_targets(paths, output_dir)
     quiet_transformers()
     try:
-        for target, checkpoint in targets.items():
+        for target, source in targets.items():
             facts = CardFacts(
                 name=arguments.push_to_hub or target.absolute().name,
                 license=arguments.license,
                 languages=tuple(arguments.language) if arguments.language else None,
                 base_model=arguments.base_model,
             )
-            source, dtype = ExportSource(checkpoint), getattr(torch, arguments.dtype)
-            report = convert(source, target, dtype, arguments.max_shard_size, facts)
-            print_report(report, target)
+            report = convert(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size, facts)
+            print_report(report, f"{target}: {source.describe()}")
             print_gaps(target)
             if arguments.push_to_hub:
-                message = f"Step {read_trainer_json(checkpoint)['step']}, exported by Fabric Train"
+                message = f"{source.describe().capitalize()}, exported by Fabric Train"
                 url = push(target, arguments.push_to_hub, private=arguments.private, message=message)
                 print(f"pushed to {url}")
     except (VerificationError, PushError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILURE)
-
-
-def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, Path]:
-    """Return the checkpoint for each folder to write: ``output_dir`` for one, its subfolders for several.
-
-    Raises:
-        InputError: ``output_dir`` is taken, a path has no checkpoint, or two checkpoints have the same name.
-    """
-    from fabric_train.checkpoint import find_whole_checkpoint
-
-    check_not_taken(output_dir)
-    faults: list[str] = []
-    targets: dict[Path, Path] = {}
-    for path in paths:
-        try:
-            checkpoint = find_whole_checkpoint(path)
-        except InputError as error:
-            faults += error.faults
-            continue
-        target = output_dir if len(paths) == 1 else output_dir / checkpoint.name
-        if target in targets:
-            faults.append(f"{targets[target]} and {checkpoint} have the same name: convert them one at a time")
-        targets[target] = checkpoint
-    if faults:
-        raise InputError(*faults)
-    return targets
 
 
 def print_gaps(target: Path) -> None:
@@ -88,14 +63,14 @@ def print_gaps(target: Path) -> None:
         print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
 
 
-def print_report(report: "VerificationReport", target: Path) -> None:
+def print_report(report: "VerificationReport", name: str) -> None:
     """Print what was compared and the differences found."""
     from rich.console import Console
     from rich.table import Table
 
     tensors, logits = report.tensors, report.logits
     faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
-    table = Table("compared with the checkpoint", "found", title=f"{target}: verified by a fresh process")
+    table = Table("compared with the checkpoint", "found", title=f"{name}, verified by a fresh process")
     table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
     table.add_row("missing, unexpected, different", faulty)
     table.add_row("largest difference of a weight", f"{tensors.max_difference:g}")

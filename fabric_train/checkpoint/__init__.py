@@ -28,6 +28,7 @@ from fabric_train.checkpoint.discovery import (
     newest_checkpoint,
     run_of,
     saved_checkpoints,
+    whole_checkpoints,
     wrong_content,
 )
 from fabric_train.checkpoint.manager import CheckpointManager
@@ -102,5 +103,6 @@ __all__ = [
     "restore_optimizer",
     "run_of",
     "saved_checkpoints",
+    "whole_checkpoints",
     "wrong_content",
 ]

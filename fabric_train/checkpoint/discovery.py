@@ -4,7 +4,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightning import Fabric
@@ -127,6 +127,21 @@ def find_whole_checkpoint(path: Path) -> Path:
         for line in (*describe_damaged(checkpoint.parent, checkpoint, damages), note):
             print(f"note: {line}", file=sys.stderr)
     return checkpoint
+
+
+def whole_checkpoints(run: Path) -> Iterator[Path]:
+    """Yield the undamaged checkpoints of a run, the newest first; print a note on standard error for each other one.
+
+    The content of their weights is checked too.
+    """
+    for checkpoint in reversed(saved_checkpoints(run).values()):
+        fault = _fault(checkpoint, {})
+        if fault is None and (damage := find_wrong_content(checkpoint, optimizer=False)):
+            fault = f"is damaged: {damage}"
+        if fault is None:
+            yield checkpoint
+        else:
+            print(f"note: {checkpoint} {fault}; it is left out", file=sys.stderr)
 
 
 def choose_checkpoint(

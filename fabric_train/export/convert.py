@@ -43,7 +43,8 @@ def convert(
         VerificationError: the export does not match the checkpoint; ``target`` is not created.
     """
     checkpoint = source.checkpoint
-    check_not_inside(target, checkpoint)
+    for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
+        check_not_inside(target, complete)
     read_trainer_state(checkpoint)  # this and the next lines report damage before anything is written
     read_manifest(checkpoint)
     read_shape(str(checkpoint))
@@ -66,7 +67,7 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
         copy_folder(checkpoint / "tokenizer", folder)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
-    write_model_card(checkpoint, folder, facts)
+    write_model_card(checkpoint, folder, facts, source.parts)
 
 
 def _write_weights(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:

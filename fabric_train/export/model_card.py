@@ -32,6 +32,7 @@ from fabric_train.checkpoint import (
     read_trainer_state,
     run_of,
 )
+from fabric_train.export.average import AveragePart
 from fabric_train.model.origin import ModelOrigin, legal_files
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
 from fabric_train.tokenization.reading.source_names import place_of
@@ -58,13 +59,14 @@ class CardFacts:
     base_model: str | None = None
 
 
-def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
+def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Sequence[AveragePart] = ()) -> None:
     """Write ``README.md`` into ``folder``: base model, licence, data, losses, hyperparameters and versions.
 
     Args:
         checkpoint: a complete checkpoint.
         folder: the export, with the licence's files.
         facts: what the checkpoint does not say.
+        parts: the checkpoints whose average is exported; none if it is the checkpoint itself.
 
     Raises:
         InputError: trainer.json or manifest.json of the checkpoint is damaged.
@@ -104,6 +106,7 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
             else []
         ),
         *([_lineage(lineage)] if lineage else []),
+        *([_average(parts)] if parts else []),
         _results(state),
         *([_replay(certificate)] if certificate else []),
         "## Hyperparameters\n\n" + _table("argument | value", _hyperparameters(trainer["arguments"])),
@@ -256,6 +259,19 @@ def _public_value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_public_value, value))
     return _public_name(value) if isinstance(value, str) else f"{value}"
+
+
+def _average(parts: Sequence[AveragePart]) -> str:
+    """Return the checkpoints whose average the weights are, and their shares."""
+    total = sum(part.weight for part in parts)
+    rows = [
+        (f"`{run_of(checkpoint).name}`", f"{read_trainer_state(checkpoint).step:,}", f"{weight / total:.2%}")
+        for checkpoint, weight in ((part.checkpoint, part.weight) for part in parts)
+    ]
+    return (
+        "## Average\n\nThe weights are the average of these checkpoints. The counts and losses below are those of the "
+        "last one, not of the average.\n\n" + _table("run | step | share", rows)
+    )
 
 
 def _results(state: TrainerState) -> str:

@@ -2,6 +2,7 @@
 
 A fresh process loads the export with plain transformers, as its users will. It compares the names, shapes, dtypes and
 bits of all tensors, the logits on a fixed text, and the tokenizer. Only one of the two models is in memory at a time.
+For an average, ``PART=WEIGHT`` for each checkpoint in it ends the command line.
 """
 
 import json
@@ -18,6 +19,7 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
+from fabric_train.export.average import AveragePart
 from fabric_train.export.source import ExportSource
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import build_model, quiet_transformers, read_shape, tied_weight_names
@@ -77,7 +79,8 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     """
     report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
-    process = subprocess.run(command, check=False)
+    parts = [f"{part.checkpoint}={part.weight!r}" for part in source.parts]
+    process = subprocess.run([*command, *parts], check=False)
     if not report_file.is_file():
         reason = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         raise VerificationError(
@@ -92,7 +95,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
     """Load the export in ``folder`` with plain transformers and compare it with ``source`` in ``dtype``."""
     quiet_transformers()
-    checkpoint, stored = source.checkpoint, source.open_tensors()
+    checkpoint, stored = source.checkpoint, source.open_reference()
     input_ids = _fixed_input(folder, read_shape(str(checkpoint)).vocab_size)
     wanted, tied = _reference(checkpoint, stored, dtype, input_ids)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -215,9 +218,13 @@ def _compare_tokenizers(folder: Path, original: Path) -> str:
 
 def main() -> None:
     """Write the report into the export's folder; exit with 0 if they match, else with 1."""
-    if len(sys.argv) != 4:
-        raise InputError(f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16")
-    folder, source = Path(sys.argv[1]), ExportSource(Path(sys.argv[2]))
+    if len(sys.argv) < 4:
+        raise InputError(
+            f"usage: python -m {__spec__.name} EXPORT CHECKPOINT float32|bfloat16|float16 [PART=WEIGHT ...]"
+        )
+    parts = (word.rpartition("=") for word in sys.argv[4:])
+    averaged = tuple(AveragePart(Path(checkpoint), float(weight)) for checkpoint, _, weight in parts)
+    folder, source = Path(sys.argv[1]), ExportSource(Path(sys.argv[2]), averaged)
     report = compare(folder, source, getattr(torch, sys.argv[3]))
     (folder / REPORT_NAME).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     for fault in report.faults:

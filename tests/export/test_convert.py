@@ -21,6 +21,7 @@ from fabric_train.export import convert, verification
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.source import ExportSource
+from fabric_train.export.targets import plan_targets
 from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
@@ -320,5 +321,5 @@ def test_checkpoints_with_the_same_name_are_refused(tmp_path: Path, run: Path, m
 
 
 def test_run_folder_means_its_newest_checkpoint(tmp_path: Path, run: Path) -> None:
-    plan = convert_to_hf.plan_targets([run], tmp_path / "out")
-    assert plan == {tmp_path / "out": run / "checkpoints" / "step-00000002"}
+    plan = plan_targets([run], tmp_path / "out")
+    assert plan == {tmp_path / "out": ExportSource(run / "checkpoints" / "step-00000002")}

@@ -1,0 +1,145 @@
+"""Average the weights of checkpoints, a block of a tensor at a time.
+
+The uniform average of the last checkpoints of a run often has a lower loss than each of them (LAWA, arXiv:2209.14981).
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabric_train.cli.errors import InputError
+from fabric_train.files.typed_json import read_json
+from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.model.weight_files import StoredTensors, open_weights
+
+_BLOCK = 1 << 23  # elements that are averaged at once: 64 MB in fp64
+_OF_NO_WEIGHT = ("dtype", "use_cache", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
+_ADVICE = "give checkpoints of one model"
+
+
+@dataclass(frozen=True)
+class AveragePart:
+    """A checkpoint in an average. Its share is its ``weight`` by the sum of all weights."""
+
+    checkpoint: Path
+    weight: float = 1.0
+
+
+class AveragedTensors:
+    """The average of the tensors of checkpoints in fp32, summed in fp64; each is computed on request.
+
+    Tensors that are no floating-point numbers are those of the last part.
+
+    Args:
+        parts: At least one.
+
+    Raises:
+        InputError: The parts have other tensors or other shapes, or a file cannot be read.
+    """
+
+    def __init__(self, parts: Sequence[AveragePart]) -> None:
+        self._parts: list[tuple[StoredTensors, float]] = [
+            (open_weights(part.checkpoint), part.weight) for part in parts
+        ]
+        self._last = self._parts[-1][0]
+        for part, (tensors, _) in zip(parts, self._parts, strict=True):
+            if fault := _other_tensors(tensors, self._last):
+                raise InputError(_cannot_be_averaged(part.checkpoint, parts[-1].checkpoint, fault))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._last)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the full tensor without reading it."""
+        return self._last.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which the tensor is read: float32, unless it has no floating-point numbers."""
+        stored = self._last.dtype(name)
+        return torch.float32 if stored.is_floating_point else stored
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return the full tensor on the CPU. Beside it, only blocks of the parts are in memory."""
+        shape = self.shape(name)
+        if not shape or 0 in shape:
+            return self.read_block(name, (0,) * len(shape), shape)
+        average = torch.empty(shape, dtype=self.dtype(name))
+        rows = max(1, _BLOCK // shape[1:].numel())
+        for begin in range(0, shape[0], rows):
+            block = average[begin : begin + rows]
+            block.copy_(self.read_block(name, (begin, *(0,) * (len(shape) - 1)), block.shape))
+        return average
+
+    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU."""
+        if not self._last.dtype(name).is_floating_point:
+            return self._last.read_block(name, offsets, shape)
+        blocks = (tensors.read_block(name, offsets, shape) for tensors, _ in self._parts)
+        return self._average(blocks, [weight for _, weight in self._parts])
+
+    def _average(self, blocks: Iterator[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        total = next(blocks).double() * weights[0]
+        for block, weight in zip(blocks, weights[1:], strict=True):
+            total += block.double() * weight
+        return total.div_(sum(weights)).float()
+
+
+class PlainAverage(AveragedTensors):
+    """The same average as one formula of numpy, which holds a block of every part: for verification."""
+
+    def _average(self, blocks: Iterator[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        terms = [weight * np.asarray(block.double()) for block, weight in zip(blocks, weights, strict=True)]
+        with np.errstate(all="ignore"):  # an overflow ends as infinity, as in torch
+            return torch.from_numpy(np.asarray(functools.reduce(np.add, terms) / sum(weights), dtype=np.float32))
+
+
+def check_one_model(checkpoints: Sequence[Path]) -> None:
+    """Check that checkpoints are of one model: configuration, tensors and the tokenizer's vocabulary.
+
+    Raises:
+        InputError: One of them differs from the last one, or is damaged.
+    """
+    last = checkpoints[-1]
+    AveragedTensors([AveragePart(checkpoint) for checkpoint in checkpoints])
+    configuration, vocabulary = _configuration(last), _vocabulary(last)
+    for checkpoint in checkpoints[:-1]:
+        other = _configuration(checkpoint)
+        names = [name for name in {**configuration, **other} if configuration.get(name) != other.get(name)]
+        if names:
+            fault = f"{names[0]} is {other.get(names[0])} in its config.json, not {configuration.get(names[0])}"
+            raise InputError(_cannot_be_averaged(checkpoint, last, fault))
+        if _vocabulary(checkpoint) != vocabulary:
+            raise InputError(_cannot_be_averaged(checkpoint, last, "its tokenizer has another vocabulary"))
+
+
+def _other_tensors(tensors: StoredTensors, wanted: StoredTensors) -> str | None:
+    """Return the first difference in names or shapes, or None."""
+    here, there = ({name: list(one.shape(name)) for name in one} for one in (tensors, wanted))
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            return f"{name} is {here.get(name, 'absent')}, not {there.get(name, 'absent')}"
+    return None
+
+
+def _configuration(checkpoint: Path) -> dict[str, Any]:
+    """Return what the model's weights mean, without the tokens that end a text and the versions of packages."""
+    content = read_json(checkpoint / "config.json", dict, "use another checkpoint")
+    return {name: value for name, value in content.items() if name not in _OF_NO_WEIGHT}
+
+
+def _vocabulary(checkpoint: Path) -> dict[str, int] | None:
+    folder = checkpoint / "tokenizer"
+    vocabulary: dict[str, int] | None = load_hf_tokenizer(folder).get_vocab() if folder.is_dir() else None
+    return vocabulary
+
+
+def _cannot_be_averaged(one: Path, other: Path, fault: str) -> str:
+    return f"{one} cannot be averaged with {other}: {fault}; {_ADVICE}"

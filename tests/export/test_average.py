@@ -1,0 +1,220 @@
+"""--average exports the average of checkpoints, correctly rounded, whatever their layout, or refuses in one line."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import convert_to_hf
+from fabric_train.cli.errors import InputError
+from fabric_train.export import average, convert
+from fabric_train.export.average import AveragedTensors, AveragePart, PlainAverage
+from fabric_train.export.convert import write_export
+from tests.support.checkpoint_examples import (
+    run_with_two_checkpoints,
+    trained_weights,
+    write_full,
+)
+from tests.support.exports import verify_in_this_process
+from tests.support.forked_runs import ForkedRuns
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_fresh_process() -> Iterator[None]:
+    with verify_in_this_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_model_dir: Path) -> list[Tensors]:
+    """The weights of the run's checkpoints; the first two have the same."""
+    first = trained_weights(tiny_model_dir)
+    noise = torch.Generator().manual_seed(2)
+    third = {name: tensor + 0.01 * torch.randn(tensor.shape, generator=noise) for name, tensor in first.items()}
+    return [first, first, third]
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns, weights: list[Tensors]
+) -> Path:
+    """A run with a full, a sharded and again a full checkpoint."""
+    given = run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
+    folder = shutil.copytree(given, tmp_path_factory.mktemp("average") / "mixed")
+    write_full(folder / "checkpoints" / "step-00000003", tiny_model_dir, weights[2], step=3)
+    return folder
+
+
+def export(monkeypatch: pytest.MonkeyPatch, *argv: object) -> None:
+    monkeypatch.setattr("sys.argv", ["convert_to_hf.py", *map(str, argv)])
+    convert_to_hf.main()
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, target: Path, *argv: object) -> str:
+    with pytest.raises(InputError) as refused:
+        export(monkeypatch, "--output_dir", target, *argv)
+    assert not target.exists()
+    assert len(refused.value.faults) == 1
+    return str(refused.value)
+
+
+def other_checkpoint(folder: Path, model_dir: Path, *, vocabulary: bool = False, **config: Any) -> Path:
+    """Write a checkpoint whose model or tokenizer differs from the run's."""
+    given = LlamaConfig.from_pretrained(model_dir)
+    given.update(config)
+    model: Any = LlamaForCausalLM(given)
+    model.save_pretrained(folder / "model")
+    for file in model_dir.glob("tokenizer*"):
+        shutil.copyfile(file, folder / "model" / file.name)
+    if vocabulary:
+        file = folder / "model" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        tokens = content["model"]["vocab"]
+        tokens["e"], tokens["a"] = tokens["a"], tokens["e"]
+        file.write_text(json.dumps(content))
+    names = {name for name, _ in model.named_parameters()}
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    return write_full(folder / "step-00000001", folder / "model", weights, step=1)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+def test_the_average_is_the_exact_one_rounded_to_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: float
+) -> None:
+    monkeypatch.setattr(average, "_BLOCK", 8)  # so that tensors are several blocks
+    noise = torch.Generator().manual_seed(0)
+    stored = [torch.randn(7, 5, generator=noise) * 10.0 ** torch.randint(-6, 6, (7, 5), generator=noise) for _ in "abc"]
+    parts = []
+    for number, tensor in enumerate(stored):
+        folder = tmp_path / f"step-{number:08d}"
+        folder.mkdir()
+        save_file({"matrix": tensor, "vector": tensor[0].bfloat16()}, folder / "model.safetensors")
+        parts.append(AveragePart(folder, decay ** (2 - number)))
+    averaged, plain = AveragedTensors(parts), PlainAverage(parts)
+    for name in ("matrix", "vector"):
+        assert torch.equal(averaged.read(name), plain.read(name))
+    assert averaged.dtype("vector") == averaged.read("vector").dtype == torch.float32
+    total = sum((Fraction(part.weight) for part in parts), Fraction(0))
+    for index in np.ndindex(7, 5):
+        terms = (Fraction(part.weight) * Fraction(stored[i][index].item()) for i, part in enumerate(parts))
+        exact = sum(terms, Fraction(0)) / total
+        found = np.float32(averaged.read("matrix")[index].item())
+        for beside in (np.nextafter(found, np.float32(-np.inf)), np.nextafter(found, np.float32(np.inf))):
+            assert abs(Fraction(float(found)) - exact) <= abs(Fraction(float(beside)) - exact)
+    block = averaged.read_block("matrix", (2, 1), (3, 2))
+    assert torch.equal(block, averaged.read("matrix")[2:5, 1:3])
+
+
+def test_full_and_sharded_checkpoints_are_averaged_by_age(
+    tmp_path: Path,
+    run: Path,
+    weights: list[Tensors],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = tmp_path / "out"
+    export(
+        monkeypatch, "--checkpoint", run, "--average", "last:3", "--average_decay", 0.5, "--dtype", "float32",
+        "--output_dir", target,
+    )  # fmt: skip
+    assert json.loads((target / "verification.json").read_text())["faults"] == []
+    assert "average of 3 checkpoints up to step 3" in capsys.readouterr().out
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    loaded = model.state_dict()
+    for name in weights[0]:
+        wanted = (0.25 * weights[0][name].double() + 0.5 * weights[1][name].double() + weights[2][name].double()) / 1.75
+        assert torch.equal(loaded[name], wanted.float())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    card = (target / "README.md").read_text()
+    for line in ("| `mixed` | 1 | 14.29% |", "| `mixed` | 2 | 28.57% |", "| `mixed` | 3 | 57.14% |"):
+        assert line in card
+
+
+def test_a_list_of_untied_checkpoints_is_averaged_uniformly(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [other_checkpoint(tmp_path / name, tiny_model_dir, tie_word_embeddings=False) for name in "ab"]
+    target = tmp_path / "out"
+    export(monkeypatch, "--checkpoint", *parts, "--average", "all", "--dtype", "float32", "--output_dir", target)
+    head, *heads = (load_file(folder / "model.safetensors")["lm_head.weight"] for folder in (target, *parts))
+    assert torch.equal(head, ((heads[0].double() + heads[1].double()) / 2).float())
+
+
+def test_a_damaged_checkpoint_is_left_out_of_the_average(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    file = copy / "checkpoints" / "step-00000003" / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-1, 2)
+        opened.write(b"\x55")
+    export(monkeypatch, "--checkpoint", copy, "--average", "last:2", "--output_dir", tmp_path / "out")
+    printed = capsys.readouterr()
+    assert "average of 2 checkpoints up to step 2" in printed.out
+    assert f"note: {file.parent} is damaged" in printed.err
+
+
+@pytest.mark.parametrize(
+    "difference, fault",
+    [
+        ({"intermediate_size": 96}, "model.layers.0.mlp.down_proj.weight is [64, 96], not [64, 128]"),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5 in its config.json"),
+        ({"vocabulary": True}, "its tokenizer has another vocabulary"),
+    ],
+)
+def test_checkpoints_of_different_models_are_refused(
+    tmp_path: Path,
+    run: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    difference: dict[str, Any],
+    fault: str,
+) -> None:
+    other = other_checkpoint(tmp_path, tiny_model_dir, **difference)
+    message = refusal(monkeypatch, tmp_path / "out", "--checkpoint", other, run, "--average", "all")
+    assert message.startswith(f"{other} cannot be averaged with {run / 'checkpoints' / 'step-00000003'}: {fault}")
+
+
+@pytest.mark.parametrize(
+    "wanted, names, fault",
+    [
+        ("last:4", [""], "--average last:4 needs 4 different checkpoints"),
+        ("last:2", ["", ""], "--average last:2 needs a single --checkpoint, a run"),
+        ("all", ["best", "step-1"], "--average all needs 2 different checkpoints"),
+        ("last:1", [""], "--average: expected last:K such as last:5, or all"),
+        ("3", [""], "--average: expected last:K such as last:5, or all"),
+    ],
+)
+def test_an_average_of_too_few_checkpoints_is_refused(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, names: list[str], fault: str
+) -> None:
+    paths = [run / name for name in names]
+    assert fault in refusal(monkeypatch, tmp_path / "out", "--checkpoint", *paths, "--average", wanted)
+
+
+def test_a_wrong_bit_in_an_average_leaves_nothing(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_wrong_export(source: Any, folder: Path, *settings: Any) -> None:
+        write_export(source, folder, *settings)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"].view(torch.int32)[3] ^= 1
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(convert, "write_export", write_wrong_export)
+    with pytest.raises(SystemExit):
+        export(
+            monkeypatch, "--checkpoint", run, "--average", "all", "--dtype", "float32", "--output_dir", tmp_path / "out"
+        )
+    assert "tensors different in shape, type or value: model.norm.weight" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
