@@ -694,14 +694,19 @@ class ConvertArguments:
 
     PROGRAM --checkpoint runs/1 --output_dir exports/1
     PROGRAM --checkpoint runs/1/checkpoints/step-00001000 --dtype float32 --output_dir exports/step-1000
-    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/1
+    PROGRAM --checkpoint runs/1/all --output_dir exports/1
+    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/1-average
     PROGRAM --checkpoint runs/1 --output_dir exports/1 --push_to_hub OWNER/NAME
     """
 
     checkpoint: list[str]
-    """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders."""
+    """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders;
+    RUN/all means each checkpoint of the run.
+    """
     output_dir: str
-    """Folder to write; with several checkpoints, it gets one folder for each, named step-...."""
+    """Folder to write; with several checkpoints, it gets one folder for each, named step-...; those that are there from
+    an earlier command are kept.
+    """
     average: str | None = None
     """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run; all, of the checkpoints
     that --checkpoint lists, or of the whole run that it names.
@@ -743,7 +748,8 @@ class ConvertArguments:
             faults.append(f"--average: expected last:K such as last:5, or all; got {self.average!r}")
         if self.average_decay != 1 and self.average is None:
             faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
-        if self.push_to_hub and len(self.checkpoint) > 1 and self.average is None:
+        are_several = len(self.checkpoint) > 1 or any(os.path.basename(path) == "all" for path in self.checkpoint)
+        if self.push_to_hub and are_several and self.average is None:
             faults.append("--push_to_hub takes one checkpoint: give one --checkpoint")
         return faults
 

@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arguments import ConvertArguments, parse
-from fabric_train.cli.errors import FAILURE, run_program
+from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, print_errors, run_program
 
 if TYPE_CHECKING:
+    from fabric_train.export.source import ExportSource
     from fabric_train.export.verification import VerificationReport
 
 
 def main() -> None:
-    """Convert and verify each checkpoint; push the export if --push_to_hub is given."""
+    """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
     arguments = parse(ConvertArguments)
 
     import torch  # slow, like those below
 
-    from fabric_train.export.convert import convert
-    from fabric_train.export.hub import PushError, check_push, push
-    from fabric_train.export.model_card import CardFacts
+    from fabric_train.export.hub import PushError, check_push
     from fabric_train.export.targets import plan_average, plan_targets
     from fabric_train.export.verification import VerificationError
     from fabric_train.model.hf_model import quiet_transformers
@@ -31,26 +30,45 @@ def main() -> None:
     if arguments.average:
         targets = plan_average(paths, output_dir, arguments.average, arguments.average_decay)
     else:
-        targets = plan_targets(paths, output_dir)
+        targets = plan_targets(paths, output_dir, getattr(torch, arguments.dtype))
     quiet_transformers()
-    try:
-        for target, source in targets.items():
-            facts = CardFacts(
-                name=arguments.push_to_hub or target.absolute().name,
-                license=arguments.license,
-                languages=tuple(arguments.language) if arguments.language else None,
-                base_model=arguments.base_model,
-            )
-            report = convert(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size, facts)
-            print_report(report, f"{target}: {source.describe()}")
-            print_gaps(target)
-            if arguments.push_to_hub:
-                message = f"{source.describe().capitalize()}, exported by Fabric Train"
-                url = push(target, arguments.push_to_hub, private=arguments.private, message=message)
-                print(f"pushed to {url}")
-    except (VerificationError, PushError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    failed = []
+    for target, source in targets.items():
+        try:
+            export(source, target, arguments)
+        except (VerificationError, PushError, InputError, OSError) as error:
+            if len(targets) == 1 and isinstance(error, InputError | OSError):
+                raise  # with an exit code of its own
+            failed.append(target.name)
+            print_errors(f"error: {describe_os_error(error) if isinstance(error, OSError) else error}")
+    if len(targets) > 1:
+        print(f"{len(targets) - len(failed)} of {len(targets)} checkpoints exported to {output_dir}")
+    if failed:
+        if len(targets) > 1:
+            print_errors(f"error: not exported: {', '.join(failed)}; the same command tries them again")
         sys.exit(FAILURE)
+
+
+def export(source: "ExportSource", target: Path, arguments: ConvertArguments) -> None:
+    """Convert and verify a checkpoint or an average, print the report, and push if --push_to_hub is given."""
+    import torch
+
+    from fabric_train.export.convert import convert
+    from fabric_train.export.hub import push
+    from fabric_train.export.model_card import CardFacts
+
+    facts = CardFacts(
+        name=arguments.push_to_hub or target.absolute().name,
+        license=arguments.license,
+        languages=tuple(arguments.language) if arguments.language else None,
+        base_model=arguments.base_model,
+    )
+    report = convert(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size, facts)
+    print_report(report, f"{target}: {source.describe()}")
+    print_gaps(target)
+    if arguments.push_to_hub:
+        message = f"{source.describe().capitalize()}, exported by Fabric Train"
+        print(f"pushed to {push(target, arguments.push_to_hub, private=arguments.private, message=message)}")
 
 
 def print_gaps(target: Path) -> None:

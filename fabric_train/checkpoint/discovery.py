@@ -94,6 +94,11 @@ def is_short_name(path: Path) -> bool:
     return not os.path.lexists(path) and bool(_SHORT_NAME.fullmatch(path.name)) and bool(_in(path.parent))
 
 
+def means_all(path: Path) -> bool:
+    """Whether a path is no file or folder, but ``RUN/all``: every checkpoint of the run folder above it."""
+    return not os.path.lexists(path) and path.name == "all" and bool(_in(path.parent))
+
+
 def describe_choice(path: Path, used: Path) -> str | None:
     """Return a line that says which checkpoint ``path`` means; None if it is that checkpoint itself."""
     if os.path.realpath(path) == os.path.realpath(used):

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from fabric_train.checkpoint import read_trainer_state
+from fabric_train.checkpoint.checksums import CHECKSUMS
 from fabric_train.export.average import AveragedTensors, AveragePart, PlainAverage
 from fabric_train.model.weight_files import StoredTensors, open_weights
 
@@ -33,6 +36,17 @@ class ExportSource:
             InputError: A file of the weights is damaged or missing.
         """
         return PlainAverage(self.parts) if self.parts else open_weights(self.checkpoint)
+
+    def identity(self) -> str:
+        """Return a hash of the content that is exported, from the checksums of the checkpoints and their weights.
+
+        Raises:
+            OSError: A checkpoint has no checksums.
+        """
+        digest = xxhash.xxh3_128()
+        for part in self.parts or (AveragePart(self.checkpoint),):
+            digest.update((part.checkpoint / CHECKSUMS).read_bytes() + repr(part.weight).encode())
+        return digest.hexdigest()
 
     def describe(self) -> str:
         """Return the step, or the number of parts, in words."""

@@ -1,39 +1,68 @@
 """Choose what ``convert_to_hf.py`` exports: checkpoints, each into its own folder, or the average of some."""
 
 import os
+import sys
 from itertools import islice
 from pathlib import Path
 
-from fabric_train.checkpoint import find_whole_checkpoint, saved_checkpoints, whole_checkpoints
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from fabric_train.checkpoint import find_whole_checkpoint, means_all, saved_checkpoints, whole_checkpoints
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, check_one_model
 from fabric_train.export.source import ExportSource
+from fabric_train.export.verification import is_verified_export
 from fabric_train.files.atomic_folder import check_not_taken
 
 
-def plan_targets(paths: list[Path], output_dir: Path) -> dict[Path, ExportSource]:
-    """Return what to export for each folder to write: ``output_dir`` for one, its subfolders for several.
+def plan_targets(paths: list[Path], output_dir: Path, dtype: torch.dtype) -> dict[Path, ExportSource]:
+    """Return what to export for each folder to write: ``output_dir`` for one checkpoint, else its subfolders.
+
+    Print a note on standard error for each checkpoint that is in its subfolder already, from an earlier command.
 
     Raises:
-        InputError: ``output_dir`` is taken, a path has no checkpoint, or two checkpoints have the same name.
+        InputError: a folder is taken, a path has no checkpoint, or two checkpoints have the same name.
     """
-    check_not_taken(output_dir)
+    is_single = len(paths) == 1 and not means_all(paths[0])
+    if is_single:
+        check_not_taken(output_dir)
     faults: list[str] = []
     targets: dict[Path, ExportSource] = {}
+    kept: list[Path] = []
     for path in paths:
         try:
-            checkpoint = find_whole_checkpoint(path)
+            for checkpoint in _checkpoints_of(path):
+                source = ExportSource(checkpoint)
+                target = output_dir if is_single else output_dir / checkpoint.name
+                if target in targets:
+                    other = targets[target].checkpoint
+                    faults.append(f"{other} and {checkpoint} have the same name: convert them one at a time")
+                elif is_verified_export(target, source, dtype):
+                    kept.append(target)
+                else:
+                    check_not_taken(target)
+                targets[target] = source
         except InputError as error:
             faults += error.faults
-            continue
-        target = output_dir if len(paths) == 1 else output_dir / checkpoint.name
-        if target in targets:
-            other = targets[target].checkpoint
-            faults.append(f"{other} and {checkpoint} have the same name: convert them one at a time")
-        targets[target] = ExportSource(checkpoint)
     if faults:
         raise InputError(*faults)
-    return targets
+    for target in kept:
+        print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
+    return {target: source for target, source in targets.items() if target not in kept}
+
+
+def _checkpoints_of(path: Path) -> list[Path]:
+    """Return the checkpoints that a path means, the oldest first: one, or with ``RUN/all`` each undamaged one."""
+    if not means_all(path):
+        return [find_whole_checkpoint(path)]
+    run, console = path.parent, Console(stderr=True)
+    number = len(saved_checkpoints(run))
+    found = list(track(whole_checkpoints(run), "checking the checkpoints", number, console=console, transient=True))
+    if not found:
+        raise InputError(f"{path}: the run has no undamaged checkpoint; use another run")
+    return found[::-1]
 
 
 def plan_average(paths: list[Path], output_dir: Path, average: str, decay: float) -> dict[Path, ExportSource]:
@@ -50,6 +79,8 @@ def plan_average(paths: list[Path], output_dir: Path, average: str, decay: float
     """
     check_not_taken(output_dir)
     count = int(average.partition(":")[2] or 0)  # 0: all
+    if len(paths) == 1 and means_all(paths[0]):
+        paths = [paths[0].parent]
     is_run = len(paths) == 1 and bool(saved_checkpoints(paths[0]))
     if count and not is_run:
         raise InputError(f"--average {average} needs a single --checkpoint, a run; --average all averages a list")

@@ -62,13 +62,17 @@ class LogitsReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of a comparison. ``tokenizer`` is equal, different or absent; ``faults`` is empty for a good export."""
+    """Result of a comparison. ``tokenizer`` is equal, different or absent; ``faults`` is empty for a good export.
+
+    ``source`` is the identity of what was exported, see :class:`ExportSource`; empty in reports of earlier versions.
+    """
 
     dtype: str
     tensors: TensorReport
     logits: LogitsReport
     tokenizer: str
     faults: list[str]
+    source: str = ""
 
 
 def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
@@ -90,6 +94,14 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     if report.faults:
         raise VerificationError(f"the export of {checkpoint} does not match it: {'; '.join(report.faults)}")
     return report
+
+
+def is_verified_export(folder: Path, source: ExportSource, dtype: torch.dtype) -> bool:
+    """Whether ``folder`` is a verified export of ``source`` in ``dtype``, as its report says."""
+    if not (folder / REPORT_NAME).is_file():
+        return False
+    report = _read_report(folder / REPORT_NAME)
+    return (report.source, report.dtype, report.faults) == (source.identity(), str(dtype).removeprefix("torch."), [])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
@@ -115,6 +127,7 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
         logits=logits,
         tokenizer=_compare_tokenizers(folder, checkpoint / "tokenizer"),
         faults=[],
+        source=source.identity(),
     )
     ties = [] if tied_weight_names(exported) == tied else ["the export ties other weights than the checkpoint's model"]
     return replace(report, faults=[*_faults(report, dtype), *ties])

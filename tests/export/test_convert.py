@@ -1,5 +1,6 @@
 """convert_to_hf.py writes an export that plain transformers loads as the checkpoint, or nothing."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -320,6 +321,32 @@ def test_checkpoints_with_the_same_name_are_refused(tmp_path: Path, run: Path, m
     )
 
 
+def test_all_checkpoints_are_exported_although_one_fails(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fill_the_disk(source: ExportSource, folder: Path, *settings: Any) -> None:
+        if source == first(run):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_export(source, folder, *settings)
+
+    target = tmp_path / "out"
+    argv = ["--checkpoint", run / "all", "--output_dir", target]
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_export", fill_the_disk)
+        printed = _failure(patch, capfd, *argv)
+    assert "error: No space left on device" in printed
+    assert "1 of 2 checkpoints exported" in printed
+    assert "error: not exported: step-00000001; the same command tries them again" in printed
+    assert [entry.name for entry in target.iterdir()] == ["step-00000002"]
+    written = (target / "step-00000002" / "model.safetensors").stat()
+    monkeypatch.setattr("sys.argv", ["convert_to_hf.py", *map(str, argv)])
+    convert_to_hf.main()
+    assert f"note: {target / 'step-00000002'} is a verified export of this checkpoint" in capfd.readouterr().err
+    assert sorted(entry.name for entry in target.iterdir()) == ["step-00000001", "step-00000002"]
+    assert (target / "step-00000002" / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
+    assert f"{target / 'step-00000001'} already exists" in _refusal(monkeypatch, *argv, "--dtype", "float16")
+
+
 def test_run_folder_means_its_newest_checkpoint(tmp_path: Path, run: Path) -> None:
-    plan = plan_targets([run], tmp_path / "out")
+    plan = plan_targets([run], tmp_path / "out", torch.bfloat16)
     assert plan == {tmp_path / "out": ExportSource(run / "checkpoints" / "step-00000002")}
