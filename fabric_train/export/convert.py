@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_state
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.source import ExportSource
+from fabric_train.export.transformers_4 import add_former_names
 from fabric_train.export.verification import VerificationReport, verify_in_fresh_process
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.safe_paths import copy_folder
@@ -63,8 +64,9 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # safetensors makes files that only the owner can read
     if (checkpoint / "tokenizer").is_dir():
-        # copied, not loaded and saved: so the chat template and all settings stay unchanged
+        # copied, not loaded and saved: so the chat template and all settings keep their values
         copy_folder(checkpoint / "tokenizer", folder)
+    add_former_names(folder)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
     write_model_card(checkpoint, folder, facts, source.parts)

@@ -10,4 +10,4 @@ from tests.support.environments import downstream_environment
 @pytest.fixture(scope="session")
 def lm_eval_python() -> Path:
     """Python with lm_eval, on top of the project's own packages."""
-    return downstream_environment("lm_eval", on_top=True)
+    return downstream_environment("lm_eval")

@@ -100,7 +100,8 @@ def test_files_are_no_larger_than_max_shard_size_and_have_an_index(exports: dict
 
 def test_config_has_the_exported_type_and_architecture(exports: dict[str, Path]) -> None:
     config = json.loads((exports["full"] / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (exports["full"] / "generation_config.json").is_file()
 
@@ -109,6 +110,8 @@ def test_tokenizer_and_chat_template_are_copied(exports: dict[str, Path]) -> Non
     tokenizer = AutoTokenizer.from_pretrained(exports["full"])
     assert tokenizer.chat_template == CHAT_TEMPLATE
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi\n"
+    settings = json.loads((exports["full"] / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # a class that transformers 4 has too
 
 
 def test_a_fresh_process_leaves_its_report_in_the_folder(

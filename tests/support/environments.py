@@ -22,29 +22,23 @@ def environment_with(name: str, *packages: str) -> Path:
     return target / "bin" / "python"
 
 
-def downstream_environment(name: str, *, on_top: bool) -> Path:
+def downstream_environment(name: str) -> Path:
     """Return the Python of an environment with the packages of ``tests/downstream/requirements/NAME.txt``.
 
-    It is created under ``.cache/downstream/`` if it is not there. A change of the pins creates another.
-
-    Args:
-        name: of the file, without ``.txt``.
-        on_top: also see the packages of the environment that runs the tests. pip then installs only what that lacks,
-            and keeps to the versions of the project's ``requirements.txt``.
+    It is created under ``.cache/downstream/`` if it is not there, on top of the environment that runs the tests: pip
+    installs only what that lacks, or has in another version. A change of the pins creates another environment.
     """
-    requirements, versions = ROOT / "tests" / "downstream" / "requirements" / f"{name}.txt", ROOT / "requirements.txt"
-    pins = requirements.read_bytes() + (versions.read_bytes() if on_top else b"")
-    digest = hashlib.sha256(pins).hexdigest()[:12]
+    requirements = ROOT / "tests" / "downstream" / "requirements" / f"{name}.txt"
+    digest = hashlib.sha256(requirements.read_bytes() + (ROOT / "requirements.txt").read_bytes()).hexdigest()[:12]
     target = CACHE / "downstream" / f"{name}-{digest}-{sys.implementation.cache_tag}"
     if not target.exists():
         with complete_folder(target) as folder:
             venv.create(folder)
-            if on_top:
-                # resolved: .venv may be a link that is removed before the cache is
-                below = Path(sysconfig.get_path("purelib")).resolve()
-                (site_packages,) = folder.glob("lib/python*/site-packages")
-                (site_packages / "below.pth").write_text(f"{below}\n", encoding="utf-8")
-            _install(folder, "-r", str(requirements), *(("-c", str(versions)) if on_top else ()))
+            # resolved: .venv may be a link that is removed before the cache is
+            below = Path(sysconfig.get_path("purelib")).resolve()
+            (site_packages,) = folder.glob("lib/python*/site-packages")
+            (site_packages / "below.pth").write_text(f"{below}\n", encoding="utf-8")
+            _install(folder, "-r", str(requirements))
     return target / "bin" / "python"
 
 
