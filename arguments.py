@@ -471,6 +471,10 @@ class SaveArguments:
     """Optimizer steps between checkpoints; the end of each epoch and of the run has one too."""
     keep_checkpoints: PositiveInt | None = None
     """Number of newest checkpoints to keep, next to the best by validation loss; default: all."""
+    save_best: bool = True
+    """After an evaluation with the lowest validation loss so far, save a checkpoint, whatever the interval; it replaces
+    the one that the lowest loss before was saved in, unless that is one of the interval.
+    """
     async_save: bool = True
     """Write checkpoints in the background, from a copy of model and optimizer in host memory."""
 

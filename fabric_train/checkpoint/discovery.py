@@ -15,15 +15,16 @@ from fabric_train.checkpoint.trainer_state import (
     find_unreadable,
     read_best_by,
     read_format,
+    read_interim,
     read_trainer_state,
 )
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.distributed.collectives import first_text
-from fabric_train.files.atomic_folder import is_temporary, remove
+from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
 
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
-_REMOVED = ".removed"
+_REMOVED, _REPLACED = ".removed", ".replaced"
 
 Damages = Mapping[Path, str]
 """Known damage to the content of checkpoints, by real path."""
@@ -214,6 +215,16 @@ def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     return next((checkpoint for checkpoint in _by_loss(readable) if _fault(checkpoint, damages or {}) is None), None)
 
 
+def lowest_loss(run: Path, source: str, last_step: int) -> float:
+    """Return the lowest validation loss in the undamaged checkpoints up to a step; infinite if none has one.
+
+    ``source`` is that whose loss is meant, "all" for the whole validation split.
+    """
+    saved = [other for other in _in(run) if _step(other) <= last_step and not _fault(other, {})]
+    losses = [read_trainer_state(checkpoint).loss_of(source) for checkpoint in saved]
+    return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=math.inf)
+
+
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
     """Return a line for each damaged checkpoint of a run that would have been used instead of ``used``.
 
@@ -238,30 +249,49 @@ def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
     return first_text(fabric, find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size))
 
 
-def prune(newest: Path, keep: int) -> None:
-    """Remove all checkpoints except the ``keep`` newest and the one with the lowest validation loss.
+def prune(newest: Path, keep: int | None) -> None:
+    """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
 
-    ``newest`` is the checkpoint that was just saved. Damaged checkpoints are neither counted nor removed. Those of
-    later steps are damaged, because a run continues from the newest undamaged one.
+    ``newest`` is the checkpoint that was just saved, and stays. Interim checkpoints are not among the ``keep`` newest.
+    Damaged checkpoints are neither counted nor removed. Those of later steps are damaged, because a run continues from
+    the newest undamaged one.
     """
     checkpoints = [other for other in _in(newest.parent) if _step(other) <= _step(newest) and not _fault(other, {})]
     checkpoints.sort(key=_step)
-    best = _by_loss(checkpoints)[:1]
-    for checkpoint in checkpoints[:-keep]:
-        if checkpoint not in best:
-            remove(set_aside(checkpoint))
+    lasting = [checkpoint for checkpoint in checkpoints if not read_interim(checkpoint)]
+    stay = {newest, *_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
+    for checkpoint in checkpoints:
+        if checkpoint not in stay:
+            remove(_set_aside(checkpoint, _REMOVED))
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
-    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{_REMOVED}"))
+def replace_checkpoint(temporary: Path, target: Path) -> None:
+    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if there is one.
+
+    After a kill in between, ``remove_leftovers`` gives the old one its name back.
+    """
+    replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
+    sync_and_rename(temporary, target)
+    if replaced:
+        remove(replaced)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished and half-removed checkpoints of killed runs."""
+    """Remove the unfinished, half-removed and replaced checkpoints of killed runs.
+
+    One that was to be replaced, and was not, gets its name back.
+    """
     for entry in folder.iterdir() if folder.is_dir() else []:
-        if is_temporary(entry) or (entry.name.startswith(".") and entry.name.endswith(_REMOVED)):
+        name = entry.name.removeprefix(".").removesuffix(_REPLACED)
+        if entry.name == f".{name}{_REPLACED}" and not os.path.lexists(folder / name):
+            entry.rename(folder / name)
+        elif is_temporary(entry) or (entry.name.startswith(".") and entry.name.endswith((_REMOVED, _REPLACED))):
             remove(entry)
+
+
+def _set_aside(checkpoint: Path, mark: str) -> Path:
+    """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{mark}"))
 
 
 def _in(run: Path) -> list[Path]:

@@ -5,6 +5,7 @@ final name and removes old checkpoints.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -17,14 +18,14 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import join_parts
-from fabric_train.checkpoint.discovery import prune, remove_leftovers, set_aside
+from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
 from fabric_train.checkpoint.file_layout import Write, full_writes, sharded_writes
 from fabric_train.checkpoint.local_tensors import LocalTensor, align_to_rows, local_optimizer_state, local_weights
 from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerState
 from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
-from fabric_train.files.atomic_folder import remove, sync_and_rename, temporary_for, this_process
+from fabric_train.files.atomic_folder import remove, temporary_for, this_process
 from fabric_train.model.generation_config import write_generation_config
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class CheckpointManager:
         keep: int | None,
         asynchronous: bool,
         saved: Callable[[Path], None],
+        after_step: int = 0,
     ) -> None:
         """Set up the manager and remove unfinished checkpoints from ``folder``.
 
@@ -75,6 +77,7 @@ class CheckpointManager:
                 keeps all.
             asynchronous: Whether training continues while a checkpoint is written.
             saved: A function to call on every rank with each complete checkpoint.
+            after_step: The step that the run starts after.
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
@@ -82,9 +85,11 @@ class CheckpointManager:
         self._staging = Staging(fabric.device) if asynchronous else None
         self._pending: _PendingSave | None = None
         self._task: BackgroundTask | None = None
+        self._best_by, lowest = description.arguments.get("best_by", "all"), math.inf
         if fabric.is_global_zero:
             remove_leftovers(folder)
-        self._process = fabric.broadcast(this_process())
+            lowest = lowest_loss(folder, self._best_by, after_step)
+        self._process, self._lowest_loss = fabric.broadcast((this_process(), lowest))
 
     def path(self, state: TrainerState) -> Path:
         """Return the path of the checkpoint of a state, which need not exist."""
@@ -100,12 +105,33 @@ class CheckpointManager:
         """Whether this rank's task in the pending save has failed."""
         return self._task is not None and self._task.error is not None
 
-    def save(self, state: TrainerState, cursors: np.ndarray | None = None, waits: bool = False) -> Path:
+    def is_best(self, state: TrainerState) -> bool:
+        """Return whether a state has a lower validation loss, of the source of ``--best_by``, than all that are saved.
+
+        One rank may call this alone.
+        """
+        loss = state.loss_of(self._best_by)
+        return loss is not None and loss < self._lowest_loss
+
+    def save(
+        self,
+        state: TrainerState,
+        cursors: np.ndarray | Path | None = None,
+        waits: bool = False,
+        interim: bool = False,
+    ) -> Path:
         """Begin to write a checkpoint, after finishing a pending save.
 
         If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
         may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old checkpoints are then
-        removed. ``cursors`` are the stream's positions after the last window, see ``stream_batches.StreamBatch``.
+        removed.
+
+        Args:
+            state: The counters to save.
+            cursors: The stream's positions after the last window, see ``stream_batches.StreamBatch``, or a checkpoint
+                of the same step that has them.
+            waits: Whether to complete the checkpoint before returning.
+            interim: Whether the checkpoint is removed after a later one, unless its validation loss is the lowest.
 
         Returns:
             The path of the checkpoint.
@@ -123,7 +149,7 @@ class CheckpointManager:
         writes = [write for part, of_part in tensors.items() for write in self._writes(part, of_part)]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
-        texts = self._texts(state, cursors)
+        texts = self._texts(state, cursors, interim)
         staging = None if waits else self._staging
         writer = RankWriter(
             temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
@@ -134,6 +160,8 @@ class CheckpointManager:
         pending = _PendingSave(target, temporary, num_bytes, writer)
         self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
+        if (loss := state.loss_of(self._best_by)) is not None:
+            self._lowest_loss = min(self._lowest_loss, loss)
         if staging is None:
             self.finish()
         return target
@@ -234,27 +262,26 @@ class CheckpointManager:
     def _complete(self, pending: _PendingSave) -> None:
         """Give the checkpoint its final name and remove old checkpoints, on rank 0."""
         join_parts(pending.temporary)
-        # an existing checkpoint of this step is damaged, or the run would have continued from it
-        damaged = set_aside(pending.target) if os.path.lexists(pending.target) else None
-        sync_and_rename(pending.temporary, pending.target)
-        if damaged:
-            remove(damaged)
-        if self._keep is not None:
-            prune(pending.target, self._keep)
+        # an existing checkpoint of this step is damaged, or a signal came before its evaluation was complete
+        replace_checkpoint(pending.temporary, pending.target)
+        prune(pending.target, self._keep)
 
     def _writes(self, part: str, tensors: list[LocalTensor]) -> list[Write]:
         if self._description.state_dict_type == "sharded":
             return sharded_writes(part, align_to_rows(tensors, self._fabric.device), self._fabric.global_rank)
         return full_writes(part, tensors, self._fabric.global_rank)
 
-    def _texts(self, state: TrainerState, cursors: np.ndarray | None) -> dict[str, str]:
+    def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, interim: bool) -> dict[str, str]:
         """Return the contents of trainer.json and stream.json by file name."""
         description = asdict(self._description)
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
-        content = {"format": FORMAT, **asdict(state), **description, "grad_scaler": scaler}
+        content = {"format": FORMAT, **asdict(state), **description, "interim": interim, "grad_scaler": scaler}
         texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
-        if cursors is not None:
+        if isinstance(cursors, Path):
+            if (cursors / "stream.json").is_file():
+                texts["stream.json"] = (cursors / "stream.json").read_text(encoding="utf-8")
+        elif cursors is not None:
             gathered = gather_over_data_ranks(self._fabric, torch.from_numpy(cursors).to(self._fabric.device))
             in_order = sorted(gathered.reshape(-1, cursors.shape[1]).tolist())
             texts["stream.json"] = json.dumps({"cursors": [cursor for _, *cursor in in_order]}) + "\n"

@@ -186,6 +186,7 @@ _OTHERWISE: dict[str, Any] = {
     "phase_schedules": (list[PhaseSchedule], []),
     "device": (str | None, None),
     "mixture_sources": (list[str], []),
+    "interim": (bool, False),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -253,6 +254,17 @@ def read_best_by(checkpoint: Path) -> str:
     _, parsed = _read(checkpoint)
     best_by: str = parsed.arguments.best_by
     return best_by
+
+
+def read_interim(checkpoint: Path) -> bool:
+    """Return whether a checkpoint stays only while its validation loss is the lowest one, see ``discovery.prune``.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    interim: bool = parsed.interim
+    return interim
 
 
 def read_lengths(checkpoint: Path) -> tuple[float, float]:

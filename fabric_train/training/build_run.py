@@ -165,6 +165,7 @@ def build_loop_parts(
             given.save.keep_checkpoints,
             given.save.async_save,
             saved,
+            run.start.state.step,
         ),
         guard=_guard(fabric, data, warn),
         evaluate=validate,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.checkpoint import CheckpointManager, Evaluation, TrainerState
+from fabric_train.checkpoint import CheckpointManager, Evaluation, TrainerState, read_interim
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
@@ -102,9 +102,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Due:
-    """What follows a step."""
+    """What follows a step. ``keeps``: its checkpoint stays, whatever its validation loss."""
 
     evaluates: bool
+    keeps: bool
     saves: bool
     logs: bool
 
@@ -124,6 +125,8 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         state = _evaluate_and_log(parts, state, metrics, evaluates=True)
         if state.unlogged:
             return End(state, checkpoint, _sync(parts).stop_signal)
+        if checkpoint and _is_best(parts, arguments, state):
+            checkpoint = _save_with_evaluation(parts, state, checkpoint)
         if state.step and _ends_early(parts, state):
             return End(state, checkpoint)
         stopwatch.restart()
@@ -154,11 +157,13 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
         if state.unlogged:
             sync = _sync(parts)
         ends_early = due.evaluates and _ends_early(parts, state)
-        is_last = window.step == parts.num_steps or ends_early
-        if due.saves or is_last or sync.stop_signal:
+        is_last, is_best = window.step == parts.num_steps or ends_early, _is_best(parts, arguments, state)
+        if due.saves or is_last or is_best or sync.stop_signal:
             parts.heartbeat.enter(StepPhase.SAVING)
             parts.flush()
-            checkpoint = parts.checkpoints.save(state, cursors, waits=is_last or bool(sync.stop_signal))
+            waits = is_last or bool(sync.stop_signal)
+            interim = (is_best or bool(state.unlogged)) and not (due.keeps or is_last)
+            checkpoint = parts.checkpoints.save(state, cursors, waits, interim)
         if sync.stop_signal and (state.unlogged or not is_last):
             return End(state, checkpoint, sync.stop_signal)
         if ends_early:
@@ -281,6 +286,18 @@ def _ends_early(parts: LoopParts, state: TrainerState) -> bool:
     return parts.early_stopping is not None and parts.early_stopping.ends(state)
 
 
+def _is_best(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) -> bool:
+    """Return whether ``--save_best`` saves a state; never that of step 0, which the run did not train."""
+    return arguments.save.save_best and state.step > 0 and parts.checkpoints.is_best(state)
+
+
+def _save_with_evaluation(parts: LoopParts, state: TrainerState, checkpoint: Path) -> Path:
+    """Save a state again, with the evaluation that a signal interrupted before ``checkpoint`` was saved."""
+    parts.heartbeat.enter(StepPhase.SAVING)
+    parts.flush()
+    return parts.checkpoints.save(state, checkpoint, waits=True, interim=read_interim(checkpoint))
+
+
 def _own_flags(parts: LoopParts) -> StepSync:
     """Return this rank's flags for the per-step all-reduce."""
     saves = parts.checkpoints
@@ -297,9 +314,10 @@ def _due(parts: LoopParts, arguments: "TrainArguments", window: Window, *, stops
     """Return what follows a window's step."""
     is_last = window.step == parts.num_steps
     evaluates = is_last or window.ends_epoch or window.step % arguments.evaluation.eval_step_interval == 0
-    saves = is_last or window.ends_epoch or window.step % arguments.save.save_step_interval == 0 or stops
+    keeps = is_last or window.ends_epoch or window.step % arguments.save.save_step_interval == 0
+    saves = keeps or stops
     logs = evaluates or saves or has_fault or window.step % arguments.logging.log_step_interval == 0
-    return _Due(evaluates, saves, logs)
+    return _Due(evaluates, keeps, saves, logs)
 
 
 def _state_after(state: TrainerState, window: Window, step: _Step) -> TrainerState:

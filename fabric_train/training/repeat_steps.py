@@ -23,7 +23,13 @@ from fabric_train.training.run_log import log, progress, warn
 class NoCheckpoints(CheckpointManager):
     """Checkpoints of a run that only repeats steps: none is written."""
 
-    def save(self, state: TrainerState, cursors: np.ndarray | None = None, waits: bool = False) -> Path:
+    def save(
+        self,
+        state: TrainerState,
+        cursors: np.ndarray | Path | None = None,
+        waits: bool = False,
+        interim: bool = False,
+    ) -> Path:
         """Return the path that the checkpoint would have."""
         return self.path(state)
 

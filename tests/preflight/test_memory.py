@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,11 @@ def test_tied_vocabulary_gradients_count_as_the_strategy_holds_them(llama: Model
 def test_checkpoints_are_counted_as_a_run_leaves_them(llama: ModelShape) -> None:
     every_four = wanted(llama, 1, 80, "--parallelism", "single", "--save_step_interval", "4")
     assert every_four.num_checkpoints() == 3  # 4, 8 and the last, 10
+    more = ["--parallelism", "single", "--save_step_interval", "4", "--eval_step_interval", "3"]
+    assert wanted(llama, 1, 80, *more).num_checkpoints() == 4  # and the best one, of 3, 6 or 9
+    assert wanted(llama, 1, 80, *more, "--save_best", "false").num_checkpoints() == 3
+    assert replace(wanted(llama, 1, 80, *more), validates=False).num_checkpoints() == 3
+    assert wanted(llama, 1, 80, *more, "--keep_checkpoints", "2").num_checkpoints() == 3
     two = wanted(llama, 1, 80, "--parallelism", "single", "--save_step_interval", "1", "--keep_checkpoints", "2")
     assert two.num_checkpoints() == 3  # and the best one
     assert two.forecast().budget.checkpoint == 6 * 1_235_814_400

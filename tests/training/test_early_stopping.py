@@ -1,6 +1,7 @@
 """The validation loss of one source decides which checkpoint is the best, and when a run ends."""
 
 import csv
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, best_checkpoint
+from fabric_train.checkpoint.discovery import prune
+from tests.support.checkpoint_examples import write_checksums, write_full
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import argv, at_point, checkpoints, metrics
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
@@ -95,12 +98,78 @@ def test_a_run_ends_after_a_save_when_a_loss_has_stopped_falling(stopping: Stopp
     assert metrics(stopping.folder / "early") == metrics(stopping.folder / "whole")
 
 
+def counters_of_checkpoints(run: Path) -> dict[str, tuple[object, object]]:
+    """Return the validation loss of each checkpoint, and whether it is an interim one; hidden folders too."""
+    contents = {
+        folder.name: json.loads((folder / "trainer.json").read_text()) for folder in (run / "checkpoints").iterdir()
+    }
+    return {name: (content["val_loss"], content["interim"]) for name, content in contents.items()}
+
+
+DIE_WHILE_REPLACING = """
+import os, pathlib, signal
+def dying(self, target, rename=pathlib.Path.rename):
+    renamed = rename(self, target)
+    if str(target).endswith(".replaced"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return renamed
+pathlib.Path.rename = dying
+"""
+
+
+@pytest.mark.slow
+def test_the_best_step_is_saved_whatever_the_interval(stopping: Stopping) -> None:
+    losses = stopping.losses("whole", "va")
+    best = min(range(1, MAX_STEP + 1), key=losses.__getitem__)
+    assert best % 2  # between two saves
+    whole = counters_of_checkpoints(stopping.folder / "whole")
+    every_two = [f"step-{step:08d}" for step in range(2, MAX_STEP + 1, 2)]
+    assert {name: interim for name, (_, interim) in whole.items()} == {
+        **dict.fromkeys(every_two, False),
+        f"step-{best:08d}": True,
+    }
+    stopping.start("every-two", best_by="va", save_best="false").finish()
+    assert sorted(counters_of_checkpoints(stopping.folder / "every-two")) == every_two
+    for name, action, step, phase, code in (
+        ("killed-after", "os.kill(os.getpid(), signal.SIGKILL)", best + 1, "OPTIMIZER", -9),
+        ("stopped-in", "os.kill(os.getpid(), signal.SIGTERM)", best, "VALIDATION", 75),
+    ):
+        run = stopping.folder / name
+        assert stopping.start(name, at_point(action, step, phase), best_by="va").wait() == [code]
+        if code == 75:
+            assert counters_of_checkpoints(run)[f"step-{best:08d}"] == (None, True)
+            killed = stopping.start(name, DIE_WHILE_REPLACING, best_by="va", resume="true")
+            assert killed.wait() == [-9]
+            assert f"step-{best:08d}" not in counters_of_checkpoints(run)
+        stopping.start(name, best_by="va", resume="true").finish()
+        assert counters_of_checkpoints(run) == whole
+        assert metrics(run) == metrics(stopping.folder / "whole")
+
+
+def test_interim_checkpoints_are_not_among_the_newest_that_are_kept(tmp_path: Path, tiny_model_dir: Path) -> None:
+    def save(step: int, loss: float, interim: bool, keep: int | None) -> list[int]:
+        folder = write_full(tmp_path / "checkpoints" / f"step-{step:08d}", tiny_model_dir, {}, step)
+        content = json.loads((folder / "trainer.json").read_text())
+        (folder / "trainer.json").write_text(json.dumps({**content, "val_loss": loss, "interim": interim}))
+        write_checksums(folder)
+        prune(folder, keep)
+        return checkpoints(tmp_path)
+
+    assert save(1, 5.0, interim=True, keep=None) == [1]
+    assert save(2, 6.0, interim=False, keep=None) == [1, 2]
+    assert save(3, 4.0, interim=True, keep=None) == [2, 3]
+    assert save(4, 5.0, interim=False, keep=2) == [2, 3, 4]
+    assert save(5, 3.0, interim=True, keep=2) == [2, 4, 5]
+    assert save(6, 4.0, interim=False, keep=2) == [4, 5, 6]
+    assert save(7, 2.0, interim=False, keep=2) == [6, 7]
+
+
 @pytest.mark.slow
 def test_best_checkpoint_is_the_one_of_the_deciding_source(stopping: Stopping) -> None:
     losses = stopping.losses("whole", "va")
-    saved = checkpoints(stopping.folder / "whole")
-    best = min(saved, key=losses.__getitem__)
-    assert best != min(saved, key=stopping.losses("whole", "es").__getitem__)
+    steps = range(1, MAX_STEP + 1)
+    best = min(steps, key=losses.__getitem__)
+    assert best != min(steps, key=stopping.losses("whole", "es").__getitem__)
     assert best_checkpoint(stopping.folder / "whole") == stopping.folder / f"whole/checkpoints/step-{best:08d}"
     run = stopping.start("kept", best_by="va", keep_checkpoints=1)
     run.finish()

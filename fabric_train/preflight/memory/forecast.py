@@ -59,7 +59,7 @@ class RunRequest:
     """The run to forecast.
 
     ``device_memory`` is the bytes that a rank may use: of its GPU, or its share of host memory on CPU.
-    ``is_elsewhere``: the run is planned for other machines than this one.
+    ``is_elsewhere``: the run is planned for other machines than this one. ``validates``: it has validation rows.
     """
 
     arguments: "TrainArguments"
@@ -70,6 +70,7 @@ class RunRequest:
     on_gpu: bool
     device_memory: int
     is_elsewhere: bool
+    validates: bool = True
 
     def layout(self) -> Layout:
         """Return how the run shards the model."""
@@ -83,8 +84,7 @@ class RunRequest:
         """
         units, layout, plan = read_units(self.shape), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
-        save = self.arguments.save
-        saves_in_background = save.async_save and save.save_step_interval < plan.num_steps
+        saves_in_background = self.arguments.save.async_save and self._first_save() < plan.num_steps
         return Forecast(
             units=units,
             layout=layout,
@@ -99,10 +99,25 @@ class RunRequest:
 
     def num_checkpoints(self) -> int:
         """Return the number of checkpoints on the disk at the end of the run."""
-        interval, last = self.arguments.save.save_step_interval, self.plan.num_steps
-        saved = {*range(interval, last + 1, interval), last} | self.plan.epoch_ends()
-        keep = self.arguments.save.keep_checkpoints
-        return len(saved) if keep is None else min(len(saved), keep + 1)  # the best by validation loss is kept too
+        saved, keep = self._saved_steps(), self.arguments.save.keep_checkpoints
+        number = len(saved) + bool(self._evaluated_steps() - saved)  # the best by validation loss is kept too
+        return number if keep is None else min(number, keep + 1)
+
+    def _saved_steps(self) -> set[int]:
+        """Return the steps with a checkpoint, whatever their validation loss."""
+        return self._steps_every(self.arguments.save.save_step_interval)
+
+    def _evaluated_steps(self) -> set[int]:
+        """Return the steps that ``--save_best`` may save."""
+        saves_best = self.arguments.save.save_best and self.validates
+        return self._steps_every(self.arguments.evaluation.eval_step_interval) if saves_best else set()
+
+    def _first_save(self) -> int:
+        return min(self._saved_steps() | self._evaluated_steps())
+
+    def _steps_every(self, interval: int) -> set[int]:
+        last = self.plan.num_steps
+        return {*range(interval, last + 1, interval), last} | self.plan.epoch_ends()
 
     def _micro_batch(self) -> MicroBatch:
         precision = self.arguments.model.precision

@@ -62,4 +62,5 @@ def make_request(run: PreparedRun) -> RunRequest:
         on_gpu=on_gpu,
         device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
         is_elsewhere=arguments.planning.plans_for_others,
+        validates=run.data.validation is not None,
     )
