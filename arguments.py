@@ -791,6 +791,48 @@ class GenerateArguments:
 
 
 @dataclass(frozen=True)
+class EvaluateArguments:
+    """Compare models by their loss on texts, with confidence intervals
+
+    PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
+    PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1 --output_dir eval/2
+    PROGRAM --models models/a models/b --texts en=eval/ --max_length 4k --overlap 1k --output_dir eval/3
+    """
+
+    models: list[str]
+    """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
+    folder or a hub name. The others are compared with the first one.
+    """
+    output_dir: str
+    """Folder for the results and for finished parts: with the same folder, a stopped evaluation goes on, and a further
+    model costs only itself.
+    """
+    texts: list[str] | None = None
+    """What the loss is of, by source: es=PLACE, where PLACE is anything with text that tokenize_dataset.py reads, or a
+    token dataset, whose validation split is meant. Default: the validation split of the first checkpoint in --models.
+    """
+    text_column: str = "text"
+    """Column with the text in csv, json, jsonl, parquet and datasets."""
+    max_length: RowLength = 2048
+    """Tokens that a model sees at once; 8k is 8192. Longer documents are read in windows."""
+    overlap: RowLength = 1
+    """Tokens before a window's first predicted token that the window has at least, so that it has context."""
+    batch_tokens: RowLength = 8192
+    """Tokens in one forward pass, padding included; fewer take less memory."""
+    seed: NonNegativeInt64 = 0
+    """Seed of the bootstrap."""
+
+    def faults(self) -> list[str]:
+        """Return missing names, models given twice, and windows that overlap wholly."""
+        faults = [f"--{name} names nothing: give one" for name in ("models", "texts") if getattr(self, name) == []]
+        twice = {model for model in self.models if self.models.count(model) > 1}
+        faults += [f"--models {model} is given twice: give it once" for model in sorted(twice)]
+        if self.overlap >= self.max_length:
+            faults.append(f"--overlap {self.overlap} fills windows of --max_length {self.max_length}: give less")
+        return faults
+
+
+@dataclass(frozen=True)
 class DownloadArguments:
     """Download a model or a tokenizer, for machines without internet
 

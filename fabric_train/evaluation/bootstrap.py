@@ -1,0 +1,142 @@
+"""Confidence intervals by paired bootstrap over documents.
+
+Documents are drawn with replacement, the same ones for all models, and each statistic is computed from the sums over
+the drawn ones: nats per token, or bits per byte. The interval is between the 2.5th and the 97.5th percentile of these
+(Efron and Tibshirani 1993, chapter 13). Models are compared by the interval of their difference on the same draws
+(Koehn 2004, Statistical Significance Tests for Machine Translation Evaluation). It says how sure a result is for
+documents like these; it says nothing about other texts, or about another training run.
+
+Shapes: M models, D documents, R resamples.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fabric_train.checkpoint import TokenLoss
+
+NUM_RESAMPLES = 2000
+LEVEL = 95
+FEWEST_DOCUMENTS = 10
+"""Fewer documents get no interval: it would be far too narrow."""
+_COUNTS_AT_ONCE = 1 << 24
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class DocumentSums:
+    """The losses of a model on the documents of a source: ``nats``, ``tokens`` and ``num_bytes``, each fp64 [D]."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    num_bytes: np.ndarray
+
+    @property
+    def total(self) -> TokenLoss:
+        """The loss of all documents; without bytes if those of a document are not known."""
+        num_bytes = float(self.num_bytes.sum())
+        return TokenLoss(math.fsum(self.nats), int(self.tokens.sum()), None if math.isnan(num_bytes) else num_bytes)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much a model's loss is above that of the first one, in nats per token or bits per byte (``unit``)."""
+
+    unit: str
+    value: float
+    interval: Interval
+
+    @property
+    def excludes_0(self) -> bool:
+        """Whether the interval has only differences of one sign."""
+        return self.interval[0] > 0 or self.interval[1] < 0
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The loss of a model on a source.
+
+    Args:
+        total: over all documents.
+        num_documents: D.
+        loss: the interval of its nats per token; None with too few documents.
+        bits_per_byte: the interval of its bits per byte; None if the bytes are not known too.
+        difference: to the first model; None for that model, with too few documents, or if they cannot be compared,
+            because the tokens differ and the bytes are not known.
+    """
+
+    total: TokenLoss
+    num_documents: int
+    loss: Interval | None = None
+    bits_per_byte: Interval | None = None
+    difference: Difference | None = None
+
+
+def compare(of_models: Sequence[DocumentSums], seed: int) -> list[ModelLoss]:
+    """Return the loss of each model on a source, with intervals.
+
+    Args:
+        of_models: the same documents for each model, in the same order.
+        seed: of the draws.
+    """
+    totals = [sums.total for sums in of_models]
+    num_documents = len(of_models[0].nats)
+    if num_documents < FEWEST_DOCUMENTS:
+        return [ModelLoss(total, num_documents) for total in totals]
+    nats = resample([sums.nats for sums in of_models], seed)
+    tokens = resample([sums.tokens for sums in of_models], seed)
+    bits = None
+    if all(total.num_bytes for total in totals):
+        bits = nats / (math.log(2) * resample([sums.num_bytes for sums in of_models], seed))
+    losses = nats / tokens
+    compared = []
+    for number, total in enumerate(totals):
+        difference = None
+        if number and bits is not None:
+            difference = _difference("bits_per_byte", total.bits_per_byte, totals[0].bits_per_byte, bits, number)
+        elif number and np.array_equal(of_models[number].tokens, of_models[0].tokens):
+            difference = _difference("loss", total.loss, totals[0].loss, losses, number)
+        in_bits = None if bits is None else _interval(bits[:, number])
+        compared.append(ModelLoss(total, num_documents, _interval(losses[:, number]), in_bits, difference))
+    return compared
+
+
+def resample(values: Sequence[np.ndarray], seed: int) -> np.ndarray:
+    """Return the sums of values over documents that are drawn with replacement; one seed draws the same documents.
+
+    Args:
+        values: fp64 [D] for each model.
+        seed: of the draws.
+
+    Returns:
+        fp64 [R, M].
+    """
+    columns = np.stack(values, axis=1)
+    return np.concatenate([counts @ columns for counts in _draws(len(columns), seed)])
+
+
+def _draws(num_documents: int, seed: int) -> Iterator[np.ndarray]:
+    """Yield how often each document is drawn, fp64 [resamples at once, D]; R in all."""
+    generator = np.random.default_rng(seed)
+    at_once = max(1, _COUNTS_AT_ONCE // num_documents)
+    for first in range(0, NUM_RESAMPLES, at_once):
+        num_resamples = min(at_once, NUM_RESAMPLES - first)
+        drawn = generator.integers(num_documents, size=(num_resamples, num_documents))
+        drawn += num_documents * np.arange(num_resamples)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=num_resamples * num_documents)
+        yield counts.reshape(num_resamples, num_documents).astype(np.float64)
+
+
+def _interval(values: np.ndarray) -> Interval:
+    tail = (100 - LEVEL) / 2
+    low, high = np.percentile(values, [tail, 100 - tail]).tolist()
+    return low, high
+
+
+def _difference(unit: str, value: float | None, first: float | None, resampled: np.ndarray, number: int) -> Difference:
+    assert value is not None
+    assert first is not None
+    return Difference(unit, value - first, _interval(resampled[:, number] - resampled[:, 0]))

@@ -1,0 +1,141 @@
+"""Evaluate several models on several texts, one model in memory at a time, and write and print the results."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fabric_train.cli.errors import InputError
+from fabric_train.evaluation.bootstrap import DocumentSums, compare
+from fabric_train.evaluation.compared_model import ComparedModel, find_model
+from fabric_train.evaluation.encoded_text import EncodedText, PackedText, WindowedText
+from fabric_train.evaluation.loss_table import print_table, write_documents, write_evaluation
+from fabric_train.evaluation.texts import EvaluatedText, HeldOutRows, open_texts, open_validation_of
+from fabric_train.evaluation.token_losses import FOLDER, LossCache, score_texts
+from fabric_train.files.atomic_folder import check_no_dead_link
+
+if TYPE_CHECKING:
+    from arguments import EvaluateArguments
+
+
+def compare_models(arguments: "EvaluateArguments") -> None:
+    """Evaluate ``--models`` on ``--texts``, print a table, and write what ``--output_dir`` gets.
+
+    Raises:
+        InputError: a model or text cannot be used, or the folder is taken; nothing has been written.
+        RunError: a model's loss is not finite.
+    """
+    folder = Path(arguments.output_dir)
+    _check_folder(folder)
+    models = [find_model(name) for name in arguments.models]
+    texts = _open_texts(arguments, models)
+    encoded = _encode_for(models, texts, arguments)
+    losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
+    sums = [_sums_by_source(encoded[model.name], losses[model.name]) for model in models]
+    results = {source: compare([of[source] for of in sums], arguments.seed) for source in sums[0]}
+    names = [model.name for model in models]
+    write_evaluation(folder, names, results)
+    write_documents(folder, names, [encoded[name] for name in names], [losses[name] for name in names])
+    print_table(names, results, are_same_tokens=len({model.tokenizer_id for model in models}) == 1)
+    print(f"written to {folder}", file=sys.stderr)
+
+
+def _check_folder(folder: Path) -> None:
+    check_no_dead_link(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / FOLDER).is_dir():
+        raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")
+    parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"--output_dir {folder}: cannot write to {parent}; choose another folder")
+
+
+def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel]) -> list[EvaluatedText]:
+    if arguments.texts is not None:
+        return open_texts(arguments.texts, arguments.text_column, Path(arguments.output_dir) / "downloads")
+    run = next((model for model in models if model.checkpoint), None)
+    if run is None:
+        raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
+    return open_validation_of(Path(run.source))
+
+
+def _encode_for(
+    models: Sequence[ComparedModel], texts: Sequence[EvaluatedText], arguments: "EvaluateArguments"
+) -> dict[str, list[EncodedText]]:
+    """Return the texts for each model, encoded once for each tokenizer.
+
+    Raises:
+        InputError: a model has too few positions, or another tokenizer than a token dataset.
+    """
+    by_tokenizer: dict[str, list[EncodedText]] = {}
+    faults: list[str] = []
+    packed: dict[int, PackedText] = {}
+    for model in models:
+        if model.tokenizer_id not in by_tokenizer:
+            encoded: list[EncodedText] = []
+            for number, text in enumerate(texts):
+                if isinstance(text, HeldOutRows):
+                    encoded.append(packed.setdefault(number, PackedText(text)))
+                else:
+                    encoded.append(WindowedText(text, model.tokenizer, arguments.max_length, arguments.overlap))
+            by_tokenizer[model.tokenizer_id] = encoded
+        faults += _faults_of(model, texts, by_tokenizer[model.tokenizer_id])
+    if faults:
+        raise InputError(*faults)
+    return {model.name: by_tokenizer[model.tokenizer_id] for model in models}
+
+
+def _faults_of(model: ComparedModel, texts: Sequence[EvaluatedText], encoded: Sequence[EncodedText]) -> list[str]:
+    """Return why a model cannot be evaluated on its encoded texts."""
+    longest = max(text.input_tokens for text in encoded)
+    highest = max(text.highest_id for text in encoded)
+    if model.max_positions is not None and longest > model.max_positions:
+        return [
+            f"--models {model.name} has {model.max_positions:,} positions, and windows or rows have up to {longest:,} "
+            f"tokens; give --max_length {model.max_positions} or less"
+        ]
+    if highest >= model.vocab_size:
+        return [f"--models {model.name}: its vocabulary ends at {model.vocab_size - 1}, but a text has id {highest}"]
+    return []
+
+
+def _score(
+    models: Sequence[ComparedModel], encoded: dict[str, list[EncodedText]], cache: LossCache, batch_tokens: int
+) -> dict[str, list[np.ndarray]]:
+    """Return for each model the losses of the predicted tokens of each text, fp32 [N]."""
+    total = sum(len(text.target_ids) for texts in encoded.values() for text in texts)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    losses: dict[str, list[np.ndarray]] = {}
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("scoring", total=total)
+        for model in models:
+            progress.update(task, description=model.name)
+            losses[model.name] = score_texts(
+                model, encoded[model.name], cache, batch_tokens, lambda tokens: progress.advance(task, tokens)
+            )
+    return losses
+
+
+def _sums_by_source(texts: Sequence[EncodedText], losses: Sequence[np.ndarray]) -> dict[str, DocumentSums]:
+    """Return the sums of each document by the name of its source; sources of one name are one."""
+    parts: dict[str, list[DocumentSums]] = {}
+    for text, of_tokens in zip(texts, losses, strict=True):
+        num_documents = len(text.sources)
+        nats = np.bincount(text.owners, of_tokens.astype(np.float64), num_documents)
+        tokens = np.bincount(text.owners, minlength=num_documents).astype(np.float64)
+        for number, name in enumerate(text.source_names):
+            own = text.sources == number
+            if own.any():
+                parts.setdefault(name, []).append(DocumentSums(nats[own], tokens[own], text.num_bytes[own]))
+    return {
+        name: DocumentSums(
+            *(np.concatenate([getattr(sums, field) for sums in of]) for field in ("nats", "tokens", "num_bytes"))
+        )
+        for name, of in parts.items()
+    }

@@ -1,0 +1,94 @@
+"""Find the models of an evaluation before any is loaded: configuration, tokenizer and identity of the weights."""
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric_train.checkpoint import describe_choice, find_checkpoint, is_short_name
+from fabric_train.cli.errors import InputError
+from fabric_train.model.hf_model import check_readable, read_shape
+from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model of ``--models``.
+
+    Args:
+        name: as it was given.
+        source: its folder, or its name on the hub.
+        checkpoint: whether it is a checkpoint of this project.
+        identity: changes when the weights change.
+        tokenizer: transformers' tokenizer.
+        tokenizer_id: the same for tokenizers that give the same ids.
+        max_positions: tokens that the model can see; None without a limit.
+        vocab_size: rows of its embedding.
+    """
+
+    name: str
+    source: str
+    checkpoint: bool
+    identity: str
+    tokenizer: Any
+    tokenizer_id: str
+    max_positions: int | None
+    vocab_size: int
+
+
+def find_model(name: str) -> ComparedModel:
+    """Find a model: a checkpoint or a run (see ``find_checkpoint``), a Hugging Face folder or a hub name.
+
+    Raises:
+        InputError: there is none, or its configuration or tokenizer is damaged.
+    """
+    folder = Path(name)
+    source, is_checkpoint = name, False
+    if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
+        checkpoint = find_checkpoint(folder)
+        if note := describe_choice(folder, checkpoint):
+            print(f"note: {note}", file=sys.stderr)
+        source = str(checkpoint)
+    is_checkpoint = (Path(source) / "trainer.json").is_file()
+    shape = read_shape(source)
+    if not is_checkpoint:
+        check_readable(source)
+    tokenizer = load_hf_tokenizer(Path(source, "tokenizer") if is_checkpoint else source)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
+    identity = _identity(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
+    return ComparedModel(
+        name,
+        source,
+        is_checkpoint,
+        identity,
+        tokenizer,
+        _tokenizer_id(tokenizer),
+        shape.max_positions,
+        shape.vocab_size,
+    )
+
+
+def _identity(folder: Path) -> str:
+    """Return the checksums of a checkpoint, or the names, sizes and times of all files of another folder."""
+    checksums = folder / "checksums.json"
+    if checksums.is_file():
+        return checksums.read_text(encoding="utf-8")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    listed = [f"{path.relative_to(folder)} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+    return "\n".join([os.path.realpath(folder), *listed])
+
+
+def _tokenizer_id(tokenizer: Any) -> str:
+    """Return the SHA-256 of all that decides the ids of a text, and of the tokens around it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        deciding = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        content = json.loads(backend.to_str())
+        deciding = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
+    deciding += [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
