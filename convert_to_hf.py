@@ -10,7 +10,7 @@ from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, prin
 
 if TYPE_CHECKING:
     from fabric_train.export.source import ExportSource
-    from fabric_train.export.verification import VerificationReport
+    from fabric_train.export.verification_report import VerificationReport
 
 
 def main() -> None:
@@ -92,7 +92,13 @@ def print_report(report: "VerificationReport", name: str) -> None:
     table.add_row("tensors, bit for bit", f"{tensors.compared} ({tensors.parameters:,} parameters, {report.dtype})")
     table.add_row("missing, unexpected, different", faulty)
     table.add_row("largest difference of a weight", f"{tensors.max_difference:g}")
-    table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
+    table.add_row("how the models were run", report.method)
+    if report.layers:
+        difference = max(layer.max_difference for layer in report.layers)
+        table.add_row("largest difference of a layer's output", f"{difference:g} in {len(report.layers)} layers")
+    if logits:
+        table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
+    table.add_row("settings that differ", ", ".join(report.settings) or "none")
     table.add_row("tokenizer", report.tokenizer)
     Console().print(table)
 

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from benchmarks import (
     chats,
     checkpoint,
+    export,
     faults,
     first_hour,
     first_hour_parts,
@@ -59,6 +60,7 @@ BENCHMARKS = {
     "faults": Benchmark(faults.measure, faults.table, only_by_name=True),
     "plan": Benchmark(plan.measure, plan.table, only_by_name=True),
     "memory": Benchmark(memory.measure, memory.table, only_by_name=True),
+    "export": Benchmark(export.measure, export.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
 }

@@ -46,6 +46,8 @@ class Measurement:
         peak_rss_bytes: peak of the resident memory summed over its process tree; a shared page counts in each process.
         peak_pss_bytes: the same with shared pages divided among their processes; None where the system does not report
             it (only Linux does).
+        peak_anonymous_bytes: the peak of the resident memory without pages of files and shared memory, summed over its
+            process tree; None where the system does not report it (only Linux does).
         child_peak_rss_bytes: the peaks of its direct children, the largest first.
         output: its standard output.
     """
@@ -53,6 +55,7 @@ class Measurement:
     seconds: float
     peak_rss_bytes: int
     peak_pss_bytes: int | None
+    peak_anonymous_bytes: int | None
     child_peak_rss_bytes: tuple[int, ...]
     output: str
 
@@ -123,7 +126,14 @@ def run(command: Command, seconds: float | None = None) -> Measurement:
             reason = (_read(errors).strip() or "no error message").splitlines()[-1]
             message = f"{command} failed with exit code {process.returncode}: {reason}"
             raise CommandError(message, _read(output), _read(errors))
-        return Measurement(taken, sampler.rss, sampler.pss or None, sampler.child_peaks(), _read(output))
+        return Measurement(
+            seconds=taken,
+            peak_rss_bytes=sampler.rss,
+            peak_pss_bytes=sampler.pss or None,
+            peak_anonymous_bytes=sampler.anonymous or None,
+            child_peak_rss_bytes=sampler.child_peaks(),
+            output=_read(output),
+        )
 
 
 def _read(file: IO[str]) -> str:
@@ -177,7 +187,7 @@ class _MemorySampler(threading.Thread):
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.rss = self.pss = 0
+        self.rss = self.pss = self.anonymous = 0
         self._pid = pid
         self._peaks: dict[int, int] = {}
         self._stopped = threading.Event()
@@ -204,16 +214,17 @@ class _MemorySampler(threading.Thread):
         return tuple(sorted(self._peaks.values(), reverse=True))
 
     def _sample_rss(self, tree: list[psutil.Process]) -> None:
-        total = 0
+        total = anonymous = 0
         for process in tree:
             try:
-                rss, parent = process.memory_info().rss, process.ppid()
+                memory, parent = process.memory_info(), process.ppid()
             except psutil.Error:  # the process has just ended
                 continue
-            total += rss
+            total += memory.rss
+            anonymous += memory.rss - getattr(memory, "shared", memory.rss)
             if parent == self._pid:
-                self._peaks[process.pid] = max(rss, self._peaks.get(process.pid, 0))
-        self.rss = max(self.rss, total)
+                self._peaks[process.pid] = max(memory.rss, self._peaks.get(process.pid, 0))
+        self.rss, self.anonymous = max(self.rss, total), max(self.anonymous, anonymous)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

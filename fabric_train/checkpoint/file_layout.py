@@ -33,7 +33,9 @@ class Write:
 def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
     """Return this rank's writes into the file of ``part``, "model" or "optimizer". Rank 0 also writes the header."""
     file = _FULL[part]
-    header, offsets = _header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], {"format": "pt"})
+    header, offsets = safetensors_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], {"format": "pt"}
+    )
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))] if rank == 0 else []
     for tensor in select_owned(tensors):
         writes += _consecutive(file, offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize, tensor.parts)
@@ -48,7 +50,9 @@ def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Wri
     file = f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
     begins = {name: {"saved_offsets": _block(tensor)[0]} for name, tensor in blocks.items()}
     entries = [(name, tensor.dtype, _block(tensor)[1]) for name, tensor in blocks.items()]
-    header, offsets = _header(entries, {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"})
+    header, offsets = safetensors_header(
+        entries, {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
+    )
     writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))]
     for name, tensor in blocks.items():
         writes += _consecutive(file, offsets[name], tensor.parts)
@@ -87,7 +91,7 @@ def _block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
     return [tensor.begin // row, *[0] * (len(tensor.shape) - 1)], [tensor.numel // row, *tensor.shape[1:]]
 
 
-def _header(
+def safetensors_header(
     entries: Iterable[tuple[str, torch.dtype, Iterable[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file and the offset of each tensor in the file.

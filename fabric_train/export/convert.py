@@ -1,15 +1,9 @@
 """Convert a checkpoint to a Hugging Face folder, verified before it gets its final name."""
 
-import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -17,7 +11,9 @@ from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_s
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.export.source import ExportSource
 from fabric_train.export.transformers_4 import add_former_names
-from fabric_train.export.verification import VerificationReport, verify_in_fresh_process
+from fabric_train.export.verification import verify_in_fresh_process
+from fabric_train.export.verification_report import VerificationReport
+from fabric_train.export.weight_writer import write_weights
 from fabric_train.files.atomic_folder import check_not_inside, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.model.generation_config import write_generation_config
@@ -59,10 +55,8 @@ def convert(
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
     """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
     checkpoint = source.checkpoint
-    _write_weights(source, folder, dtype, max_shard_size)
+    write_weights(source.open_tensors(), folder, dtype, max_shard_size, f"writing {checkpoint.name}")
     _write_configurations(checkpoint, folder, dtype)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors makes files that only the owner can read
     if (checkpoint / "tokenizer").is_dir():
         # copied, not loaded and saved: so the chat template and all settings keep their values
         copy_folder(checkpoint / "tokenizer", folder)
@@ -72,31 +66,6 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
     write_model_card(checkpoint, folder, facts, source.parts)
 
 
-def _write_weights(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """Write ``model.safetensors``, or shards with an index; only one shard is in memory at a time."""
-    weights = source.open_tensors()
-    outline = {name: torch.empty(weights.shape(name), dtype=dtype, device="meta") for name in weights}
-    plan = split_torch_state_dict_into_shards(outline, max_shard_size=max_shard_size)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"writing {source.checkpoint.name}", total=plan.metadata["total_size"])
-        for filename, names in plan.filename_to_tensors.items():
-            shard = {}
-            for name in names:
-                shard[name] = weights.read(name).to(dtype)
-                progress.advance(task, shard[name].nbytes)
-            save_file(shard, folder / filename, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
-
-
 def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     config.dtype = dtype
@@ -104,7 +73,3 @@ def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) ->
     config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

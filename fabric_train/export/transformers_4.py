@@ -29,7 +29,7 @@ def _add_to_config(file: Path) -> None:
     written = file.read_bytes()
     settings = _read_config(file)
     config = read_json(file, dict, _ADVICE)
-    _write_json(file, {**_former_names(config), **config})
+    _write_json(file, {**former_names(config), **config})
     found = _read_config(file)
     if any(found.get(name) != value for name, value in settings.items()):
         file.write_bytes(written)
@@ -40,8 +40,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _former_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the former names of the dtype and of the settings of rotary positions, with their values."""
+def former_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the former names of the dtype and of rotary positions in config.json, with their values."""
     former = {"torch_dtype": config["dtype"]}
     rope = dict(config.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in rope.values()):

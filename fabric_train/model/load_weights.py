@@ -27,7 +27,14 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
 from fabric_train.model.generation_config import read_generation_config
 from fabric_train.model.hf_model import ModelShape, check_loaded_weights, check_weights_fit, load_model
-from fabric_train.model.weight_files import CheckpointTensors, Weights, open_weights, safetensors_files, shard_names
+from fabric_train.model.weight_files import (
+    CheckpointTensors,
+    StoredTensors,
+    Weights,
+    open_weights,
+    safetensors_files,
+    shard_names,
+)
 
 _progress = logging.getLogger("fabric_train.progress")
 
@@ -56,18 +63,23 @@ def open_pretrained(shape: ModelShape, dtype: torch.dtype) -> MetaModel:
     Raises:
         InputError: Weights are missing or do not fit the configuration.
     """
+    return open_in_parts(shape, dtype) or MetaModel(load_model(shape, dtype), None)
+
+
+def open_in_parts(shape: ModelShape, dtype: torch.dtype) -> MetaModel | None:
+    """Do as :func:`open_pretrained` does, but return None if the model has to be loaded in full."""
     files = _find_safetensors(shape.source)
     model = build_on_meta(shape, dtype)
     keeps_fp32 = dtype != torch.float32 and model._keep_in_fp32_modules_strict
     if not files or getattr(shape.config, "quantization_config", None) or keeps_fp32:
-        return MetaModel(load_model(shape, dtype), None)
+        return None
     weights = _PretrainedWeights(model, CheckpointTensors(files, "fetch the model again"))
     missing = weights.missing()
     if any(re.search(pattern, name) for name in missing for pattern in model._keys_to_ignore_on_load_missing or ()):
-        return MetaModel(load_model(shape, dtype), None)
+        return None
     check_loaded_weights(shape.source, [*missing, *weights.mismatched()])
     if weights.has_tied_duplicates():  # transformers compares them, and unties them if they differ
-        return MetaModel(load_model(shape, dtype), None)
+        return None
     return MetaModel(model, weights)
 
 
@@ -77,7 +89,12 @@ def open_checkpoint(shape: ModelShape, checkpoint: Path, dtype: torch.dtype) -> 
     Raises:
         InputError: A weight is missing, unknown or of another shape.
     """
-    model, tensors = build_on_meta(shape, dtype), open_weights(checkpoint)
+    return open_tensors(shape, open_weights(checkpoint), dtype)
+
+
+def open_tensors(shape: ModelShape, tensors: StoredTensors, dtype: torch.dtype) -> MetaModel:
+    """Build the model of ``shape`` in ``dtype`` whose weights are ``tensors``; see :func:`open_checkpoint`."""
+    model = build_on_meta(shape, dtype)
     check_weights_fit(shape.source, model, {name: tensors.shape(name) for name in tensors})
     return MetaModel(model, tensors)
 
@@ -108,6 +125,12 @@ def read_weights(model: nn.Module, weights: Weights) -> None:
         part = read_local_part(weights, original_name(name), parameter, cuts)
         local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.copy_(part)
+    read_buffers(model, weights)
+
+
+@torch.no_grad()
+def read_buffers(model: nn.Module, weights: Weights) -> None:
+    """Read the buffers that are stored with the weights; the others are computed."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

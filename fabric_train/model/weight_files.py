@@ -23,6 +23,7 @@ from fabric_train.files.typed_json import parse_json, read_json
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
 _OPEN_FILES = 2
+_MAPPED_BYTES = 64 << 20  # that are read from open files before they are opened again
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -88,7 +89,8 @@ class StoredTensors(Weights, Protocol):
 class CheckpointTensors:
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
-    Pages of an open file that were read stay in memory, so only the last few files stay open.
+    Pages of an open file that were read stay in memory. So only the last few files stay open, and after every 64 MiB
+    they are opened again. What is resident is then little more than the tensors that the caller still has.
 
     Args:
         files: Paths, in any order.
@@ -102,6 +104,7 @@ class CheckpointTensors:
         self._pieces: dict[str, list[_Piece]] = {}
         self._advice = advice
         self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
+        self._num_read = 0  # bytes since the files were opened
         for path in files:
             self._add_pieces(path)
         self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
@@ -123,6 +126,10 @@ class CheckpointTensors:
         """Return the dtype in which the tensor is stored."""
         return self._pieces[name][0].dtype
 
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds the tensor, of a sharded checkpoint the first one."""
+        return self._pieces[name][0].file
+
     def read(self, name: str) -> torch.Tensor:
         """Return the full tensor on the CPU in its stored dtype."""
         shape = self.shape(name)
@@ -136,7 +143,7 @@ class CheckpointTensors:
         pieces = self._pieces[name]
         if len(pieces) == 1 and shape and 0 not in shape:
             slices = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
-            return self._file(pieces[0].file).get_slice(name)[slices]
+            return self._read(pieces[0].file, name, slices)
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
         for piece in pieces:
             overlap = [
@@ -146,7 +153,16 @@ class CheckpointTensors:
             if all(begin < end for begin, end in overlap):
                 in_block = _relative(overlap, offsets)
                 in_piece = _relative(overlap, piece.offsets)
-                block[in_block] = self._file(piece.file).get_slice(name)[in_piece]
+                block[in_block] = self._read(piece.file, name, in_piece)
+        return block
+
+    def _read(self, path: Path, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """Return a view of the file's mapping."""
+        if self._num_read > _MAPPED_BYTES:
+            self._file.cache_clear()
+            self._num_read = 0
+        block: torch.Tensor = self._file(path).get_slice(name)[slices]
+        self._num_read += block.nbytes
         return block
 
     def _add_pieces(self, path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Literal
 
 import psutil
 
+from fabric_train.distributed.control_groups import control_groups
 from fabric_train.files.sizes import show_size
 
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -265,16 +266,8 @@ def _check_processes(num_ranks: int) -> NodeCheck:
 
 def _cgroup_processes() -> int | None:
     """Return the smallest limit of processes of this process's control groups, of version 1 or 2; None if unlimited."""
-    limits = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "pids"):
-            continue
-        root = Path("/sys/fs/cgroup", controllers)
-        group = root / path.lstrip("/")  # inside a container it may not exist: the container's own group is the root
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(root) and (folder / "pids.max").is_file():
-                limits.append((folder / "pids.max").read_text().strip())
+    files = [folder / "pids.max" for folder in control_groups("pids")]
+    limits = [file.read_text().strip() for file in files if file.is_file()]
     return min((int(limit) for limit in limits if limit.isdigit()), default=None)
 
 

@@ -21,9 +21,10 @@ from fabric_train.cli.errors import FAILURE, InputError
 from fabric_train.export import convert, verification
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
 from fabric_train.export.targets import plan_targets
-from fabric_train.export.verification import VerificationError, compare, verify_in_fresh_process
+from fabric_train.export.verification import VerificationError, verify_in_fresh_process
 from tests.support.checkpoint_examples import CHAT_TEMPLATE, run_with_two_checkpoints, trained_weights, write_full
 from tests.support.exports import verify_in_this_process
 from tests.support.forked_runs import ForkedRuns
@@ -125,6 +126,8 @@ def test_a_fresh_process_leaves_its_report_in_the_folder(
     assert json.loads((folder / "verification.json").read_text()) == asdict(report)
     assert report.tensors.compared == len(weights)
     assert report.tensors.max_difference == 0
+    assert report.method == "whole model"
+    assert report.logits is not None
     assert report.logits.max_difference == pytest.approx(0, abs=1e-4)
     assert report.tokenizer == "equal"
     assert report.faults == []
@@ -214,7 +217,7 @@ def _change_the_tokenizer(folder: Path) -> None:
         (_store_in_another_type, "tensors different in shape, type or value"),
         (_change_the_rotary_base, "logits differ by"),
         (_untie, "ties other weights"),
-        (_change_the_tokenizer, "the tokenizer differs from the checkpoint's"),
+        (_change_the_tokenizer, "different from the checkpoint's: chat template of the tokenizer"),
     ],
 )
 def test_the_comparison_finds_every_kind_of_damage(

@@ -19,7 +19,7 @@ from fabric_train.checkpoint.discovery import newest_checkpoint
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.export.model_card import CardFacts, write_model_card
-from fabric_train.export.verification import LogitsReport, TensorReport, VerificationReport
+from fabric_train.export.verification_report import OutputReport, TensorReport, VerificationReport
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
@@ -121,7 +121,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pat
     (model / "hub_source.json").write_text(json.dumps({"repository": "some/model", "revision": "0" * 40}))
     (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end_of_text|>"}))
     (model / "added_tokens.json").write_text(json.dumps({"<|end_of_text|>": 1}))
-    report = VerificationReport("float32", TensorReport(1, 1, [], [], [], 0.0), LogitsReport(1, 1.0, 0.0), "equal", [])
+    tensors, output = TensorReport(1, 1, [], [], [], 0.0), OutputReport(1, 1.0, 0.0)
+    report = VerificationReport("float32", "layer by layer", tensors, [output], output, [], "equal", [])
     (folder / "verification.json").write_text(json.dumps(asdict(report)))
     return folder
 

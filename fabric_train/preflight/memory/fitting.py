@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.checkpoint.manager import free_bytes
+from fabric_train.distributed.resources import machine_memory
 from fabric_train.files.sizes import show_size
 from fabric_train.preflight.memory.forecast import Forecast, RunRequest
-from fabric_train.preflight.memory.resources import machine_memory
 
 if TYPE_CHECKING:
     from fabric_train.training.prepared_run import StepPlan

@@ -3,11 +3,11 @@
 from rich.text import Text
 
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.distributed.resources import device_memory, machine_memory
 from fabric_train.files.sizes import parse_size
 from fabric_train.preflight.memory.fitting import faults_of, faults_without_trace
 from fabric_train.preflight.memory.forecast import RunRequest
 from fabric_train.preflight.memory.plan_tables import report
-from fabric_train.preflight.memory.resources import device_memory, machine_memory
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
