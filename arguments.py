@@ -194,7 +194,9 @@ class ModelArguments:
     """Model"""
 
     model_name: str = "meta-llama/Meta-Llama-3-8B"
-    """Causal language model of Hugging Face: a hub name or a folder."""
+    """Causal language model of Hugging Face: a hub name or a folder; or a checkpoint, RUN, RUN/best, RUN/latest or
+    RUN/step-500, whose weights a new run begins with.
+    """
     attention: Literal["sdpa", "flash_attention_2", "flex_attention", "eager"] = "sdpa"
     """Attention implementation: sdpa is torch's own, on a GPU its kernel for documents; flash_attention_2 needs a GPU
     and the package flash-attn.
@@ -326,9 +328,9 @@ class CheckpointArguments:
     loss), RUN/latest, RUN/step-500, or its folder.
     """
     branch: str | None = None
-    """Start a new run from a checkpoint of another: RUN@STEP such as runs/1@5000, RUN@latest or RUN@best. Weights,
-    optimizer and counters go on; data, schedule and length may differ. With --resume true, continue the branch in
-    --output_dir if there is one.
+    """Start a new run from a checkpoint of another: RUN@STEP such as runs/1@5000, RUN@latest, RUN/best or its folder.
+    Weights, optimizer and counters go on; data, schedule and length may differ. With --resume true, continue the branch
+    in --output_dir if there is one.
     """
     weights_only: bool = False
     """Load only the weights of --checkpoint; optimizer, step and data order start from the beginning."""
@@ -347,8 +349,8 @@ class CheckpointArguments:
             return []
         if self.checkpoint is not None:
             return [f"--branch {self.branch} and --checkpoint {self.checkpoint}: give one of them"]
-        if not re.fullmatch(r".+@(latest|best|[0-9]{1,18})", self.branch):
-            return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN@best; got {self.branch!r}"]
+        if not re.fullmatch(r".+(@(latest|best|[0-9]{1,18})|/(latest|best|step-[0-9]{1,18})/*)", self.branch):
+            return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN/best; got {self.branch!r}"]
         return []
 
 
@@ -595,7 +597,7 @@ class ReplayArguments:
     """
 
     run: str = field(metadata=POSITIONAL)
-    """Run folder: the --output_dir of training."""
+    """Run folder: the --output_dir of training; a checkpoint of it, such as RUN/best, means its run."""
     steps: str
     """Steps first:last of its metrics.csv, such as 120:125. Those after the checkpoint before them are trained too."""
     devices: int | str | None = None
@@ -863,7 +865,9 @@ class BundleArguments:
     """
 
     model: str
-    """Model and tokenizer: a hub name, or a Hugging Face folder with safetensors."""
+    """Model and tokenizer: a hub name, a Hugging Face folder with safetensors, or a full checkpoint: RUN, RUN/best,
+    RUN/latest, RUN/step-500 or its folder.
+    """
     data: list[str]
     """Token datasets from tokenize_dataset.py; the first one is trained on."""
     output: str

@@ -6,6 +6,7 @@ into the run.
 """
 
 import os
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     set_memory_advice("use more --devices")
     start_log()
     arguments = parse(ReplayArguments, argv)
-    given = _read_config(Path(arguments.run))
+    folder = _run_folder(Path(arguments.run))
+    given = _read_config(folder)
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # as in training
     progress.info("importing torch and transformers")
 
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(FAILURE)
 
     with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
-        replay = prepare_replay(Path(arguments.run), arguments.first_and_last, given, device, Path(temporary))
+        replay = prepare_replay(folder, arguments.first_and_last, given, device, Path(temporary))
         if replay.faults:
             report(Certificate(replay, []))
         for line in replay.other_versions:
@@ -87,6 +89,13 @@ def main(argv: list[str] | None = None) -> None:
             stop_signals.ignore()
             destroy_process_group(fabric)
         report(compare(replay.on(device_name(fabric.device)), steps))
+
+
+def _run_folder(given: Path) -> Path:
+    """Return the run folder that a checkpoint or a name such as ``RUN/best`` is in, or else what is given."""
+    if not re.fullmatch(r"best|latest|step-[0-9]{1,18}", given.name):
+        return given
+    return given.parent.parent if given.parent.name == "checkpoints" else given.parent
 
 
 def _read_config(run: Path) -> TrainArguments:

@@ -20,11 +20,15 @@ def main(argv: list[str] | None = None) -> None:
 
     from fabric_train.bundle.collect import Request, collect  # slow
     from fabric_train.bundle.wheels import Target
+    from fabric_train.checkpoint import find_whole_checkpoint, means_checkpoint
 
+    model = arguments.model
+    if means_checkpoint(Path(model)):
+        model = str(find_whole_checkpoint(Path(model)))
     target = Target(arguments.python, arguments.cuda)
     recipe = Path(arguments.recipe) if arguments.recipe else None
     output = Path(arguments.output)
-    bundle = collect(Request(arguments.model, tuple(map(Path, arguments.data)), target, recipe), output)
+    bundle = collect(Request(model, tuple(map(Path, arguments.data)), target, recipe), output)
     width = max(len(part.name) for part in bundle.parts)
     for part in bundle.parts:
         print(f"{part.name:<{width}} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")

@@ -32,6 +32,7 @@ _INSTALLER = "install.sh"
 _CHECKSUMS = "SHA256SUMS"
 _CONFIGURATION = "train.yaml"
 _QUIET_SECONDS = 10.0
+_OF_A_RUN = ("trainer.json", "checksums.json", "manifest.json", "stream.json")
 _SOURCE = (
     "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
     "tokenize_dataset.py", "convert_to_hf.py", "generate.py", "download_model.py",
@@ -45,7 +46,7 @@ class Request:
     """What to collect.
 
     Args:
-        model: a hub name, or a Hugging Face folder.
+        model: a hub name, a Hugging Face folder, or a full checkpoint.
         data: token datasets.
         target: the machine that the bundle is for.
         recipe: a YAML file with arguments of a run; its model, data and output become those of the bundle.
@@ -154,7 +155,7 @@ def _configuration(request: Request) -> str:
 
 
 def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of a Hugging Face folder, or of a full checkpoint without its optimizer, and their places.
+    """Yield the files of a Hugging Face folder and their places, or those that make one of a full checkpoint.
 
     Raises:
         InputError: it has no safetensors, or they are damaged.
@@ -168,8 +169,11 @@ def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
     check_weight_files(folder)
     texts = text_files(path.name for path in folder.iterdir() if path.is_file())
     index = [path.name for path in folder.glob("model.safetensors.index.json")]
-    for name in sorted({*texts, *index, *(path.name for path in weights)}):
+    for name in sorted({*texts, *index, *(path.name for path in weights)} - set(_OF_A_RUN)):
         yield folder / name, f"model/{name}"
+    if (folder / "trainer.json").is_file():
+        for file in sorted((folder / "tokenizer").glob("*")):
+            yield file, f"model/{file.name}"
 
 
 def _files_of_dataset(folder: Path) -> Iterator[tuple[Path, str]]:

@@ -26,9 +26,11 @@ from fabric_train.checkpoint.discovery import (
     find_whole_checkpoint,
     is_short_name,
     means_all,
+    means_checkpoint,
     newest_checkpoint,
     run_of,
     saved_checkpoints,
+    split_branch,
     whole_checkpoints,
     wrong_content,
 )
@@ -90,6 +92,7 @@ __all__ = [
     "find_whole_checkpoint",
     "is_short_name",
     "means_all",
+    "means_checkpoint",
     "newest_checkpoint",
     "perplexity",
     "read_base_model",
@@ -107,6 +110,7 @@ __all__ = [
     "restore_optimizer",
     "run_of",
     "saved_checkpoints",
+    "split_branch",
     "whole_checkpoints",
     "wrong_content",
 ]

@@ -67,16 +67,26 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
 
 
 def branch_point(given: str) -> Path:
-    """Return the path of the checkpoint that ``RUN@STEP`` means, for ``find_checkpoint``.
+    """Return the path of the checkpoint that ``--branch`` means, for ``find_checkpoint``.
 
     Raises:
         InputError: There is no such run.
     """
-    run, _, step = given.rpartition("@")
-    if not _in(Path(run)):
-        reason = "no run with a checkpoint" if Path(run).is_dir() else missing_folder(Path(run))
+    run, step = split_branch(given)
+    if not _in(run):
+        reason = "no run with a checkpoint" if run.is_dir() else missing_folder(run)
         raise InputError(f"--branch {given}: {run}: {reason}; give the folder of a run")
-    return Path(run) / (f"step-{step}" if step.isdigit() else step)
+    return run / (f"step-{step}" if step.isdigit() else step)
+
+
+def split_branch(given: str) -> tuple[Path, str]:
+    """Return run and step, or best or latest, of ``RUN@500``, ``RUN/step-500`` or a checkpoint's folder."""
+    run, at, step = given.rpartition("@")
+    if at and _SHORT_NAME.fullmatch(f"step-{step}" if step.isdigit() else step):
+        return Path(run), step
+    path = Path(given)
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return folder, path.name.removeprefix("step-").lstrip("0")
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -93,6 +103,16 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
 def is_short_name(path: Path) -> bool:
     """Whether a path is no file or folder, but a name for a checkpoint of the run folder above it."""
     return not os.path.lexists(path) and bool(_SHORT_NAME.fullmatch(path.name)) and bool(_in(path.parent))
+
+
+def means_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint with its optimizer, a run with checkpoints, or a name for one of these.
+
+    Otherwise it may be a model's folder, which some checkpoints without their optimizer are.
+    """
+    is_checkpoint = (path / "trainer.json").is_file() and (path / "optimizer").is_dir()
+    is_run = not (path / "config.json").is_file() and bool(_in(path))
+    return is_checkpoint or is_run or is_short_name(path)
 
 
 def means_all(path: Path) -> bool:

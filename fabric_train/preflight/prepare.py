@@ -35,7 +35,7 @@ from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 
 if TYPE_CHECKING:
-    from arguments import CheckpointArguments, DataArguments, TrainArguments
+    from arguments import CheckpointArguments, DataArguments, ModelArguments, TrainArguments
 
 _PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors")
 """The packages that a run's losses depend on."""
@@ -54,10 +54,13 @@ def prepare(
     Raises:
         InputError: for whatever the user can fix.
     """
-    folder = Path(arguments.save.output_dir)
+    folder, given_arguments = Path(arguments.save.output_dir), arguments
     _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     device_plan = _plan_devices(arguments)
     start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
+    if _takes_weights(start_from, arguments.model, folder, damages):
+        start_from = replace(start_from, checkpoint=arguments.model.model_name, weights_only=True)
+        arguments = replace(arguments, checkpoint=start_from)
     continues = not (start_from.weights_only or arguments.evaluation.only_reads)
     branch_point = checkpoints.branch_point(start_from.branch) if start_from.branch else None
     given = str(branch_point) if branch_point else start_from.checkpoint
@@ -69,6 +72,8 @@ def prepare(
         read_only=arguments.evaluation.only_reads,
         damages=damages,
     )
+    if checkpoint:
+        check_not_inside(folder, checkpoint)
     phases_given = read_phases(arguments)
     data = _open_data(arguments, folder, checkpoint, phases_given)
     model = _read_model(arguments, checkpoint, data)
@@ -81,7 +86,7 @@ def prepare(
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
     run = PreparedRun(
-        given=arguments,
+        given=given_arguments,
         arguments=arguments,
         folder=folder,
         devices=device_plan,
@@ -196,7 +201,7 @@ def _continue_branch(
     """
     if given.branch is None:
         return given
-    trunk, _, step = given.branch.rpartition("@")
+    trunk, step = checkpoints.split_branch(given.branch)
     if os.path.realpath(trunk) in (os.path.realpath(folder), os.path.realpath(folder / "checkpoints")):
         raise InputError(f"--branch {given.branch}: --output_dir {folder} is that run; give another --output_dir")
     newest = checkpoints.newest_checkpoint(folder, damages) if given.resume else None
@@ -210,6 +215,18 @@ def _continue_branch(
             "or give another --output_dir"
         )
     return replace(given, branch=None)
+
+
+def _takes_weights(
+    given: "CheckpointArguments", model: "ModelArguments", folder: Path, damages: checkpoints.Damages | None
+) -> bool:
+    """Return whether a run begins with the weights of ``--model_name``, a checkpoint or a run.
+
+    It does not if it begins with those of another checkpoint, or continues the run in its own folder.
+    """
+    if given.checkpoint or given.branch or model.family or not checkpoints.means_checkpoint(Path(model.model_name)):
+        return False
+    return not given.resume or checkpoints.newest_checkpoint(folder, damages) is None
 
 
 def _continue_from(
