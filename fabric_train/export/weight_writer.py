@@ -15,7 +15,7 @@ from fabric_train.checkpoint.file_layout import safetensors_header
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 INDEX_NAME = "model.safetensors.index.json"
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 4 << 20
 
 
 def write_weights(tensors: StoredTensors, folder: Path, dtype: torch.dtype, max_shard_size: str, title: str) -> None:

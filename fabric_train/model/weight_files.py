@@ -23,7 +23,6 @@ from fabric_train.files.typed_json import parse_json, read_json
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in a header's metadata for the offsets of each piece in the full tensor."""
 _OPEN_FILES = 2
-_MAPPED_BYTES = 64 << 20  # that are read from open files before they are opened again
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,9 +37,13 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """A block of a tensor in a file; ``offsets`` are those of the block in the full tensor."""
+    """A block of a tensor in a file; ``offsets`` are those of the block in the full tensor.
+
+    ``position`` is the byte of the file at which it begins.
+    """
 
     file: Path
+    position: int
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -89,8 +92,7 @@ class StoredTensors(Weights, Protocol):
 class CheckpointTensors:
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
-    Pages of an open file that were read stay in memory. So only the last few files stay open, and after every 64 MiB
-    they are opened again. What is resident is then little more than the tensors that the caller still has.
+    Pages of a mapped file that were read stay in memory, so only the last few files stay mapped.
 
     Args:
         files: Paths, in any order.
@@ -104,7 +106,6 @@ class CheckpointTensors:
         self._pieces: dict[str, list[_Piece]] = {}
         self._advice = advice
         self._file = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open_file, advice=advice))
-        self._num_read = 0  # bytes since the files were opened
         for path in files:
             self._add_pieces(path)
         self._shapes = {name: _full_shape(pieces) for name, pieces in self._pieces.items()}
@@ -131,44 +132,55 @@ class CheckpointTensors:
         return self._pieces[name][0].file
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the full tensor on the CPU in its stored dtype."""
-        shape = self.shape(name)
+        """Return the full tensor on the CPU in its stored dtype.
+
+        A tensor from one file is a view of the file's mapping. Writing into it does not change the file.
+        """
+        pieces, shape = self._pieces[name], self.shape(name)
+        if len(pieces) == 1 and shape and 0 not in shape:
+            return self._file(pieces[0].file).get_slice(name)[:]
         return self.read_block(name, (0,) * len(shape), shape)
 
     def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Read only the block of ``shape`` that begins at ``offsets`` of the full tensor, on the CPU.
 
-        A block from one file is a view of the file's mapping. Writing into it does not change the file.
+        Whole rows are read into memory of their own, so that no pages of the file stay in this process.
         """
-        pieces = self._pieces[name]
-        if len(pieces) == 1 and shape and 0 not in shape:
-            slices = tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))
-            return self._read(pieces[0].file, name, slices)
         block = torch.empty(tuple(shape), dtype=self.dtype(name))
-        for piece in pieces:
+        for piece in self._pieces[name]:
             overlap = [
                 (max(begin, piece_begin), min(begin + size, piece_begin + piece_size))
                 for begin, size, piece_begin, piece_size in zip(offsets, shape, piece.offsets, piece.shape, strict=True)
             ]
-            if all(begin < end for begin, end in overlap):
-                in_block = _relative(overlap, offsets)
-                in_piece = _relative(overlap, piece.offsets)
-                block[in_block] = self._read(piece.file, name, in_piece)
+            if not all(begin < end for begin, end in overlap):
+                continue
+            in_block, in_piece = _relative(overlap, offsets), _relative(overlap, piece.offsets)
+            target = block[in_block]
+            if target.shape[1:] == piece.shape[1:] and target.is_contiguous():
+                first_row = in_piece[0].start if in_piece else 0
+                row = math.prod(piece.shape[1:]) * piece.dtype.itemsize
+                self._read_bytes(piece.file, piece.position + first_row * row, target)
+            else:
+                block[in_block] = self._file(piece.file).get_slice(name)[in_piece]
         return block
 
-    def _read(self, path: Path, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Return a view of the file's mapping."""
-        if self._num_read > _MAPPED_BYTES:
-            self._file.cache_clear()
-            self._num_read = 0
-        block: torch.Tensor = self._file(path).get_slice(name)[slices]
-        self._num_read += block.nbytes
-        return block
+    def _read_bytes(self, path: Path, position: int, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the bytes of a file from ``position`` on."""
+        with path.open("rb", buffering=0) as file:
+            file.seek(position)
+            missing = target.reshape(-1).view(torch.uint8).numpy().data
+            while missing:  # one call to the kernel reads 2 GiB at most
+                count = file.readinto(missing)
+                if not count:
+                    raise InputError(f"{path}: the file has become shorter; {self._advice}")
+                missing = missing[count:]
 
     def _add_pieces(self, path: Path) -> None:
         file = self._file(path)
         begins = self._offsets(path, (file.metadata() or {}).get(SHARDING_INFO, "{}"))
-        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+        with path.open("rb") as opened:
+            position = 8 + int.from_bytes(opened.read(8), "little")  # after the header: the format's first 8 bytes
+        for name in file.offset_keys():  # tensors follow each other without gaps, as safe_open has checked
             header = file.get_slice(name)
             shape = tuple(header.get_shape())
             offsets = begins.get(name, (0,) * len(shape))
@@ -176,7 +188,9 @@ class CheckpointTensors:
                 raise InputError(f"{path}: {name} has the offsets {offsets} in its header; {self._advice}")
             if header.get_dtype() not in DTYPES:
                 raise InputError(f"{path}: {name} has the unsupported type {header.get_dtype()}; {self._advice}")
-            self._pieces.setdefault(name, []).append(_Piece(path, offsets, shape, DTYPES[header.get_dtype()]))
+            piece = _Piece(path, position, offsets, shape, DTYPES[header.get_dtype()])
+            self._pieces.setdefault(name, []).append(piece)
+            position += math.prod(shape) * piece.dtype.itemsize
 
     def _offsets(self, path: Path, info: str) -> dict[str, tuple[int, ...]]:
         try:
