@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class CheckpointManager:
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
-        self._description = description
+        self._description, self._started = description, time.monotonic()
         self._staging = Staging(fabric.device) if asynchronous else None
         self._pending: _PendingSave | None = None
         self._task: BackgroundTask | None = None
@@ -273,7 +274,7 @@ class CheckpointManager:
 
     def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, interim: bool) -> dict[str, str]:
         """Return the contents of trainer.json and stream.json by file name."""
-        description = asdict(self._description)
+        description = asdict(self._description.after(time.monotonic() - self._started))
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
         content = {"format": FORMAT, **asdict(state), **description, "interim": interim, "grad_scaler": scaler}

@@ -19,6 +19,7 @@ FORMAT = 2
 _ADVICE = "use another checkpoint"
 
 PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
+Seconds: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,25 @@ class PhaseSchedule:
 
 
 @dataclass(frozen=True)
+class TrainingSession:
+    """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
+
+    ``device`` is the name of a device, see ``device_name``. ``seconds`` are wall-clock time from the first step to the
+    save of the checkpoint, evaluations included. No step and no figure of a run depends on it.
+    """
+
+    after_step: Count
+    device: str
+    num_devices: PositiveCount
+    seconds: Seconds = 0.0
+
+    @property
+    def device_hours(self) -> float:
+        """The hours of all devices together."""
+        return self.num_devices * self.seconds / 3600
+
+
+@dataclass(frozen=True)
 class Description:
     """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
@@ -144,7 +164,8 @@ class Description:
     ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
     points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device``
     is the name of a device of the run, see ``device_name``. ``mixture_sources`` names the sources of a mixture as
-    ``--shares`` does, in the order of their rows.
+    ``--shares`` does, in the order of their rows. ``sessions`` are those from the first step to the present one, which
+    is the last; a branch has those of the run that it comes from too.
     """
 
     state_dict_type: str
@@ -159,6 +180,12 @@ class Description:
     phase_schedules: tuple[PhaseSchedule, ...] = ()
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
+    sessions: tuple[TrainingSession, ...] = ()
+
+    def after(self, seconds: float) -> "Description":
+        """Return the description after ``seconds`` of the present session."""
+        now = tuple(replace(session, seconds=seconds) for session in self.sessions[-1:])
+        return replace(self, sessions=(*self.sessions[:-1], *now))
 
 
 class _SavedArguments(BaseModel):
@@ -187,6 +214,7 @@ _OTHERWISE: dict[str, Any] = {
     "device": (str | None, None),
     "mixture_sources": (list[str], []),
     "interim": (bool, False),
+    "sessions": (list[TrainingSession], []),
 }
 _TrainerJson: Any = create_model("TrainerJson", **(_REQUIRED | _OTHERWISE))
 
@@ -286,6 +314,16 @@ def read_lineage(checkpoint: Path) -> tuple[BranchPoint, ...]:
     """
     _, parsed = _read(checkpoint)
     return tuple(parsed.lineage)
+
+
+def read_sessions(checkpoint: Path) -> tuple[TrainingSession, ...]:
+    """Return the sessions that led to a checkpoint, the first one first; none if an earlier version saved it.
+
+    Raises:
+        InputError: trainer.json is damaged.
+    """
+    _, parsed = _read(checkpoint)
+    return tuple(parsed.sessions)
 
 
 def read_phase_schedules(checkpoint: Path) -> tuple[PhaseSchedule, ...]:
@@ -410,8 +448,8 @@ def _difference(saved: Any, current: Any) -> str:
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Return the content of trainer.json, and the values that this program uses, with the types of its dataclasses.
 
-    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, ``device``, phases and
-    evaluations.
+    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, ``device``, phases,
+    evaluations and ``sessions``.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)

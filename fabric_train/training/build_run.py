@@ -222,7 +222,18 @@ def _description(
         phase_schedules=run.phase_schedules,
         device=device_name(fabric.device),
         mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
+        sessions=(*_earlier_sessions(run), _session(run, fabric)),
     )
+
+
+def _earlier_sessions(run: PreparedRun) -> tuple[checkpoints.TrainingSession, ...]:
+    """Return the sessions that the run continues; those of a model whose weights alone it takes are not its own."""
+    start = run.start
+    return checkpoints.read_sessions(start.checkpoint) if start.checkpoint and start.resumes else ()
+
+
+def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
+    return checkpoints.TrainingSession(run.start.state.step, device_name(fabric.device), fabric.world_size)
 
 
 def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[Path, ...]]:

@@ -99,6 +99,8 @@ def test_a_killed_branch_with_other_data_resumes_bit_for_bit(branching: Branchin
     assert killed.wait() == [-9]
     branching.train("killed", resume="true", **options)  # the same line, as after a requeue
     assert differences(branching.folder / "killed", branching.folder / "whole") == []
+    sessions = branching.trainer("killed", 14)["sessions"]
+    assert [session["after_step"] for session in sessions] == [0, 8, 11]
 
 
 def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, tmp_path: Path) -> None:
@@ -116,6 +118,14 @@ def test_the_lineage_is_in_checkpoints_and_the_model_card(branching: Branching, 
         "lr": [1e-3, 2e-3],
         "train_data_dir": [str(branching.folder / "tokens"), str(branching.folder / "others")],
     }
+    sessions = [branching.trainer(run, step)["sessions"] for run, step in (("trunk", 12), ("second", 16))]
+    assert [(one["after_step"], one["num_devices"], one["device"][:4]) for one in sessions[1]] == [
+        (0, 1, "CPU,"),
+        (12, 1, "CPU,"),
+        (14, 1, "CPU,"),
+    ]
+    assert sessions[1][:1] == sessions[0]
+    assert all(one["seconds"] > 0 for one in sessions[1])
     write_model_card(branching.checkpoint("second", 16), tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     assert "| `trunk` | 12 | `max_step`: 12 → 14 |" in card
