@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from demo.loss_curve import draw_loss_curve
 from demo.stages import ROOT, StageError, run_stage
+from fabric_train.training.loss_curves import draw_loss_curves
+from fabric_train.training.metrics import Metrics, read_metrics
 from sample_data import real_data
 
 FOLDER = Path("demo_run")
@@ -79,7 +80,11 @@ def _run_demo() -> Result:
     run_stage("generation", "python", "generate.py", "--model_name", EXPORT, "--prompt", PROMPT, *sampling)
 
     result = _read_result()
-    draw_loss_curve(ROOT / RUN / "metrics.csv", ROOT / PICTURE, "SmolLM2-135M on Shakespeare", result.loss_before)
+    before, rows = (
+        Metrics(step=0, epoch=0, val_loss=result.loss_before),
+        read_metrics(ROOT / RUN / "metrics.csv", sys.maxsize),
+    )
+    draw_loss_curves([before, *rows], ROOT / PICTURE, "SmolLM2-135M on Shakespeare")
     return result
 
 

@@ -6,8 +6,9 @@ It takes about five minutes on two cores. docs/mixture.md shows what it prints.
 import shutil
 import sys
 
-from demo.loss_curve import draw_source_losses
 from demo.stages import ROOT, StageError, run_stage
+from fabric_train.training.loss_curves import draw_loss_curves
+from fabric_train.training.metrics import read_metrics
 from sample_data import real_data
 
 FOLDER = "demo_run/mixture"
@@ -42,8 +43,8 @@ def _run_stages() -> None:
     document = ["--document", "bible-es.jsonl:141"]
     run_stage("the trace of a document", "python", "-m", "fabric_train.trace", DECAY, *document)
     run_stage("the replay", "python", "-m", "fabric_train.replay", TRUNK, "--steps", "41:43")
-    tables = [ROOT / run / "metrics.csv" for run in (TRUNK, DECAY)]
-    draw_source_losses(tables, SOURCES, ROOT / PICTURE, "Spanish and English: a trunk and its decay")
+    trunk, decay = (read_metrics(ROOT / run / "metrics.csv", sys.maxsize) for run in (TRUNK, DECAY))
+    draw_loss_curves([*trunk, *decay], ROOT / PICTURE, "Spanish and English: a trunk and its decay", [trunk[-1].step])
     print(f"\nlosses of each source: {PICTURE}")
 
 
