@@ -29,6 +29,7 @@ from fabric_train.cli.argument_types import (
 )
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fields import POSITIONAL
+from fabric_train.cli.language_codes import is_language_code
 from fabric_train.cli.launcher import launcher_arguments
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.cli.shares import Shares
@@ -741,8 +742,10 @@ class ConvertArguments:
         faults = [] if self.checkpoint else ["--checkpoint names nothing: give a checkpoint or a run"]
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
             faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
+        if self.license == "other":
+            faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
         for language in self.language or ():
-            if not re.fullmatch(r"[a-z]{2,3}|code|multilingual", language):
+            if not is_language_code(language):
                 faults.append(f"--language: expected ISO 639 codes such as en, es or ca, got {language!r}")
         if self.base_model is not None and not re.fullmatch(_REPOSITORY, self.base_model):
             faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")

@@ -34,7 +34,7 @@ PROGRAMS = {
     "replay",
     "tokenization.inspect.__main__",
     "tokenization.merge",
-    "export.model_card",
+    "export.model_card.card_training",
 }
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

@@ -136,6 +136,7 @@ def test_full_and_sharded_checkpoints_are_averaged_by_age(
         assert torch.equal(loaded[name], wanted.float())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     card = (target / "README.md").read_text()
+    assert "The weights are the average of 3 checkpoints." in card
     for line in ("| `mixed` | 1 | 14.29% |", "| `mixed` | 2 | 28.57% |", "| `mixed` | 3 | 57.14% |"):
         assert line in card
 

@@ -146,7 +146,7 @@ def test_a_verification_that_dies_is_reported(
 
 def test_model_card_describes_the_training_and_not_the_machine(exports: dict[str, Path], run: Path) -> None:
     card = (exports["full"] / "README.md").read_text()
-    for fact in ("`tiny-llama`", "| optimizer steps | 1 |", "| `lr` | 0.001 |", "| validation perplexity | 33.12 |"):
+    for fact in ("`tiny-llama`", "64 tokens in 1 optimizer step", "| `lr` | 0.001 |", "perplexity 33.12."):
         assert fact in card
     for file in exports["full"].glob("*.[jm][sd]*"):
         text = file.read_text(encoding="utf-8")
@@ -164,7 +164,7 @@ def test_model_card_counts_the_training_data(tmp_path: Path, run: Path, tiny_tok
         if isinstance(split, dict) and "rows" in split:
             counts = (split[count] for count in ("documents", "characters", "tokens_in_rows", "rows"))
             assert f"| {name} | " + " | ".join(f"{count:,}" for count in counts) + " |" in card
-    assert "Sources: `slice.jsonl`." in card
+    assert "| `slice.jsonl` | 100.00% |" in card
     assert str(tiny_tokens_dir.parent) not in card
 
 

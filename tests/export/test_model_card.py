@@ -1,20 +1,29 @@
 """The model card says where the model comes from, and its metadata are what the hub accepts."""
 
+import hashlib
 import json
+import math
 import re
 import shutil
+import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import validate_repo_id
 
 from arguments import ConvertArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.convert import write_export
+from fabric_train.export.model_card import CardFacts, card_results, draw_card_picture, write_model_card
+from fabric_train.export.model_card.public_names import PublicNames
+from fabric_train.export.source import ExportSource
 from fabric_train.model.origin import ModelOrigin, find_origin
+from fabric_train.training.metrics import CSVLogger, Metrics
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import VERIFY_IN_PROCESS
@@ -44,15 +53,26 @@ def card_of(checkpoint: Path, facts: CardFacts | None = None, origin: ModelOrigi
 
 def check_metadata(metadata: dict[str, Any]) -> None:
     """Check what https://huggingface.co/docs/hub/model-cards says about each field of the metadata."""
-    known = {"base_model", "datasets", "language", "library_name", "pipeline_tag", "tags"}
-    assert metadata.keys() <= known | {"license", "license_name", "license_link"}
+    known = {"base_model", "datasets", "language", "library_name", "model-index", "pipeline_tag", "tags"}
+    assert metadata.keys() <= known | {"base_model_relation", "license", "license_name", "license_link"}
+    assert ("base_model_relation" in metadata) == ("base_model" in metadata)
+    assert metadata.get("base_model_relation", "finetune") in ("adapter", "finetune", "merge", "quantized")
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-generation")
     for repository in [metadata.get("base_model"), *metadata.get("datasets", [])]:
         if repository is not None:
             validate_repo_id(repository)
     assert re.fullmatch(r"[a-z0-9.+-]+", metadata.get("license", "none"))
-    assert ("license_name" in metadata) >= (metadata.get("license") == "other")
+    if metadata.get("license") == "other":
+        assert re.fullmatch(r"[a-z0-9.-]+", metadata["license_name"])
+        assert metadata["license_link"] in ("LICENSE", "LICENSE.md") or "://" in metadata["license_link"]
     for language in metadata.get("language", []):
         assert re.fullmatch(r"[a-z]{2,3}|code|multilingual", language)
+    for model in metadata.get("model-index", []):
+        assert model["name"]
+        for result in model["results"]:
+            assert result["task"]["type"] == "text-generation"
+            assert result["dataset"].keys() >= {"type", "name"}
+            assert all(metric["type"] and math.isfinite(metric["value"]) for metric in result["metrics"])
 
 
 def test_base_model_licence_and_languages_are_in_the_metadata(checkpoint: Path) -> None:
@@ -62,13 +82,17 @@ def test_base_model_licence_and_languages_are_in_the_metadata(checkpoint: Path) 
     assert metadata["license"] == "llama3"
     assert metadata["language"] == ["es", "ca"]
     check_metadata(metadata)
-    assert f"(revision `{COMMIT}`), trained further with Fabric Train. The base model's licence applies" in card.text
+    assert f"(revision `{COMMIT}`), trained further with Fabric Train. It was trained on 64 tokens, in 1 " in card.text
+    assert "- **Licence:** the base model's licence applies to it, llama3\n- **Languages:** es, ca\n" in card.text
+    assert "- **Context length:** 256 tokens\n" in card.text
 
 
 def test_the_snippet_loads_the_name_that_is_pushed(checkpoint: Path) -> None:
     text = card_of(checkpoint, CardFacts("owner/name")).text
     assert text.lstrip().startswith("# name\n")
     assert text.count('from_pretrained("owner/name"') == 2
+    assert "@misc{name,\n  title = {name},\n  author = {owner},\n  url = {https://huggingface.co/owner/name}\n}" in text
+    assert "Cite the base model as [its card](https://huggingface.co/meta-llama/Meta-Llama-3-8B) says." in text
 
 
 def test_a_model_from_random_weights_has_no_base_and_no_licence(checkpoint: Path) -> None:
@@ -119,7 +143,8 @@ def test_validation_files_are_no_sources_of_training(tmp_path: Path, checkpoint:
     held_out = ["--validation_dataset", tmp_path / "held-out.jsonl", tmp_path / "both.jsonl"]
     tokenize(tmp_path / "tokens", tiny_model_dir, *sources, *held_out)
     shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
-    assert "Sources: `train.jsonl`, `both.jsonl`. " in card_of(checkpoint).text
+    card = card_of(checkpoint)
+    assert re.findall(r"^\| `(.*?)` \| [0-9.]+% ", card.text, re.MULTILINE) == ["train.jsonl", "both.jsonl"]
 
 
 def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
@@ -135,6 +160,7 @@ def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
     edit_json(checkpoint / "manifest.json", lambda content: content.update(sources=[local, *hub]))
     card = card_of(checkpoint)
     assert card.data.get("datasets") == ["some/texts", "other/texts"]
+    assert "| [some/texts](https://huggingface.co/datasets/some/texts) |" in card.text
     check_metadata(card.data.to_dict())
 
 
@@ -148,20 +174,196 @@ def test_a_stream_lists_datasets_of_the_hub_and_not_folders(checkpoint: Path) ->
     edit_json(checkpoint / "trainer.json", lambda content: content["arguments"].update(streaming_dataset=names))
     card = card_of(checkpoint)
     assert card.data.get("datasets") == ["some/texts", "old/texts"]
-    assert "Streamed: `texts:es`, `data/texts`, `old/texts`." in card.text
+    rows = ["`es`: [some/texts](https://huggingface.co/datasets/some/texts) | 1 | `0123456`", "`texts` | 1 |"]
+    rows.append("[old/texts](https://huggingface.co/datasets/old/texts) | 1 | `1.0.0`")
+    assert [row for row in rows if f"| {row} " not in card.text] == []
+    assert "- a.txt, 10 bytes, sha256 of its ends 0123456789abcdef" in card.text
+
+
+def test_results_before_and_after_are_a_table_and_metadata(checkpoint: Path) -> None:
+    def evaluation(step: int, es: float, ca: float) -> dict[str, Any]:
+        sources = {
+            "es": {"nats": es * 100, "num_tokens": 100, "num_bytes": 400.0},
+            "ca": {"nats": ca * 100, "num_tokens": 100, "num_bytes": None},
+        }
+        return {"step": step, "sources": sources, "whole": {"nats": (es + ca) * 100, "num_tokens": 200}}
+
+    both = {"first_evaluation": evaluation(0, 4.0, 8.0), "evaluation": evaluation(1, 3.0, 9.0)}
+    edit_json(checkpoint / "trainer.json", lambda content: content.update(both))
+    card = card_of(checkpoint, CardFacts("owner/name"))
+    assert "| es | 100 | 4.000 → 3.000 | 54.598 → 20.086 | 1.443 → 1.082 | −25.0% |" in card.text
+    assert "| ca | 100 | 8.000 → 9.000 | 2,981 → 8,103 |  | +12.5% |" in card.text
+    assert "| all sources | 200 | 6.000 → 6.000 |" in card.text
+    results = card.data.get("eval_results")
+    found = {(one.dataset_type, one.metric_type): one.metric_value for one in results}
+    assert (found["es", "bits_per_byte"], found["ca", "loss"]) == (1.08202, 9.0)
+    assert ("ca", "bits_per_byte") not in found
+    check_metadata(card.data.to_dict())
+    again = ModelCard(str(card))
+    assert (again.data.get("eval_results"), again.data.to_dict()) == (results, card.data.to_dict())
+
+
+def test_source_files_can_be_checked_by_their_hashes(tmp_path: Path, checkpoint: Path, tiny_model_dir: Path) -> None:
+    for name in ("a/texts.jsonl", "b/texts.jsonl", "c/part-1.jsonl", "c/part-2.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, [f"Text of {name}."] * 9)
+    sources = [f"es={tmp_path}/a/texts.jsonl", tmp_path / "b" / "texts.jsonl", f"ca={tmp_path}/c"]
+    tokenize(tmp_path / "tokens", tiny_model_dir, *sources)
+    shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
+    text = card_of(checkpoint).text
+    hashes = (tmp_path / "export" / "training_data.sha256").read_text().splitlines()
+    names = {"es/texts.jsonl": "a/texts.jsonl", "texts.jsonl/texts.jsonl": "b/texts.jsonl"}
+    names |= {f"ca/{name}": f"c/{name}" for name in ("part-1.jsonl", "part-2.jsonl")}
+    of_files = {name: hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() for name, file in names.items()}
+    assert hashes == [f"{digest}  {name}" for name, digest in of_files.items()]
+    lines = "".join(f"{line}\n" for line in hashes[2:])
+    in_short = [*list(of_files.values())[:2], hashlib.sha256(lines.encode()).hexdigest()]
+    rows = re.findall(r"^\| `(.*?)` \| .*% \| .* \| .* \| ([0-9]) \| `(.*)` \|$", text, re.MULTILINE)
+    assert rows == [
+        (name, files, digest[:12])
+        for name, files, digest in zip(("es", "texts.jsonl", "ca"), "112", in_short, strict=True)
+    ]
+
+
+def test_devices_and_hours_are_added_up_over_resumes_and_branches(checkpoint: Path) -> None:
+    def session(after_step: int, num_devices: int, hours: float) -> dict[str, Any]:
+        device = "NVIDIA H100 80GB HBM3"
+        return {"after_step": after_step, "device": device, "num_devices": num_devices, "seconds": hours * 3600}
+
+    branch = {"run": "/home/someone/trunk", "step": 60, "continues_data": True, "changed": {}}
+    sessions = [session(0, 8, 1), session(40, 8, 2), session(60, 8, 0.5), session(80, 4, 20)]
+    more = {"step": 100, "lineage": [branch], "sessions": sessions}
+    edit_json(
+        checkpoint / "trainer.json", lambda content: (content.update(more), content["arguments"].update(max_step=100))
+    )
+    text = card_of(checkpoint).text
+    assert "- **Compute:** 108.0 GPU hours on 8 × NVIDIA H100 80GB HBM3 and 4 × NVIDIA H100 80GB HBM3\n" in text
+    table = text.split("| steps | devices | hours | GPU hours |\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert table == [
+        "| 1 to 60 | 8 × NVIDIA H100 80GB HBM3 | 3 | 24.0 |",
+        "| 61 to 80 | 8 × NVIDIA H100 80GB HBM3 | 0.5 | 4 |",
+        "| 81 to 100 | 4 × NVIDIA H100 80GB HBM3 | 20.0 | 80.0 |",
+        "| all |  | 23.5 | 108.0 |",
+    ]
+    edit_json(checkpoint / "trainer.json", lambda content: content.update(sessions=sessions[2:], lineage=[]))
+    assert "The time of the first 60 steps was not recorded." in card_of(checkpoint).text
+    edit_json(checkpoint / "trainer.json", lambda content: content.pop("sessions"))  # of an earlier version
+    assert "Compute" not in card_of(checkpoint).text
+
+
+def test_the_card_has_the_losses_of_the_run_and_of_its_trunk(tmp_path: Path, tiny_model_dir: Path) -> None:
+    for run, steps in (("trunk", range(6)), ("run", range(4, 7))):
+        (tmp_path / run).mkdir()
+        table = CSVLogger(tmp_path / run / "metrics.csv", 0)
+        for step in steps:
+            table.log(Metrics(step=step, epoch=0, train_loss=9.0 - step, val_loss=8.0 - step))
+        table.close()
+    folder = tmp_path / "run" / "checkpoints" / "step-00000006"
+    checkpoint = write_full(folder, tiny_model_dir, trained_weights(tiny_model_dir), step=6)
+    branch = {"run": str(tmp_path / "trunk"), "step": 3, "continues_data": True, "changed": {}}
+    edit_json(checkpoint / "trainer.json", lambda content: content.update(lineage=[branch]))
+    drawn: list[Any] = []
+    with patch.object(card_results, "draw_loss_curves", lambda *given: drawn.append(given)):
+        draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
+    ((rows, picture, title, branches),) = drawn
+    assert [row.step for row in rows] == list(range(7))
+    assert (picture, title, branches) == (tmp_path / "loss_curves.png", "name", [3])
+    draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
+    write_model_card(checkpoint, tmp_path, CardFacts("owner/name"))
+    assert "optimizer steps](loss_curves.png)" in (tmp_path / "README.md").read_text()
+    (tmp_path / "loss_curves.png").unlink()
+    (tmp_path / "run" / "metrics.csv").write_text("something else\n")
+    draw_card_picture(checkpoint, tmp_path, CardFacts("owner/name"))
+    write_model_card(checkpoint, tmp_path, CardFacts("owner/name"))
+    assert "There is no picture of the losses" in (tmp_path / "README.md").read_text()
+
+
+def test_the_code_of_the_card_runs_with_the_export(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:
+    (tmp_path / "model").mkdir()
+    write_export(ExportSource(checkpoint), tmp_path / "model", torch.float32, "5GB", CardFacts("name-of-the-model"))
+    text = (tmp_path / "model" / "README.md").read_text().replace("name-of-the-model", str(tmp_path / "model"))
+    of_text, of_chat = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(of_text, names)
+    assert capsys.readouterr().out.startswith("Once upon a time")
+    exec(of_chat, names)
+    assert names["inputs"]["input_ids"].shape[1] < names["output"].shape[1]
+    (checkpoint / "tokenizer" / "chat_template.jinja").unlink()
+    assert "apply_chat_template" not in card_of(checkpoint).text
+
+
+def test_nothing_private_is_in_the_card(
+    tmp_path: Path, checkpoint: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_plantedtoken")
+    private = ("someone", "secret", "planted", socket.gethostname(), str(tmp_path))
+    corpus = tmp_path / "someone" / "secret"
+    corpus.mkdir(parents=True)
+    for name in ("es.jsonl", "ca.jsonl"):
+        write_jsonl(corpus / name)
+    tokenize(tmp_path / "tokens", tiny_model_dir, corpus / "es.jsonl", f"ca={corpus}/ca.jsonl")
+    manifest = json.loads((tmp_path / "tokens" / "manifest.json").read_text())
+    url = "https://someone:secret@planted.host/secret/web.jsonl?token=planted"
+    manifest["sources"].append({**manifest["sources"][0], "name": url, "place": url, "folder": None})
+    manifest["tokenizer"]["name"] = "/home/someone/tokenizer"
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    loss = {"nats": 300.0, "num_tokens": 100, "num_bytes": 400.0}
+    evaluation = {
+        "whole": loss,
+        "step": 1,
+        "sources": {str(corpus / "es.jsonl"): loss, url: loss, "/home/someone/x": loss},
+    }
+    branch = {"run": "/home/someone/secret/trunk", "step": 1, "continues_data": False}
+    changed = {"train_data_dir": ["/home/someone/a", url], "entity": ["someone", "secret"], "lr": [1.0, 2.0]}
+    mixture = ["/home/someone/secret/a:es", "secret/someone/b"]
+
+    def plant(content: dict[str, Any]) -> None:
+        given = {
+            "output_dir": "/home/someone/run",
+            "entity": "someone",
+            "project": "secret",
+            "precision": "hf_plantedtoken",
+        }
+        content["arguments"].update(given, tokenizer_name="/home/someone/tokenizer")
+        content.update(evaluation=evaluation, first_evaluation={**evaluation, "step": 0}, rows_of_sources=[1, 2])
+        content.update(lineage=[{**branch, "changed": changed}], mixture_sources=mixture)
+
+    edit_json(checkpoint / "trainer.json", plant)
+    card_of(checkpoint, CardFacts("owner/name"))
+    for file in (tmp_path / "export").iterdir():
+        text = file.read_text()
+        assert [word for word in private if word in text] == [], file.name
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "| x | 100 | 3.000" in card
+    assert "`train_data_dir`: a → web.jsonl, `lr`: 1.0 → 2.0" in card
+    assert "| `precision` | *** |" in card
+
+
+def test_two_sources_never_have_the_same_public_name(checkpoint: Path) -> None:
+    names = PublicNames(None)
+    assert [names[name] for name in ("a/x.jsonl", "b/x.jsonl", "a/x.jsonl", "x.jsonl (2)", "s3://b/k/y.gz", "/")] == [
+        *("x.jsonl", "x.jsonl (2)", "x.jsonl", "x.jsonl (2) (2)", "y.gz", "unnamed"),
+    ]
 
 
 @pytest.mark.parametrize("loss", [1234.5, float("inf"), float("nan")])
 def test_a_diverged_run_gets_its_card(checkpoint: Path, loss: float) -> None:
     edit_json(checkpoint / "trainer.json", lambda content: content.update(val_loss=loss))
-    assert f"| validation loss | {loss:.4f} |" in card_of(checkpoint).text
+    assert f"Validation loss {loss:.4f} nats per token" in card_of(checkpoint).text
+    evaluation = {"whole": {"nats": loss, "num_tokens": 1, "num_bytes": 4.0}, "sources": {}, "step": 1}
+    edit_json(checkpoint / "trainer.json", lambda content: content.update(evaluation=evaluation))
+    card = card_of(checkpoint)
+    assert f"| validation | 1 | {loss:,.0f} |" in card.text
+    check_metadata(card.data.to_dict())
 
 
 @pytest.mark.parametrize(
     ("option", "value", "fault"),
     [
         ("--license", "Apache 2.0", "--license: expected an identifier of the hub such as apache-2.0"),
+        ("--license", "other", "--license other needs a name and a text: leave it out"),
         ("--language", "Spanish", "--language: expected ISO 639 codes such as en, es or ca"),
+        ("--language", "sp", "--language: expected ISO 639 codes such as en, es or ca"),
         ("--base_model", "models/my/llama", "--base_model: expected OWNER/NAME on the hub"),
     ],
 )

@@ -267,7 +267,7 @@ def test_a_diverged_run_is_exported_with_its_loss(place: Path, start: Start) -> 
     forge(checkpoint, lambda content: content.update(val_loss=1234.5))
     run = start("convert", "--checkpoint run/latest --output_dir out", before=VERIFY_IN_PROCESS)
     assert run.codes() == [0], run.report()
-    assert "| validation loss | 1234.5000 |" in (place / "out" / "README.md").read_text()
+    assert "Validation loss 1234.5000 nats per token" in (place / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

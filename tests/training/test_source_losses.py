@@ -297,9 +297,9 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
     write_model_card(runs.folder / "branch" / "checkpoints" / "step-00000005", tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     (line,) = [line for line in card.splitlines() if line.startswith("| va |")]
-    assert f"| va | {before:.3f} | " in line
-    assert f" | {after:.3f} | " in line
-    assert "| source | loss at step 0 | perplexity at step 0 | bits per byte at step 0 | loss at step 5 |" in card
+    assert f" | {before:.3f} → {after:.3f} | " in line
+    assert "On held-out documents, before training → after step 5." in card
+    assert "| source | tokens evaluated | loss | perplexity | bits per byte | change of loss |" in card
     table = branch.stdout().split("Done\n")[1]
     assert f"va {before:.4f} {after:.4f}" in " ".join(table.split())
 
