@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.bootstrap import DocumentSums, compare
-from fabric_train.evaluation.compared_model import ComparedModel, find_model
+from fabric_train.evaluation.compared_model import ComparedModel, check_tokenizer, find_model
 from fabric_train.evaluation.encoded_text import EncodedText, PackedText, WindowedText
+from fabric_train.evaluation.loss_picture import draw_losses
 from fabric_train.evaluation.loss_table import print_table, write_documents, write_evaluation
 from fabric_train.evaluation.texts import EvaluatedText, HeldOutRows, open_texts, open_validation_of
 from fabric_train.evaluation.token_losses import FOLDER, LossCache, score_texts
@@ -41,6 +42,7 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     names = [model.name for model in models]
     write_evaluation(folder, names, results)
     write_documents(folder, names, [encoded[name] for name in names], [losses[name] for name in names])
+    draw_losses(folder / "evaluation.png", names, results)
     print_table(names, results, are_same_tokens=len({model.tokenizer_id for model in models}) == 1)
     print(f"written to {folder}", file=sys.stderr)
 
@@ -75,34 +77,35 @@ def _encode_for(
     """
     by_tokenizer: dict[str, list[EncodedText]] = {}
     faults: list[str] = []
-    packed: dict[int, PackedText] = {}
+    packed = {text: PackedText(text) for text in texts if isinstance(text, HeldOutRows)}
     for model in models:
         if model.tokenizer_id not in by_tokenizer:
-            encoded: list[EncodedText] = []
-            for number, text in enumerate(texts):
+            own = by_tokenizer[model.tokenizer_id] = list[EncodedText]()
+            for text in texts:
                 if isinstance(text, HeldOutRows):
-                    encoded.append(packed.setdefault(number, PackedText(text)))
+                    check_tokenizer(model, text.dataset)
+                    own.append(packed[text])
                 else:
-                    encoded.append(WindowedText(text, model.tokenizer, arguments.max_length, arguments.overlap))
-            by_tokenizer[model.tokenizer_id] = encoded
-        faults += _faults_of(model, texts, by_tokenizer[model.tokenizer_id])
+                    own.append(WindowedText(text, model.tokenizer, arguments.max_length, arguments.overlap))
+        faults += filter(None, (_fault_of(model, text) for text in by_tokenizer[model.tokenizer_id]))
     if faults:
         raise InputError(*faults)
     return {model.name: by_tokenizer[model.tokenizer_id] for model in models}
 
 
-def _faults_of(model: ComparedModel, texts: Sequence[EvaluatedText], encoded: Sequence[EncodedText]) -> list[str]:
-    """Return why a model cannot be evaluated on its encoded texts."""
-    longest = max(text.input_tokens for text in encoded)
-    highest = max(text.highest_id for text in encoded)
-    if model.max_positions is not None and longest > model.max_positions:
-        return [
-            f"--models {model.name} has {model.max_positions:,} positions, and windows or rows have up to {longest:,} "
-            f"tokens; give --max_length {model.max_positions} or less"
-        ]
-    if highest >= model.vocab_size:
-        return [f"--models {model.name}: its vocabulary ends at {model.vocab_size - 1}, but a text has id {highest}"]
-    return []
+def _fault_of(model: ComparedModel, text: EncodedText) -> str | None:
+    """Return why a model cannot be evaluated on a text, or None."""
+    if text.highest_id >= model.vocab_size:
+        return f"--models {model.name}: its vocabulary ends at {model.vocab_size - 1}, but {text.name} has larger ids"
+    if model.max_positions is not None and text.input_tokens > model.max_positions:
+        of_rows = isinstance(text, PackedText)
+        fix = "leave that text out" if of_rows else f"give --max_length {model.max_positions} or less"
+        kind = "rows" if of_rows else "windows"
+        return (
+            f"--models {model.name} has {model.max_positions:,} positions, but {kind} of {text.name} have "
+            f"{text.input_tokens:,} tokens; {fix}"
+        )
+    return None
 
 
 def _score(

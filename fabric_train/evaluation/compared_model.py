@@ -6,12 +6,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fabric_train.checkpoint import describe_choice, find_checkpoint, is_short_name
 from fabric_train.cli.errors import InputError
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import check_readable, read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,28 @@ def find_model(name: str) -> ComparedModel:
         shape.max_positions,
         shape.vocab_size,
     )
+
+
+def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
+    """Check that a token dataset has the ids of the model's tokenizer, if it says what its tokenizer is.
+
+    Raises:
+        InputError: an id means another token, or a text gets other ids.
+    """
+    ours = dataset.folder / "tokenizer" / "tokenizer.json"
+    backend = getattr(model.tokenizer, "backend_tokenizer", None)
+    if dataset.manifest is None or not ours.is_file() or backend is None:
+        return
+    record = dataset.manifest.tokenizer
+    with TemporaryDirectory() as folder:
+        theirs = Path(folder, "tokenizer.json")
+        backend.save(str(theirs))
+        difference = compare_tokenizers(ours, theirs, " ".join(filter(None, (record.bos_token, record.eos_token))))
+    if difference.fault:
+        raise InputError(
+            f"{dataset.folder}: not made with the tokenizer of {model.name}: {difference.fault} (here: the token "
+            "dataset's, there: the model's); give the documents themselves to --texts"
+        )
 
 
 def _identity(folder: Path) -> str:

@@ -46,12 +46,18 @@ class ScoredPart:
 class EncodedText(abc.ABC):
     """The documents of a text as the tokens of one tokenizer.
 
-    ``target_ids`` int32 [N] are the predicted tokens, ``owners`` int64 [N] the documents that they belong to.
-    ``source_names`` and ``sources`` int64 [D] say where a document is from. ``num_bytes`` fp64 [D] are the UTF-8 bytes
-    of text that its predicted tokens stand for; NaN if they are not known. ``input_tokens`` are those of the longest
-    sequence.
+    Attributes:
+        name: of the text, for messages.
+        target_ids: int32 [N], the predicted tokens.
+        owners: int64 [N], the documents that they belong to.
+        source_names: the sources of the documents.
+        sources: int64 [D], the source of each document.
+        num_bytes: fp64 [D], the UTF-8 bytes of text that its predicted tokens stand for; NaN if they are not known.
+        input_tokens: tokens of the longest sequence that a model reads.
+        highest_id: the highest of all ids.
     """
 
+    name: str
     target_ids: np.ndarray
     owners: np.ndarray
     source_names: tuple[str, ...]
@@ -116,6 +122,7 @@ class WindowedText(EncodedText):
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
         self._documents, self._max_length, self._overlap = documents, max_length, overlap
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.name = documents.name
         ids = list(_encode(documents.texts, tokenizer, prefix))
         self._starts = np.cumsum([0, *map(len, ids)])
         self._prefix = np.array([prefix], dtype=np.int32)
@@ -177,6 +184,7 @@ class PackedText(EncodedText):
 
     def __init__(self, text: HeldOutRows) -> None:
         assert text.dataset.validation is not None
+        self.name = text.dataset.name
         self._dataset, self._rows = text.dataset, text.dataset.validation
         ids, of_rows, documents, sources, num_targets, num_bytes = [], [0], [], [], [], []
         self.highest_id = 0

@@ -23,7 +23,7 @@ class DocumentTexts:
     places: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldOutRows:
     """The validation split of a token dataset. ``name`` is that of all its documents; None: of their own sources."""
 

@@ -1,0 +1,194 @@
+"""evaluate.py: each token is predicted once with its context, as by a plain formula, by lm_eval and by a run itself."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning import Fabric
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from arguments import EvaluateArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.data.token_dataset import open_dataset
+from fabric_train.evaluation.compare_models import compare_models
+from fabric_train.evaluation.encoded_text import cut_windows
+from fabric_train.training.evaluation import evaluate
+from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full
+from tests.support.forked_runs import ForkedRuns
+from tests.support.token_datasets import tokenize, write_jsonl
+
+BOS = 0  # of the tiny tokenizer
+ES = [f"El número {number} és después de {number - 1}; " * (1 + number % 7) for number in range(24)]
+EN = [f"The number {number} comes after {number - 1}.\n" * 3 for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("texts")
+    return [f"{name}={write_jsonl(folder / name, of)}" for name, of in (("es.jsonl", ES), ("en.jsonl", EN))]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Path:
+    """A run on the tiny token dataset with one checkpoint."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    checkpoint = write_full(
+        folder / "checkpoints" / "step-00000001", tiny_model_dir, trained_weights(tiny_model_dir), 1
+    )
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    trainer["arguments"]["train_data_dir"] = str(tiny_tokens_dir)
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
+    (checkpoint / "checksums.json").unlink()
+    write_checksums(checkpoint)
+    return folder
+
+
+def evaluated(output: Path, *words: object) -> dict[str, dict[str, dict[str, Any]]]:
+    """Run the program in this process and return evaluation.json."""
+    compare_models(parse(EvaluateArguments, [*map(str, words), "--output_dir", str(output)]))
+    return json.loads((output / "evaluation.json").read_text())
+
+
+def plain_nats(folder: Path, text: str, max_length: int, overlap: int) -> list[float]:
+    """Return the loss of each token by the definition: token by token from an own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = [BOS, *AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)]
+    nats, begin, end = [], 0, max_length
+    for token in range(1, len(ids)):
+        if token > end:  # the next window
+            end = min(token - 1 + max_length - overlap + 1, len(ids) - 1)
+            begin = end - max_length
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[begin:token]])).logits[0, -1]
+        nats.append(-float(torch.log_softmax(logits.double(), 0)[ids[token]]))
+    return nats
+
+
+@given(st.integers(0, 60), st.integers(2, 12), st.data())
+@settings(deadline=None)
+def test_windows_predict_each_token_once_with_the_overlap(num_tokens: int, length: int, data: st.DataObject) -> None:
+    overlap = data.draw(st.integers(1, length - 1))
+    windows = list(cut_windows(0, num_tokens, length, overlap))
+    assert [token for window in windows for token in range(window.first, window.stop)] == list(range(num_tokens))
+    for window in windows:
+        assert 0 <= window.begin <= window.first
+        assert window.stop - window.begin <= length
+        assert window.begin == 0 or window.first - window.begin >= overlap - 1
+
+
+@pytest.mark.parametrize("overlap", [1, 5])
+def test_the_loss_is_that_of_a_plain_formula(tmp_path: Path, tiny_model_dir: Path, overlap: int) -> None:
+    places = f"es={write_jsonl(tmp_path / 'es.jsonl', ES[4:7])}"
+    words = ("--models", tiny_model_dir, "--texts", places, "--max_length", 16, "--overlap", overlap)
+    found = evaluated(tmp_path / "out", *words, "--batch_tokens", 40)[str(tiny_model_dir)]["es"]
+    nats = [plain_nats(tiny_model_dir, text, 16, overlap) for text in ES[4:7]]
+    total, num_bytes = sum(map(sum, nats)), sum(len(text.encode()) for text in ES[4:7])
+    assert found["tokens"] == sum(map(len, nats))
+    assert found["bytes"] == num_bytes
+    assert found["loss"] == pytest.approx(total / found["tokens"], abs=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, abs=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "documents.jsonl").read_text().splitlines()]
+    assert [line["nats"] for line in lines] == pytest.approx(list(map(sum, nats)), rel=1e-5)
+    assert lines[1]["document"].endswith("es.jsonl, line 2")
+
+
+def test_the_loss_of_a_runs_own_validation_is_its_val_loss(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
+    found = evaluated(tmp_path, "--models", run)[str(run)]
+    rows = open_dataset(str(tiny_tokens_dir)).validation
+    assert rows is not None
+    model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000001", dtype=torch.float32)
+    batches = [rows.__getitems__([row]) for row in range(len(rows))]
+    expected = evaluate(Fabric(accelerator="cpu", devices=1), model, batches, rows.source_names)
+    assert expected is not None
+    assert list(found) == list(expected.sources)
+    (own,) = found.values()
+    assert own["tokens"] == expected.whole.num_tokens
+    assert own["loss"] == pytest.approx(expected.whole.loss, abs=1e-6)
+    assert own["bits_per_byte"] == pytest.approx(expected.whole.bits_per_byte, abs=1e-6)
+
+
+def test_a_token_dataset_is_a_text_under_its_name(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
+    found = evaluated(tmp_path / "named", "--models", run, "--texts", f"en={tiny_tokens_dir}")[str(run)]
+    (own,) = evaluated(tmp_path / "own", "--models", run)[str(run)].values()
+    assert found == {"en": own}
+
+
+def test_models_are_compared_with_the_first_by_source(
+    tmp_path: Path, tiny_model_dir: Path, run: Path, texts: list[str], forked_runs: ForkedRuns
+) -> None:
+    words = ["--models", tiny_model_dir, run, "--texts", *texts, "--max_length", 64, "--output_dir", tmp_path / "out"]
+    program = forked_runs.start(words, 1, program="evaluate")
+    program.finish()
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert list(found) == [str(tiny_model_dir), str(run)]
+    for source, documents in (("es.jsonl", ES), ("en.jsonl", EN)):
+        first, other = (of[source] for of in found.values())
+        assert first["documents"] == len(documents)
+        assert first["ci"]["bits_per_byte"][0] < first["bits_per_byte"] < first["ci"]["bits_per_byte"][1]
+        assert "difference" not in first
+        difference = other["difference"]
+        assert difference["to"] == str(tiny_model_dir)
+        assert difference["value"] == pytest.approx(other["bits_per_byte"] - first["bits_per_byte"])
+        assert difference["excludes_0"] == (difference["ci"][0] > 0 or difference["ci"][1] < 0)
+        assert f"{other['bits_per_byte']:.4f}" in program.stdout()
+    assert ("worse" if found[str(run)]["es.jsonl"]["difference"]["value"] > 0 else "better") in program.stdout()
+
+
+def test_finished_parts_are_not_computed_again(
+    tmp_path: Path, tiny_model_dir: Path, run: Path, texts: list[str]
+) -> None:
+    words = ("--texts", *texts, "--max_length", 64)
+    before = evaluated(tmp_path, "--models", tiny_model_dir, *words)
+    (altered, *others) = sorted((tmp_path / "token_losses").iterdir())
+    assert len(others) == 1
+    times = {file: file.stat().st_mtime_ns for file in (altered, *others)}
+    both = evaluated(tmp_path, "--models", tiny_model_dir, run, *words)
+    assert both[str(tiny_model_dir)] == before[str(tiny_model_dir)]
+    assert {file: file.stat().st_mtime_ns for file in times} == times
+    assert len(list((tmp_path / "token_losses").iterdir())) == 4
+    np.save(altered, np.zeros_like(np.load(altered)))  # what is there is used
+    assert 0 in [
+        of["loss"] for of in evaluated(tmp_path, "--models", tiny_model_dir, *words)[str(tiny_model_dir)].values()
+    ]
+    altered.write_bytes(b"cut off")
+    assert evaluated(tmp_path, "--models", tiny_model_dir, *words) == before
+
+
+def refusal(tmp_path: Path, *words: object) -> str:
+    with pytest.raises(InputError) as error:
+        evaluated(tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+    return str(error.value)
+
+
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
+    tmp_path: Path, tiny_model_dir: Path, chatml_dir: Path, tiny_tokens_dir: Path, run: Path, texts: list[str]
+) -> None:
+    models, tiny = ("--models", tiny_model_dir), write_jsonl(tmp_path / "chats.jsonl")
+    assert "has 256 positions" in refusal(
+        tmp_path, *models, "--texts", write_jsonl(tmp_path / "long.jsonl", [" a" * 999])
+    )
+    assert "--texts is required" in refusal(tmp_path, *models)
+    assert "no such folder" in refusal(tmp_path, "--models", tmp_path / "none", "--texts", *texts)
+    assert "no such file" in refusal(tmp_path, *models, "--texts", "es=./none.jsonl")
+    tiny.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}]}) + "\n")
+    assert "chats or instructions" in refusal(tmp_path, *models, "--texts", tiny)
+    other = Path(shutil.copytree(tiny_model_dir, tmp_path / "other"))
+    for file in chatml_dir.iterdir():
+        shutil.copy(file, other)
+    assert "not made with the tokenizer of" in refusal(tmp_path, "--models", other, "--texts", tiny_tokens_dir)
+    tokenize(tmp_path / "whole", tiny_model_dir, tiny_tokens_dir.parent / "slice.jsonl", validation_split=0)
+    assert "no validation split" in refusal(tmp_path, *models, "--texts", tmp_path / "whole")
+
+
+def test_an_output_folder_with_other_files_is_refused(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(InputError, match="has other files, and no evaluation"):
+        evaluated(run, "--models", run)
