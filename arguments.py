@@ -797,20 +797,20 @@ class GenerateArguments:
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Compare models by their loss on texts, with confidence intervals
+    """Compare models by their loss on texts, with confidence intervals, or evaluate each checkpoint of a run on tasks
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
-    PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1 --output_dir eval/2
-    PROGRAM --models models/a models/b --texts en=eval/ --max_length 4k --overlap 1k --output_dir eval/3
+    PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1 --max_length 4k --overlap 1k --output_dir eval/2
+    PROGRAM --watch runs/1 --tasks tasks.yaml --models models/llama-3-8b
     """
 
-    models: list[str]
+    models: list[str] | None = None
     """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
-    folder or a hub name. The others are compared with the first one.
+    folder or a hub name. The others are compared with the first one. With --watch, they are evaluated too, once.
     """
-    output_dir: str
+    output_dir: str | None = None
     """Folder for the results and for finished parts: with the same folder, a stopped evaluation goes on, and a further
-    model costs only itself.
+    model costs only itself. Default with --watch: RUN/evaluation.
     """
     texts: list[str] | None = None
     """What the loss is of, by source: es=PLACE, where PLACE is anything with text that tokenize_dataset.py reads, or a
@@ -826,11 +826,26 @@ class EvaluateArguments:
     """Tokens in one forward pass, padding included; fewer take less memory."""
     seed: NonNegativeInt64 = 0
     """Seed of the bootstrap."""
+    watch: str | None = None
+    """Evaluate each checkpoint of this run with lm_eval on --tasks, in place of losses on texts."""
+    tasks: str | None = None
+    """With --watch: YAML file with lm_eval's tasks by language."""
+    wait: bool = True
+    """With --watch: wait for further checkpoints until the run has ended; false ends after those that are there."""
+    batch_size: PositiveInt = 8
+    """With --watch: requests of lm_eval in one forward pass."""
 
     def faults(self) -> list[str]:
-        """Return missing names, models given twice, and windows that overlap wholly."""
+        """Return missing names, models given twice, windows that overlap wholly, and arguments of the other mode."""
         faults = [f"--{name} names nothing: give one" for name in ("models", "texts") if getattr(self, name) == []]
-        twice = {model for model in self.models if self.models.count(model) > 1}
+        if self.watch is None:
+            faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
+            faults += ["--tasks needs --watch: give the run"] if self.tasks is not None else []
+        else:
+            faults += ["--watch needs --tasks: give a YAML file"] if self.tasks is None else []
+            faults += ["--watch and --texts: give one of them"] if self.texts is not None else []
+        models = self.models or []
+        twice = {model for model in models if models.count(model) > 1}
         faults += [f"--models {model} is given twice: give it once" for model in sorted(twice)]
         if self.overlap >= self.max_length:
             faults.append(f"--overlap {self.overlap} fills windows of --max_length {self.max_length}: give less")

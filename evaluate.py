@@ -1,13 +1,21 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Compare models by their loss on texts:  python evaluate.py --models BASE RUN/best --texts es=FILE --output_dir DIR"""
+"""Compare models by their loss on texts:  python evaluate.py --models BASE RUN/best --texts es=FILE --output_dir DIR
+
+Evaluate each checkpoint of a run on tasks of lm_eval:  python evaluate.py --watch RUN --tasks FILE.yaml
+"""
 
 from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import run_program
 
 
 def main() -> None:
-    """Print loss, perplexity and bits per byte by source and model, and write them into the output folder."""
+    """Print the results by model, and write them into the output folder."""
     arguments = parse(EvaluateArguments)
+    if arguments.watch is not None:
+        from fabric_train.evaluation.watch import watch_run  # slow
+
+        watch_run(arguments)
+        return
 
     from fabric_train.evaluation.compare_models import compare_models  # slow
 

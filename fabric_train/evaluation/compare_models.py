@@ -31,10 +31,12 @@ def compare_models(arguments: "EvaluateArguments") -> None:
         InputError: a model or text cannot be used, or the folder is taken; nothing has been written.
         RunError: a model's loss is not finite.
     """
+    assert arguments.models is not None  # EvaluateArguments.faults
+    assert arguments.output_dir is not None
     folder = Path(arguments.output_dir)
     _check_folder(folder)
     models = [find_model(name) for name in arguments.models]
-    texts = _open_texts(arguments, models)
+    texts = _open_texts(arguments, models, folder)
     encoded = _encode_for(models, texts, arguments)
     losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
     sums = [_sums_by_source(encoded[model.name], losses[model.name]) for model in models]
@@ -58,9 +60,9 @@ def _check_folder(folder: Path) -> None:
         raise InputError(f"--output_dir {folder}: cannot write to {parent}; choose another folder")
 
 
-def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel]) -> list[EvaluatedText]:
+def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel], folder: Path) -> list[EvaluatedText]:
     if arguments.texts is not None:
-        return open_texts(arguments.texts, arguments.text_column, Path(arguments.output_dir) / "downloads")
+        return open_texts(arguments.texts, arguments.text_column, folder / "downloads")
     run = next((model for model in models if model.checkpoint), None)
     if run is None:
         raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")

@@ -62,7 +62,7 @@ def find_model(name: str) -> ComparedModel:
     tokenizer = load_hf_tokenizer(Path(source, "tokenizer") if is_checkpoint else source)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"--models {name}: its tokenizer has neither BOS nor EOS, which begins a text; add one")
-    identity = _identity(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
+    identity = identity_of(Path(source)) if Path(source).is_dir() else f"{source} {shape.config._commit_hash}"
     return ComparedModel(
         name,
         source,
@@ -97,7 +97,7 @@ def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:
         )
 
 
-def _identity(folder: Path) -> str:
+def identity_of(folder: Path) -> str:
     """Return the checksums of a checkpoint, or the names, sizes and times of all files of another folder."""
     checksums = folder / "checksums.json"
     if checksums.is_file():

@@ -1,17 +1,14 @@
 """Check the sources whose validation losses decide: --best_by and --early_stopping."""
 
-import re
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
-from fabric_train.training.early_stopping import EarlyStopping
+from fabric_train.training.early_stopping import EarlyStopping, parse_early_stopping
 from fabric_train.training.prepared_run import TrainingData
 
 if TYPE_CHECKING:
     from arguments import EvaluationArguments
-
-_PATIENCE = 3
 
 
 def check_deciding_sources(given: "EvaluationArguments", data: TrainingData) -> EarlyStopping | None:
@@ -24,18 +21,12 @@ def check_deciding_sources(given: "EvaluationArguments", data: TrainingData) -> 
     faults = [] if given.best_by == "all" or given.best_by in names else [_fault("best_by", given.best_by, names)]
     stopping = None
     if given.early_stopping is not None:
-        stopping = _parse(given.early_stopping, names)
+        stopping = parse_early_stopping(given.early_stopping, names)
         if stopping.source not in (*names, *(["all"] if names else [])):
             faults.append(_fault("early_stopping", stopping.source, names))
     if faults:
         raise InputError(*faults)
     return stopping
-
-
-def _parse(given: str, names: list[str]) -> EarlyStopping:
-    """Return ``SOURCE[:patience]``; a source may have a colon in its name."""
-    found = None if given in names else re.fullmatch(r"(.+):([1-9][0-9]{0,8})", given)
-    return EarlyStopping(found[1], int(found[2])) if found else EarlyStopping(given, _PATIENCE)
 
 
 def _fault(option: str, source: str, names: list[str]) -> str:

@@ -1,8 +1,12 @@
 """End a run when the validation loss of a source has stopped falling."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TrainerState
+
+_PATIENCE = 3
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,9 @@ class EarlyStopping:
             f"early stopping after step {state.step}: {name} {lowest} in {state.progress.num_since} evaluations; "
             "a larger patience continues with --resume true"
         )
+
+
+def parse_early_stopping(given: str, names: Sequence[str]) -> EarlyStopping:
+    """Return what ``SOURCE[:patience]`` means; ``names`` are the sources, which may have a colon in their names."""
+    found = None if given in names else re.fullmatch(r"(.+):([1-9][0-9]{0,8})", given)
+    return EarlyStopping(found[1], int(found[2])) if found else EarlyStopping(given, _PATIENCE)

@@ -1,0 +1,205 @@
+"""Run lm_eval in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker check|evaluate  < REQUEST
+
+So the memory of a model is free after its evaluation, and a crash ends only that. A request is the JSON of a
+:class:`WorkerRequest`.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fabric_train.cli.errors import InputError, first_line, run_program
+from fabric_train.evaluation.score_files import MetricScore, ModelScores, TaskScore, add_score, finite
+from fabric_train.evaluation.score_table import mean_score
+from fabric_train.evaluation.tasks_file import TaskSettings, is_task_file, nearest_name
+from fabric_train.files.typed_json import parse_json
+
+_PR_SET_PDEATHSIG = 1  # sys/prctl.h
+_SEEDS = (0, 1234)  # of random, and of numpy, torch and the examples in prompts, as in lm_eval's own program
+
+
+@dataclass(frozen=True)
+class RequestedTask:
+    """A task to run; ``metric`` is one that it must have, or None."""
+
+    settings: TaskSettings
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """The tasks to check, or to evaluate a model on.
+
+    ``source`` is for ``load_for_inference``; ``scores`` are those so far, and ``file`` is where they are.
+    """
+
+    tasks: list[RequestedTask]
+    source: str = ""
+    file: str = ""
+    scores: ModelScores | None = None
+    batch_size: int = 1
+
+
+def start_worker(command: str, request: WorkerRequest) -> "subprocess.Popen[bytes]":
+    """Start this module in a session of its own, so that Ctrl-C reaches only the process that waits for it."""
+    project = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH"))))}
+    if not sys.stderr.isatty():
+        environment["TQDM_DISABLE"] = "1"  # lm_eval's bars would fill a log
+    worker = subprocess.Popen(
+        [sys.executable, "-m", __name__, command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(asdict(request)).encode())
+    worker.stdin.close()
+    return worker
+
+
+def main() -> None:
+    """Check or evaluate what standard input asks for."""
+    if sys.platform == "linux":  # a killed watcher leaves no process behind that writes scores
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    tasks = _load_tasks(request.tasks)
+    if sys.argv[1] == "evaluate":
+        _evaluate(request, tasks)
+
+
+def _load_tasks(requested: Iterable[RequestedTask]) -> dict[TaskSettings, Any]:
+    """Return lm_eval's tasks and groups, with their data.
+
+    Raises:
+        InputError: lm_eval does not know a task, cannot load it, or it does not have the metric; every fault at once.
+    """
+    from lm_eval.tasks import TaskManager  # slow
+
+    requested = list(requested)
+    has_names = any(not is_task_file(one.settings.task) for one in requested)
+    manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
+    loaded, faults = {}, []
+    for one in requested:
+        name = one.settings.task
+        if not is_task_file(name) and name not in manager.task_index:
+            hint = nearest_name(name, manager.all_tasks)
+            faults.append(f"--tasks: {name}: lm_eval {version('lm_eval')} has no such task{hint}")
+            continue
+        try:
+            loaded[one.settings] = manager.load([name])
+        except Exception as error:  # noqa: BLE001 - a task's own code, and the hub's and datasets' many errors
+            faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_advice(error)}")
+            continue
+        metrics = {metric for task in loaded[one.settings]["tasks"].values() for metric in task.aggregation()}
+        if one.metric is not None and one.metric.split(",")[0] not in metrics:
+            faults.append(f"--tasks: {name}: it has no metric {one.metric}; it has {', '.join(sorted(metrics))}")
+    if faults:
+        raise InputError(*faults)
+    return loaded
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ConnectionError) or "Hub" in str(error):
+        return "; its data is on the hub: load it once on a machine with internet, into the cache (HF_HOME) of this one"
+    return ""
+
+
+def _evaluate(request: WorkerRequest, tasks: Mapping[TaskSettings, Any]) -> None:
+    """Evaluate the model on one task after the other; write the scores after each."""
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    from fabric_train.inference.load_model import load_for_inference
+
+    assert request.scores is not None
+    model, tokenizer = load_for_inference(request.source)
+    lm: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch_size)
+    scores = request.scores
+    for settings, loaded in tasks.items():
+        started = time.monotonic()
+        random.seed(_SEEDS[0])
+        torch.manual_seed(_SEEDS[1])
+        results = _run(lm, loaded, settings)
+        seconds = time.monotonic() - started
+        score = _task_score(settings, list(loaded["tasks"]), list(loaded["groups"]), results, seconds)
+        scores = add_score(Path(request.file), scores, score)
+        print(f"{scores.name}: {describe_score(score)}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def describe_score(score: TaskScore) -> str:
+    """Return a line with all metrics of a task."""
+    texts = []
+    for name, metric in score.metrics.items():
+        stderr = f" ± {metric.stderr:.4f}" if metric.stderr is not None else ""
+        texts.append(
+            f"{name.removesuffix(',none')} {'not finite' if metric.value is None else f'{metric.value:.4f}'}{stderr}"
+        )
+    name = Path(score.settings.task).stem if is_task_file(score.settings.task) else score.settings.task
+    return f"{name}: {', '.join(texts)} ({score.num_documents} documents, {score.num_fewshot}-shot)"
+
+
+def _run(lm: Any, loaded: Any, settings: TaskSettings) -> Any:
+    """Return the results of lm_eval's ``evaluate``.
+
+    Its ``simple_evaluate`` does the same, but also calls git and collects the machine's description for each task.
+    """
+    from lm_eval import evaluate
+
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own != 0:  # as lm_eval: a task that has 0 is meant without examples
+            task.set_config(key="num_fewshot", value=own or 0 if settings.num_fewshot is None else settings.num_fewshot)
+        task.set_fewshot_seed(seed=_SEEDS[1])
+    return evaluate(lm=lm, task_dict=loaded, limit=settings.limit, log_samples=False)
+
+
+def _task_score(
+    settings: TaskSettings, tasks: Sequence[str], groups: Sequence[str], results: Any, seconds: float
+) -> TaskScore:
+    """Return the scores of a task, of a group that lm_eval aggregates, or the means over the tasks of another."""
+    whole = _metrics(results, groups[0]) if groups else {}  # of the group that was asked for, not of those in it
+    parts = [whole] if whole else [_metrics(results, name) for name in tasks]
+    metrics = {
+        name: mean_score([part[name] for part in parts]) for name in parts[0] if all(name in part for part in parts)
+    }
+    return TaskScore(
+        settings,
+        metrics,
+        sum(results["n-samples"][task]["effective"] for task in tasks),
+        max(results["n-shot"][task] for task in tasks),
+        round(seconds, 2),
+        version("lm_eval"),
+    )
+
+
+def _metrics(results: Any, name: str) -> dict[str, MetricScore]:
+    """Return the metrics of a task or group; a group without an aggregation has none."""
+    found = results["results"].get(name, {})
+    higher = results["higher_is_better"].get(name, {})
+    scores = {}
+    for key, value in found.items():
+        metric, comma, filter_name = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+            stderr = found.get(f"{metric}_stderr,{filter_name}")
+            error = finite(float(stderr)) if isinstance(stderr, int | float) else None
+            scores[key] = MetricScore(finite(float(value)), error, bool(higher.get(metric, True)))
+    return scores
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,187 @@
+"""Read ``--tasks``: the tasks of lm_eval on which each checkpoint is evaluated, by language.
+
+::
+
+    num_fewshot: 0                   # of every task that has no other number; without it, each task's own
+    limit: 500                       # documents of every task; without it, all
+    languages:
+      es: [xnli_es, quiz_es.yaml]    # names of lm_eval, or task files of its format, relative to this file
+      ca:
+        - xnli_ca
+        - {task: quiz_ca.yaml, num_fewshot: 5, limit: 100, metric: acc}
+"""
+
+import difflib
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fabric_train.cli import yaml_core
+from fabric_train.cli.argument_types import NonNegativeInt, PositiveInt, WrongValueError, convert
+from fabric_train.cli.errors import InputError
+
+_SETTINGS: dict[str, Any] = {"num_fewshot": NonNegativeInt, "limit": PositiveInt}
+_OF_TASK = {"task": str, **_SETTINGS, "metric": str}
+_LONGEST_NAME = 1000
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What decides the scores of a task.
+
+    ``task`` is a name of lm_eval or the absolute path of a task file, and ``files`` is the SHA-256 of that file and of
+    the local files that it names. ``num_fewshot`` and ``limit`` (documents) are those of lm_eval; None is the task's
+    own number of examples, and all documents.
+    """
+
+    task: str
+    num_fewshot: int | None = None
+    limit: int | None = None
+    files: str | None = None
+
+
+@dataclass(frozen=True)
+class LanguageTask:
+    """A task of a language. ``name`` is the one of the file, ``metric`` the one to show, None for the usual one."""
+
+    language: str
+    name: str
+    settings: TaskSettings
+    metric: str | None = None
+
+
+def read_tasks(path: str) -> list[LanguageTask]:
+    """Return the tasks of a file, in its order.
+
+    Raises:
+        InputError: it cannot be read, or a value in it is not one; every fault at once.
+    """
+    try:
+        content = yaml_core.load(yaml_core.read_text(path))
+    except yaml_core.YamlFault as fault:
+        raise InputError(f"--tasks {path}: {fault}") from fault
+    if not isinstance(content, dict) or not isinstance(content.get("languages"), dict) or not content["languages"]:
+        raise InputError(f"--tasks {path}: expected 'languages:' with tasks, such as 'languages: {{es: [xnli_es]}}'")
+    faults: list[str] = []
+    general = _converted({key: content[key] for key in content if key != "languages"}, _SETTINGS, "it", faults)
+    tasks = []
+    for language, items in content["languages"].items():
+        if not isinstance(items, list) or not items:
+            faults.append(f"{language}: expected a list of tasks, such as '{language}: [xnli_es, quiz.yaml]'")
+            continue
+        for number, item in enumerate(items, 1):
+            given = {"task": item} if isinstance(item, str) else item
+            if not isinstance(given, dict) or "task" not in given:
+                faults.append(f"{language}: task {number}: expected a name or {{task: NAME, ...}}, got {item!r}")
+                continue
+            values = general | _converted(given, _OF_TASK, f"{language}: task {number}", faults)
+            tasks += list(_build(str(language), values, Path(path).parent, faults))
+    faults += _given_twice(tasks)
+    if faults:
+        raise InputError(*(f"--tasks {path}: {fault}" for fault in faults))
+    return tasks
+
+
+def is_task_file(task: str) -> bool:
+    """Whether a task is a file, and not a name of lm_eval."""
+    return task.endswith((".yaml", ".yml"))
+
+
+def nearest_name(name: str, known: Collection[str]) -> str:
+    """Return a hint at the known name that is most like ``name``, empty if none is."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _converted(given: Mapping[Any, Any], kinds: Mapping[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+    """Return the values that have their type; add a fault for each of the others."""
+    values = {}
+    for key, value in given.items():
+        if key not in kinds:
+            known = [*kinds, "languages"] if where == "it" else list(kinds)
+            hint = nearest_name(str(key), known) or f"; {where} has {', '.join(known)}"
+            faults.append(f"{key!r}: no such value{hint}")
+            continue
+        try:
+            values[key] = convert(kinds[key], value)
+        except WrongValueError as error:
+            faults.append(f"{where}: {key}: expected {error}, got {value!r}")
+    return values
+
+
+def _build(language: str, values: Mapping[str, Any], folder: Path, faults: list[str]) -> Iterator[LanguageTask]:
+    """Yield the task of these values; add a fault if it is a file that cannot be read."""
+    name = values.get("task")
+    if not name:
+        return  # its fault is known
+    task, files = name, None
+    if is_task_file(name):
+        path = Path(os.path.abspath(folder / name))
+        try:
+            task, files = str(path), _hash_of(_files_of(path))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            faults.append(f"{language}: {path}: {reason}; give a task file of lm_eval")
+            return
+    settings = TaskSettings(task, values.get("num_fewshot"), values.get("limit"), files)
+    yield LanguageTask(language, name, settings, values.get("metric"))
+
+
+def _given_twice(tasks: Iterable[LanguageTask]) -> Iterator[str]:
+    seen = set()
+    for task in tasks:
+        if (task.language, task.settings) in seen:
+            yield f"{task.language}: {task.name} is given twice: give it once"
+        seen.add((task.language, task.settings))
+
+
+class _TaskFileLoader(yaml.SafeLoader):
+    """Reads a task file of lm_eval as data: ``!function module.name`` becomes the name of the module's file."""
+
+
+def _file_of_function(loader: Any, node: Any) -> str:
+    module, _, _ = loader.construct_scalar(node).rpartition(".")
+    return module.replace(".", "/") + ".py"
+
+
+_TaskFileLoader.add_constructor("!function", _file_of_function)
+
+
+def _files_of(task_file: Path) -> list[Path]:
+    """Return a task file and the local files that its texts name: those it includes, its functions and its data.
+
+    Data is named relative to the working directory, everything else relative to the task file, as in lm_eval.
+    """
+    found: list[Path] = []
+    unread = [task_file]
+    while unread:
+        path = unread.pop()
+        if path in found:
+            continue
+        found.append(path)
+        if not is_task_file(path.name):
+            continue
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_TaskFileLoader)
+        for text in _texts_in(content):
+            places = (path.parent / text, Path(text)) if len(text) < _LONGEST_NAME else ()
+            unread += [Path(os.path.abspath(place)) for place in places if text and os.path.isfile(place)]
+    return found
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in lists and mappings, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(item)
+
+
+def _hash_of(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of the content of files, whatever their order and folder."""
+    return hashlib.sha256(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in files))).hexdigest()

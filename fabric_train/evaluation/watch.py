@@ -1,0 +1,273 @@
+"""Evaluate each checkpoint of a run on lm_eval's tasks, beside its training or afterwards.
+
+The output folder has a file of scores for each model (``score_files.py``), and the table and the picture of all. Any
+number of watchers may share it: a lock for each model keeps them apart.
+"""
+
+import hashlib
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from fabric_train.checkpoint import (
+    read_lengths,
+    read_trainer_json,
+    read_trainer_state,
+    saved_checkpoints,
+)
+from fabric_train.cli.errors import InputError, RunError, missing_folder
+from fabric_train.evaluation.compared_model import find_model, identity_of
+from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
+from fabric_train.evaluation.score_files import ModelScores, read_score_file, read_scores
+from fabric_train.evaluation.score_picture import write_picture
+from fabric_train.evaluation.score_table import ScoreTable, build_table, to_csv, to_markdown, to_rich
+from fabric_train.evaluation.tasks_file import LanguageTask, read_tasks
+from fabric_train.files.lock import hold_lock
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.training.early_stopping import parse_early_stopping
+
+if TYPE_CHECKING:
+    from arguments import EvaluateArguments
+
+_SECONDS_BETWEEN_LOOKS = 10.0
+_SECONDS_FOR_TABLE = 120.0
+
+
+@dataclass(frozen=True)
+class WatchedModel:
+    """A checkpoint of the run, or a model to compare it with, which has no step.
+
+    ``source`` is for ``load_for_inference``. ``identity`` changes with the weights.
+    """
+
+    name: str
+    source: str
+    step: int | None
+    identity: str
+
+    @property
+    def unscored(self) -> ModelScores:
+        """Its scores before any evaluation."""
+        return ModelScores(self.name, self.step, self.identity, [])
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file of scores."""
+        if self.step is not None:
+            return f"{self.name}.json"
+        plain = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
+        return f"model-{plain}-{_digest(self.name)[:8]}.json"
+
+
+Evaluate = Callable[[WorkerRequest], int]
+"""Evaluates a model on the tasks of a request, writes its scores, and returns an exit code."""
+
+
+@dataclass
+class Watch:
+    """The evaluation of a run's checkpoints, and of other models, each of them once."""
+
+    run: Path
+    output: Path
+    tasks: list[LanguageTask]
+    models: list[WatchedModel]
+    batch_size: int
+    evaluate: Evaluate
+    failed: dict[str, str] = field(default_factory=dict)
+    """The names of models whose evaluation has failed, by identity; they are not tried again."""
+    _expected: dict[str, Path] = field(default_factory=dict)
+
+    def pending(self) -> list[WatchedModel]:
+        """Return what is to be evaluated: first the other models, then the checkpoints by step."""
+        settings = [task.settings for task in self.tasks]
+        models = [model for model in self._known() if model.identity not in self.failed]
+        return [model for model in models if read_scores(self._file(model), model.unscored).missing(settings)]
+
+    def evaluate_next(self) -> bool:
+        """Evaluate the first pending model that no other process evaluates; return False if there is none."""
+        pending = self.pending()
+        self._note_removed(pending)
+        for model in pending:
+            with ExitStack() as lock:
+                try:
+                    lock.enter_context(hold_lock(self._file(model).with_suffix(".lock"), "it is being evaluated", ""))
+                except InputError:
+                    continue
+                self._evaluate(model)
+            return True
+        return False
+
+    def write_table(self) -> ScoreTable:
+        """Write the table as CSV and markdown, and the picture; return the table."""
+        with _wait_for_lock(self.output / "scores.lock"):
+            table = build_table(self.tasks, self._all_scores())
+            write_atomically(self.output / "scores.csv", to_csv(table, self.tasks))
+            write_atomically(self.output / "scores.md", to_markdown(table))
+            if table.columns:
+                write_picture(table, self.output / "scores.png")
+        return table
+
+    def _evaluate(self, model: WatchedModel) -> None:
+        """Evaluate a model on the tasks that it still lacks, and note a failure."""
+        scores = read_scores(self._file(model), model.unscored)  # another process may have added to it
+        missing = scores.missing([task.settings for task in self.tasks])
+        if not missing:
+            return
+        _say(f"{model.name}: evaluating {len(missing)} of {len(self.tasks)} tasks")
+        metrics = {task.settings: task.metric for task in self.tasks}
+        requested = [RequestedTask(settings, metrics[settings]) for settings in missing]
+        code = self.evaluate(WorkerRequest(requested, model.source, str(self._file(model)), scores, self.batch_size))
+        self._expected.pop(model.name, None)
+        if code and model.step is not None and not Path(model.source).exists():
+            _say(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
+        elif code:
+            reason = f"signal {-code}; memory may have run out" if code < 0 else f"exit code {code}, see above"
+            _say(f"{model.name}: not evaluated ({reason}); the next start tries again")
+            self.failed[model.identity] = model.name
+
+    def _note_removed(self, pending: Sequence[WatchedModel]) -> None:
+        """Print a note for each checkpoint that was to be evaluated and that the run has removed."""
+        for name, folder in self._expected.items():
+            if not folder.exists():
+                _say(f"{name}: the run removed it before it was evaluated; --keep_checkpoints keeps more")
+        self._expected = {model.name: Path(model.source) for model in pending if model.step is not None}
+
+    def _known(self) -> Iterator[WatchedModel]:
+        yield from self.models
+        for step, checkpoint in saved_checkpoints(self.run).items():
+            with suppress(FileNotFoundError):  # the run has just removed it
+                yield WatchedModel(checkpoint.name, str(checkpoint), step, _digest(identity_of(checkpoint)))
+
+    def _all_scores(self) -> list[ModelScores]:
+        """Return the scores of all models: those of ``models`` first, also those of removed checkpoints."""
+        known = {self._file(model): model for model in self._known()}
+        others = [file for pattern in ("model-*.json", "step-*.json") for file in sorted(self.output.glob(pattern))]
+        found = [read_scores(file, model.unscored) for file, model in known.items()]
+        found += [read_score_file(file) for file in others if file not in known]
+        return [scores for scores in found if scores.scores]
+
+    def _file(self, model: WatchedModel) -> Path:
+        return self.output / model.file_name
+
+
+def watch_run(arguments: "EvaluateArguments") -> None:
+    """Evaluate the checkpoints of ``--watch`` and the models of ``--models`` until nothing is left to evaluate.
+
+    With ``--wait true``, further checkpoints are waited for until the run has ended.
+
+    Raises:
+        InputError: the run, a model or a task does not exist, or lm_eval is not installed; nothing has been written.
+        RunError: some checkpoint could not be evaluated.
+    """
+    assert arguments.watch is not None
+    assert arguments.tasks is not None
+    run = Path(arguments.watch)
+    if not run.is_dir():
+        raise InputError(f"--watch {run}: {missing_folder(run)}; give the folder of a run")
+    if not arguments.wait and not saved_checkpoints(run):
+        raise InputError(f"--watch {run}: it has no checkpoint yet; --wait true waits for the first one")
+    tasks = read_tasks(arguments.tasks)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("--watch needs lm_eval; pip install 'fabric-train[eval]'")
+    models = [
+        WatchedModel(model.name, model.source, None, _digest(model.identity))
+        for model in map(find_model, arguments.models or [])
+    ]
+    output = Path(arguments.output_dir or run / "evaluation")
+    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker)
+    if watch.pending() or not run_has_ended(run):
+        _check_tasks(tasks)
+    waits = False
+    while True:
+        has_ended = run_has_ended(run)  # before the look: a checkpoint that is saved meanwhile is not the last look's
+        if watch.evaluate_next():
+            table, waits = watch.write_table(), False
+            if sys.stdout.isatty():
+                Console().print(to_rich(table))
+        elif has_ended or not arguments.wait:
+            break
+        else:
+            if not waits:
+                _say(f"waiting for the next checkpoint of {run}; --wait false or Ctrl-C ends this")
+            waits = True
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    Console().print(to_rich(watch.write_table()))
+    _say(f"written: {output}/scores.csv, scores.md and scores.png")
+    if watch.failed:
+        raise RunError(f"error: not evaluated, see above: {', '.join(watch.failed.values())}")
+
+
+def evaluate_in_worker(request: WorkerRequest) -> int:
+    """Evaluate a model in a process of its own, and return its exit code; Ctrl-C ends that process too."""
+    worker = start_worker("evaluate", request)
+    try:
+        return worker.wait()
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def run_has_ended(run: Path) -> bool:
+    """Whether the newest checkpoint of a run is that of its last step, or of the step at which early stopping ended it.
+
+    A run that was stopped or killed before has not ended: it may be resumed.
+    """
+    checkpoints = list(saved_checkpoints(run).values())
+    if not checkpoints:
+        return False
+    try:
+        num_steps, _ = read_lengths(checkpoints[-1])
+        state = read_trainer_state(checkpoints[-1])
+        given = read_trainer_json(checkpoints[-1])["arguments"].get("early_stopping")
+    except InputError:  # damaged: a resumed run writes it again
+        return False
+    sources = [state.progress.source] if state.progress else []
+    return state.step >= num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
+
+
+def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
+    """Let a worker load all tasks with their data; it prints what is wrong with them.
+
+    Raises:
+        SystemExit: with the worker's exit code, if it is not 0.
+    """
+    _say("loading the tasks")
+    worker = start_worker("check", WorkerRequest([RequestedTask(task.settings, task.metric) for task in tasks]))
+    try:
+        code = worker.wait()
+    finally:
+        worker.kill()
+    if code:
+        raise SystemExit(code)
+
+
+@contextmanager
+def _wait_for_lock(path: Path) -> Iterator[None]:
+    """Hold a lock that other processes hold for less than a second."""
+    deadline = time.monotonic() + _SECONDS_FOR_TABLE
+    with ExitStack() as lock:
+        while True:
+            try:
+                lock.enter_context(hold_lock(path, f"{path}: another process holds it", "end that process"))
+                break
+            except InputError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        yield
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,301 @@
+"""evaluate.py --watch: the tasks file, which checkpoints are evaluated and when, the table and the picture.
+
+Here the evaluation itself is a function that writes given scores; tests/downstream/test_watch_with_lm_eval.py has the
+real one.
+"""
+
+import csv
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fabric_train.cli.errors import InputError
+from fabric_train.evaluation.lm_eval_worker import WorkerRequest
+from fabric_train.evaluation.score_files import MetricScore, TaskScore, add_score, read_score_file
+from fabric_train.evaluation.score_picture import levels_of, points_of
+from fabric_train.evaluation.score_table import main_metric
+from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
+from fabric_train.evaluation.watch import Watch, WatchedModel, run_has_ended
+from fabric_train.files.lock import hold_lock
+from tests.support.checkpoint_examples import write_full
+
+TASKS = [
+    LanguageTask("es", "quiz_es", TaskSettings("quiz_es")),
+    LanguageTask("es", "xnli_es", TaskSettings("xnli_es", num_fewshot=5)),
+    LanguageTask("ca", "text_ca", TaskSettings("text_ca")),
+]
+BASE = WatchedModel("models/base", "models/base", None, "base")
+
+
+class Evaluator:
+    """Writes a score for each requested task, and remembers the requests by model."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, list[str]]] = []
+
+    def __call__(self, request: WorkerRequest) -> int:
+        scores = request.scores
+        assert scores is not None
+        self.requests.append((scores.name, [task.settings.task for task in request.tasks]))
+        for number, task in enumerate(request.tasks):
+            scores = add_score(Path(request.file), scores, score(task.settings, (scores.step or 0) / 100 + number / 10))
+        return 0
+
+
+def score(settings: TaskSettings, value: float) -> TaskScore:
+    higher = not settings.task.startswith("text")
+    names = ("acc,none", "acc_norm,none") if higher else ("word_perplexity,none", "bits_per_byte,none")
+    metrics = {names[0]: MetricScore(0.0, 0.0, higher), names[1]: MetricScore(value, 0.03 if higher else None, higher)}
+    return TaskScore(settings, metrics, 20, 0, 1.5, "0.4.13")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (10, 20):
+        save(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def save(run: Path, step: int, content: str = "{}") -> Path:
+    checkpoint = run / "checkpoints" / f"step-{step:08}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "checksums.json").write_text(content + str(step), encoding="utf-8")
+    return checkpoint
+
+
+def watch(run: Path, evaluate: object, tasks: list[LanguageTask] = TASKS) -> Watch:
+    return Watch(run, run / "evaluation", tasks, [BASE], 8, evaluate)  # type: ignore[arg-type]
+
+
+def evaluate_all(run: Path, tasks: list[LanguageTask] = TASKS) -> list[tuple[str, list[str]]]:
+    """Evaluate all that is pending, and return the requests."""
+    evaluator = Evaluator()
+    watcher = watch(run, evaluator, tasks)
+    while watcher.evaluate_next():
+        pass
+    return evaluator.requests
+
+
+def test_base_and_then_each_new_checkpoint_are_evaluated_once(run: Path) -> None:
+    every = ["quiz_es", "xnli_es", "text_ca"]
+    assert evaluate_all(run) == [("models/base", every), ("step-00000010", every), ("step-00000020", every)]
+    assert evaluate_all(run) == []
+    save(run, 30)
+    assert evaluate_all(run) == [("step-00000030", every)]
+
+
+def test_only_tasks_with_new_settings_are_evaluated_again(run: Path) -> None:
+    evaluate_all(run)
+    changed = [replace(TASKS[0], settings=replace(TASKS[0].settings, limit=5)), *TASKS[1:]]
+    names = ["models/base", "step-00000010", "step-00000020"]
+    assert evaluate_all(run, changed) == [(name, ["quiz_es"]) for name in names]
+    assert evaluate_all(run) == []  # the former scores are still there
+
+
+def test_a_checkpoint_with_other_weights_is_evaluated_again(run: Path) -> None:
+    evaluate_all(run)
+    save(run, 20, "another run")
+    assert evaluate_all(run) == [("step-00000020", ["quiz_es", "xnli_es", "text_ca"])]
+
+
+def test_after_a_crash_only_the_tasks_that_are_missing_follow(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def crash(request: WorkerRequest) -> int:
+        assert request.scores is not None
+        add_score(Path(request.file), request.scores, score(request.tasks[0].settings, 0.5))
+        return -9
+
+    watcher = watch(run, crash)
+    assert [watcher.evaluate_next() for _ in range(4)] == [True, True, True, False]
+    assert list(watcher.failed.values()) == ["models/base", "step-00000010", "step-00000020"]
+    assert "step-00000010: not evaluated (signal 9; memory may have run out)" in capsys.readouterr().err
+    assert {tuple(tasks) for _, tasks in evaluate_all(run)} == {("xnli_es", "text_ca")}
+
+
+def test_a_checkpoint_that_another_process_evaluates_is_left_to_it(run: Path) -> None:
+    watcher = watch(run, Evaluator())
+    with hold_lock(run / "evaluation" / "step-00000010.lock", "", ""):
+        assert [name for name, _ in evaluate_all(run)] == ["models/base", "step-00000020"]
+    assert [model.name for model in watcher.pending()] == ["step-00000010"]
+
+
+def test_a_checkpoint_that_the_run_removes_is_noted_and_no_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def remove(request: WorkerRequest) -> int:
+        shutil.rmtree(run / "checkpoints")
+        return 1
+
+    watcher = watch(run, remove)
+    watcher.models = []
+    assert watcher.evaluate_next()
+    assert not watcher.evaluate_next()
+    assert not watcher.failed
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].startswith("step-00000010: the run removed it while it was being loaded; ")
+    assert lines[2].startswith("step-00000020: the run removed it before it was evaluated; ")
+
+
+def test_a_damaged_file_of_scores_is_one_line(run: Path) -> None:
+    evaluate_all(run)
+    file = run / "evaluation" / "step-00000010.json"
+    file.write_text(file.read_text(encoding="utf-8")[:100], encoding="utf-8")
+    with pytest.raises(InputError, match=r"step-00000010\.json: damaged .*; remove it to evaluate the model again"):
+        watch(run, Evaluator()).pending()
+
+
+def test_means_and_errors_of_a_language_are_those_of_the_formula(run: Path) -> None:
+    evaluate_all(run)
+    table = watch(run, Evaluator()).write_table()
+    es, ca = table.columns
+    assert (es.title, es.higher_is_better) == ("es accuracy", True)
+    assert (ca.title, ca.higher_is_better) == ("ca bits_per_byte", False)
+    mean = table.cell(table.models[1], es)
+    assert mean is not None
+    assert mean.value == pytest.approx((0.1 + 0.2) / 2)
+    assert mean.stderr == pytest.approx(math.sqrt(0.03**2 + 0.03**2) / 2)
+    rows = list(csv.DictReader((run / "evaluation" / "scores.csv").open(encoding="utf-8")))
+    assert {row["model"] for row in rows} == {"models/base", "step-00000010", "step-00000020"}
+    assert len(rows) == 3 * (3 * 2 + 2)
+    lines = (run / "evaluation" / "scores.md").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "| model | es accuracy | ca bits_per_byte |"
+    assert lines[3] == "| step-00000010 | 0.1500 ± 0.0212 | 0.3000 |"
+
+
+def test_a_language_has_no_mean_before_all_its_tasks_are_done(run: Path) -> None:
+    evaluate_all(run)
+    file = run / "evaluation" / "step-00000020.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(content | {"scores": content["scores"][1:]}), encoding="utf-8")
+    table = watch(run, Evaluator()).write_table()
+    assert (
+        (run / "evaluation" / "scores.md")
+        .read_text(encoding="utf-8")
+        .splitlines()[4]
+        .startswith("| step-00000020 | – | ")
+    )
+    assert [point[0] for point in points_of(table, table.columns[0])] == [10]
+    assert [point[0] for point in points_of(table, table.columns[1])] == [10, 20]
+
+
+def test_the_picture_has_steps_and_base_and_keeps_removed_checkpoints(run: Path) -> None:
+    evaluate_all(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000010")
+    table = watch(run, Evaluator()).write_table()
+    es = table.columns[0]
+    assert points_of(table, es) == [
+        pytest.approx((10, 0.15, 0.0212), abs=1e-4),
+        pytest.approx((20, 0.25, 0.0212), abs=1e-4),
+    ]
+    assert {model.name: value for model, value in levels_of(table, es)} == pytest.approx({"models/base": 0.05})
+    assert (run / "evaluation" / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((run / "evaluation").glob(".*"))
+
+
+def test_the_wanted_metric_is_shown_with_or_without_its_filter() -> None:
+    metric = MetricScore(0.5, None, True)
+    several = replace(
+        score(TASKS[0].settings, 0.5), metrics={"em,strict": metric, "em,flexible": metric, "acc,none": metric}
+    )
+    assert main_metric(several) == "acc,none"
+    assert main_metric(several, "em") == "em,strict"
+    assert main_metric(several, "em,flexible") == "em,flexible"
+
+
+def test_a_score_that_is_not_finite_is_kept_and_shown(run: Path) -> None:
+    settings = TASKS[2].settings
+
+    def infinite(request: WorkerRequest) -> int:
+        assert request.scores is not None
+        metrics = {"bits_per_byte,none": MetricScore(None, None, False)}
+        add_score(Path(request.file), request.scores, replace(score(settings, 0), metrics=metrics))
+        return 0
+
+    watcher = watch(run, infinite, TASKS[2:])
+    assert watcher.evaluate_next()
+    watcher.write_table()
+    assert read_score_file(run / "evaluation" / BASE.file_name).missing([settings]) == []
+    assert "| models/base | not finite |" in (run / "evaluation" / "scores.md").read_text(encoding="utf-8")
+
+
+def write_tasks(folder: Path, text: str) -> str:
+    (folder / "tasks.yaml").write_text(text, encoding="utf-8")
+    return str(folder / "tasks.yaml")
+
+
+def test_tasks_take_the_general_settings_unless_they_have_their_own(tmp_path: Path) -> None:
+    (tmp_path / "quiz.yaml").write_text("task: quiz\n", encoding="utf-8")
+    given = "limit: 50\nlanguages:\n  es: [xnli_es, {task: quiz.yaml, limit: 5, num_fewshot: 2, metric: acc}]\n"
+    name, file = read_tasks(write_tasks(tmp_path, given))
+    assert name == LanguageTask("es", "xnli_es", TaskSettings("xnli_es", None, 50))
+    assert (file.settings.task, file.settings.limit, file.settings.num_fewshot) == (str(tmp_path / "quiz.yaml"), 5, 2)
+    assert (file.name, file.metric) == ("quiz.yaml", "acc")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("languages: {es: [a]}\nnum_fewshots: 3", "'num_fewshots': no such value; did you mean num_fewshot?"),
+        ("languages: {es: [{task: a, limits: 3}]}", "'limits': no such value; did you mean limit?"),
+        ("languages: {es: [{task: a, limit: 0}]}", "es: task 1: limit: expected a whole number above 0, got 0"),
+        ("languages: {es: [{limit: 3}]}", "es: task 1: expected a name or {task: NAME, ...}, got {'limit': 3}"),
+        ("languages: {es: a}", "es: expected a list of tasks"),
+        ("languages: {es: [a, a]}", "es: a is given twice: give it once"),
+        ("languages: {es: [none.yaml]}", "none.yaml: No such file or directory; give a task file of lm_eval"),
+        ("es: [a]", "expected 'languages:' with tasks"),
+        ("languages: [", "not a YAML file"),
+    ],
+)
+def test_each_fault_of_the_tasks_file_is_one_line(tmp_path: Path, text: str, fault: str) -> None:
+    with pytest.raises(InputError) as refused:
+        read_tasks(write_tasks(tmp_path, text))
+    (line,) = refused.value.faults
+    assert line.startswith(f"--tasks {tmp_path}/tasks.yaml: ")
+    assert fault in line
+
+
+def test_a_task_file_is_another_one_when_its_data_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # data is relative to the working directory, as in lm_eval
+    files = {
+        "tasks/quiz.yaml": "include: common.yaml\ndataset_kwargs: {data_files: {test: quiz.jsonl}}\n",
+        "tasks/common.yaml": "process_docs: !function functions.shuffle\n",
+        "tasks/functions.py": "def shuffle(): ...\n",
+        "quiz.jsonl": "{}\n",
+    }
+    (tmp_path / "tasks").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    given = write_tasks(tmp_path, "languages: {es: [tasks/quiz.yaml]}")
+    seen = {read_tasks(given)[0].settings}
+    for name in files:
+        with (tmp_path / name).open("a", encoding="utf-8") as file:
+            file.write("# changed\n")
+        seen.add(read_tasks(given)[0].settings)
+    assert len(seen) == 1 + len(files)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "progress", "has_ended"),
+    [
+        ({"max_step": 3}, None, True),
+        ({"max_step": 4}, None, False),
+        (
+            {"max_step": 4, "early_stopping": "es:2"},
+            {"source": "es", "best": 1.0, "best_step": 1, "num_since": 2},
+            True,
+        ),
+        ({"max_step": 4, "early_stopping": "es"}, {"source": "es", "best": 1.0, "best_step": 1, "num_since": 2}, False),
+        ({"max_step": 4}, {"source": "es", "best": 1.0, "best_step": 1, "num_since": 9}, False),
+    ],
+)
+def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
+    tmp_path: Path, tiny_model_dir: Path, arguments: dict[str, object], progress: object, has_ended: bool
+) -> None:
+    assert not run_has_ended(tmp_path)
+    checkpoint = write_full(tmp_path / "checkpoints" / "step-00000003", tiny_model_dir, {}, step=3)
+    file = checkpoint / "trainer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["arguments"] |= arguments
+    file.write_text(json.dumps(content | {"progress": progress}), encoding="utf-8")
+    assert run_has_ended(tmp_path) == has_ended
