@@ -7,7 +7,6 @@ blocks from the files, and both models are run layer by layer (``layered_forward
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from fabric_train.model.hf_model import (
     check_readable,
     quiet_transformers,
     read_shape,
-    tied_weight_names,
 )
 from fabric_train.model.load_weights import MetaModel, open_in_parts, open_tensors
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
@@ -51,14 +49,18 @@ class _Sides:
 
 
 @dataclass(frozen=True)
-class _Models:
-    """The comparison of two models; ``ties_differ``: they tie different weights."""
+class _Outputs:
+    """The comparison of what two models compute. ``wrongly_loaded``: names of weights that transformers does not find
+    in the export, does not know, or loads with other values than the files have.
+    """
 
     method: Method
-    tensors: TensorReport
     layers: list[OutputReport]
     logits: OutputReport | None
-    ties_differ: bool
+    wrongly_loaded: list[str]
+
+
+_NOT_RUN = _Outputs("tensors only", [], None, [])
 
 
 def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
@@ -87,71 +89,93 @@ def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
 
 
 def _compare(sides: _Sides) -> VerificationReport:
-    settings = compare_configurations(
-        sides.folder, sides.exported_shape, sides.source.checkpoint, sides.shape, sides.dtype
-    )
+    checkpoint = sides.source.checkpoint
+    settings = compare_configurations(sides.folder, sides.exported_shape, checkpoint, sides.shape, sides.dtype)
     settings += compare_index(sides.folder, sides.files)
-    of_tokenizer = compare_tokenizers(sides.folder, sides.source.checkpoint / "tokenizer")
-    models = _compare_whole(sides) if _fits_in_memory(sides) else _compare_in_parts(sides)
+    of_tokenizer = compare_tokenizers(sides.folder, checkpoint / "tokenizer")
+    tensors = _compare_tensors(sides)
+    fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
+    outputs = _compare_outputs(sides) if fits else _NOT_RUN
     report = VerificationReport(
         dtype=_name(sides.dtype),
-        method=models.method,
-        tensors=models.tensors,
-        layers=models.layers,
-        logits=models.logits,
+        method=outputs.method,
+        tensors=replace(tensors, different=sorted({*tensors.different, *outputs.wrongly_loaded})),
+        layers=outputs.layers,
+        logits=outputs.logits,
         settings=[*settings, *(f"{difference} of the tokenizer" for difference in of_tokenizer or ())],
         tokenizer="absent" if of_tokenizer is None else "different" if of_tokenizer else "equal",
         faults=[],
         source=sides.source.identity(),
     )
-    ties = ["the export ties other weights than the checkpoint's model"] if models.ties_differ else []
-    return replace(report, faults=[*find_faults(report, sides.dtype), *ties])
+    return replace(report, faults=find_faults(report, sides.dtype))
 
 
-def _fits_in_memory(sides: _Sides) -> bool:
-    return 2 * sides.shape.num_parameters * sides.dtype.itemsize <= available_memory()
+def _compare_tensors(sides: _Sides) -> TensorReport:
+    """Compare the tensors in the files with the stored tensors cast to the dtype, block by block."""
+    names = set(sides.files)
+    common = [name for name in sides.stored if name in names]
+    different, max_difference = [], 0.0
+    for name in track(common, "comparing tensors", console=Console(stderr=True)):
+        difference = _tensor_difference(sides, name)
+        if difference is not None:
+            different.append(name)
+            max_difference = max(max_difference, difference)
+    return TensorReport(
+        compared=len(common),
+        parameters=sum(math.prod(sides.files.shape(name)) for name in common),
+        missing=[name for name in sides.stored if name not in names],
+        unexpected=[name for name in sides.files if name not in {*sides.stored}],
+        different=different,
+        max_difference=max_difference,
+    )
 
 
-def _compare_whole(sides: _Sides) -> _Models:
-    """Run the checkpoint's model, then load the export as its users do and compare."""
+def _tensor_difference(sides: _Sides, name: str) -> float | None:
+    """Return the largest difference of a tensor that is not equal in every bit, infinite for another shape; or None."""
+    shape = sides.stored.shape(name)
+    if sides.files.shape(name) != shape:
+        return math.inf
+    is_equal, largest = sides.files.dtype(name) == sides.dtype, 0.0
+    for wanted, found in zip(blocks(sides.stored, name, shape), blocks(sides.files, name, shape), strict=True):
+        cast = wanted.to(sides.dtype)
+        if not same_bits(cast, found):
+            is_equal, largest = False, max(largest, (cast.double() - found.double()).abs().max().item())
+    return None if is_equal else largest
+
+
+def _compare_outputs(sides: _Sides) -> _Outputs:
+    if 2 * sides.shape.num_parameters * sides.dtype.itemsize <= available_memory():
+        return _compare_whole(sides)
+    compared = _compare_layers(sides)
+    if compared is None:
+        note = (
+            f"note: {sides.shape.config.model_type} does not fit in memory and cannot be run layer by layer, so only "
+        )
+        print(f"{note}tensors and settings are compared, not the logits", file=sys.stderr)
+    return compared or _NOT_RUN
+
+
+def _compare_whole(sides: _Sides) -> _Outputs:
+    """Run the checkpoint's model, then load the export as its users do and run it."""
     weights = {name: sides.stored.read(name).to(sides.dtype) for name in sides.stored}
-    model = build_model(sides.shape, weights, sides.dtype)
-    expected, tied = _logits(model, sides.input_ids), tied_weight_names(model)
-    del model, weights
+    expected = _logits(build_model(sides.shape, weights, sides.dtype), sides.input_ids)
+    del weights
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         sides.folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
-    exported, loading = loaded
-    tensors = _compare_tensors(sides, _LoadedTensors(exported.state_dict()), tied)
-    tensors = replace(
-        tensors,
-        missing=sorted({*tensors.missing, *map(str, loading["missing_keys"])}),
-        unexpected=sorted({*tensors.unexpected, *map(str, loading["unexpected_keys"])}),
-    )
-    logits = _compare_outputs(expected, _logits(exported, sides.input_ids))
-    return _Models("whole model", tensors, [], logits, tied_weight_names(exported) != tied)
+    model, loading = loaded
+    state = model.state_dict()
+    wrong = [name for name in sides.files if name in state and not same_bits(state[name], sides.files.read(name))]
+    wrong += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
+    return _Outputs("whole model", [], _difference(expected, _logits(model, sides.input_ids)), wrong)
 
 
-def _compare_in_parts(sides: _Sides) -> _Models:
-    """Compare the tensors from the files, and if their names and shapes fit, run both models layer by layer."""
+def _compare_layers(sides: _Sides) -> _Outputs | None:
+    """Run both models layer by layer; return None if transformers does not run this family so."""
     expected = open_tensors(sides.shape, sides.stored, sides.dtype)
-    tied = tied_weight_names(expected.model)
-    tensors = _compare_tensors(sides, sides.files, tied)
-    misfits = tensors.missing or tensors.unexpected or tensors.max_difference == math.inf
-    exported = None if misfits else open_in_parts(sides.exported_shape, sides.dtype)
-    outputs = None if exported is None else _run_layers(sides, expected, exported)
-    if exported is None or outputs is None:
-        if not misfits:
-            note = f"note: {sides.shape.config.model_type} cannot be run layer by layer and does not fit in memory, so "
-            print(note + "only its tensors and settings are compared, not its logits", file=sys.stderr)
-        return _Models("tensors only", tensors, [], None, False)
-    layers = [_compare_outputs(*pair) for pair in zip(*(output.hidden_states for output in outputs), strict=True)]
-    logits = _compare_outputs(*(output.logits for output in outputs))
-    return _Models("layer by layer", tensors, layers, logits, tied_weight_names(exported.model) != tied)
-
-
-def _run_layers(sides: _Sides, expected: MetaModel, exported: MetaModel) -> tuple[LayeredOutput, LayeredOutput] | None:
-    """Run both models layer by layer; return None if that of the checkpoint cannot be run so."""
+    exported = open_in_parts(sides.exported_shape, sides.dtype)
+    if exported is None:
+        return None
     num_layers = getattr(sides.shape.config.get_text_config(), "num_hidden_layers", None)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
@@ -160,55 +184,12 @@ def _run_layers(sides: _Sides, expected: MetaModel, exported: MetaModel) -> tupl
             return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
 
         try:
-            reference = run(expected, sides.shape)
+            outputs = run(expected, sides.shape)
         except RuntimeError:  # it computes with a weight outside of the module that has it
             return None
-        return reference, run(exported, sides.exported_shape)
-
-
-@dataclass(frozen=True)
-class _LoadedTensors:
-    """The tensors of a model in memory, read like those of files."""
-
-    tensors: Mapping[str, torch.Tensor]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def shape(self, name: str) -> torch.Size:
-        return self.tensors[name].shape
-
-    def read_block(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        ranges = zip(offsets, shape, strict=True)
-        return self.tensors[name][tuple(slice(begin, begin + size) for begin, size in ranges)]
-
-
-def _compare_tensors(sides: _Sides, exported: CheckpointTensors | _LoadedTensors, tied: set[str]) -> TensorReport:
-    """Compare the exported tensors, and their dtypes in the files, with the stored tensors cast to the dtype."""
-    names, on_disk = set(exported), set(sides.files)
-    common = [name for name in sides.stored if name in names]
-    different, max_difference = [], 0.0
-    for name in track(common, "comparing tensors", console=Console(stderr=True)):
-        is_equal = name in on_disk and sides.files.dtype(name) == sides.dtype
-        shape = sides.stored.shape(name)
-        if exported.shape(name) != shape:
-            is_equal, max_difference = False, math.inf
-        else:
-            for wanted, found in zip(blocks(sides.stored, name, shape), blocks(exported, name, shape), strict=True):
-                cast = wanted.to(sides.dtype)
-                if not same_bits(cast, found):
-                    is_equal = False
-                    max_difference = max(max_difference, (cast.double() - found.double()).abs().max().item())
-        if not is_equal:
-            different.append(name)
-    return TensorReport(
-        compared=len(common),
-        parameters=sum(math.prod(exported.shape(name)) for name in common),
-        missing=[name for name in sides.stored if name not in names],
-        unexpected=[name for name in exported if name not in {*sides.stored, *tied}],
-        different=different,
-        max_difference=max_difference,
-    )
+        found = run(exported, sides.exported_shape)
+    layers = [_difference(*pair) for pair in zip(outputs.hidden_states, found.hidden_states, strict=True)]
+    return _Outputs("layer by layer", layers, _difference(outputs.logits, found.logits), [])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -218,7 +199,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def _compare_outputs(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
     expected, found = expected.float(), found.float()
     difference = (found - expected).abs().max().item() if found.shape == expected.shape else math.inf
     return OutputReport(found.numel(), expected.abs().max().item(), difference)
