@@ -99,7 +99,7 @@ def test_a_model_from_random_weights_has_no_base_and_no_licence(checkpoint: Path
     edit_json(checkpoint / "trainer.json", lambda content: content["arguments"].update(model_name=LLAMA.name))
     card = card_of(checkpoint, origin=None)
     assert not {"base_model", "license"} & card.data.to_dict().keys()
-    assert "Trained with Fabric Train from random weights." in card.text
+    assert "trained with Fabric Train from random weights." in card.text
     assert "Llama-3" not in card.text
     check_metadata(card.data.to_dict())
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_an_earlier_version_claims_no_base(checkpoint: Path) -> 
     edit_json(checkpoint / "trainer.json", lambda content: content.pop("base_model"))
     write_model_card(checkpoint, checkpoint.parent, CardFacts("model"))
     card = ModelCard.load(checkpoint.parent / "README.md")
-    assert "its base model is not known" in card.text
+    assert "from a base model that is not known" in card.text
     assert "base_model" not in card.data.to_dict()
 
 
@@ -191,9 +191,10 @@ def test_results_before_and_after_are_a_table_and_metadata(checkpoint: Path) -> 
     both = {"first_evaluation": evaluation(0, 4.0, 8.0), "evaluation": evaluation(1, 3.0, 9.0)}
     edit_json(checkpoint / "trainer.json", lambda content: content.update(both))
     card = card_of(checkpoint, CardFacts("owner/name"))
-    assert "| es | 100 | 4.000 → 3.000 | 54.598 → 20.086 | 1.443 → 1.082 | −25.0% |" in card.text
-    assert "| ca | 100 | 8.000 → 9.000 | 2,981 → 8,103 |  | +12.5% |" in card.text
-    assert "| all sources | 200 | 6.000 → 6.000 |" in card.text
+    text = card.text.replace("\u00a0", " ")
+    assert "| es | 100 | 4.000 → 3.000 | 54.598 → 20.086 | 1.443 → 1.082 | −25.0% |" in text
+    assert "| ca | 100 | 8.000 → 9.000 | 2,981 → 8,103 |  | +12.5% |" in text
+    assert "| all sources | 200 | 6.000 → 6.000 |" in text
     results = card.data.get("eval_results")
     found = {(one.dataset_type, one.metric_type): one.metric_value for one in results}
     assert (found["es", "bits_per_byte"], found["ca", "loss"]) == (1.08202, 9.0)

@@ -297,7 +297,7 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
     write_model_card(runs.folder / "branch" / "checkpoints" / "step-00000005", tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()
     (line,) = [line for line in card.splitlines() if line.startswith("| va |")]
-    assert f" | {before:.3f} → {after:.3f} | " in line
+    assert f" | {before:.3f}\u00a0→\u00a0{after:.3f} | " in line
     assert "On held-out documents, before training → after step 5." in card
     assert "| source | tokens evaluated | loss | perplexity | bits per byte | change of loss |" in card
     table = branch.stdout().split("Done\n")[1]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from fabric_train.export.model_card.card_data import seen_shares
 from fabric_train.export.model_card.card_training import device_hours
@@ -23,7 +23,9 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 ```"""
 _CHAT = """```python
 messages = [{"role": "user", "content": "What is the capital of Spain?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
 output = model.generate(**inputs, max_new_tokens=50)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```"""
@@ -42,11 +44,15 @@ def introduction(record: ModelRecord) -> str:
 
 
 def _beginning(record: ModelRecord) -> str:
-    origin = record.origin
-    if origin is None:
-        is_known = "base_model" in record.trainer
-        return "Trained with Fabric Train" + (" from random weights." if is_known else "; its base model is not known.")
-    return f"{_linked(origin)}, trained further with Fabric Train."
+    if record.origin:
+        return f"{_linked(record.origin)}, trained further with Fabric Train."
+    kind, is_known = _config(record).model_type, "base_model" in record.trainer
+    beginning = "from random weights" if is_known else "from a base model that is not known"
+    return f"A language model ({code(kind)}), trained with Fabric Train {beginning}."
+
+
+def _config(record: ModelRecord) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
 
 
 def _linked(origin: ModelOrigin) -> str:
@@ -79,8 +85,7 @@ def _licence(origin: ModelOrigin | None, license: str | None, folder: Path) -> s
 
 def _context_length(record: ModelRecord) -> str:
     """Return the largest number of positions, and the length of the rows in training."""
-    config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(_config(record).get_text_config(), "max_position_embeddings", None)
     longest = [f"{positions:,} tokens"] if positions else []
     rows = [f"trained on rows of {record.row_length:,} tokens"] if record.row_length else []
     return ", ".join([*longest, *rows])

@@ -59,7 +59,9 @@ def _validation(record: ModelRecord) -> str:
     rows = []
     for name, before, after in compare_evaluations(first, now):
         figures = zip(_figures(before), _figures(after), strict=True)
-        cells = [there and here and f"{there} → {here}" if first.step < now.step else here for there, here in figures]
+        cells = [
+            f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if first.step < now.step else here for there, here in figures
+        ]
         change = [_change(before, after)] if first.step < now.step else []
         rows.append((record.part_name(name), f"{after.num_tokens:,}", *cells, *change))
     columns = ["source", "tokens evaluated", *_FIGURES, *(["change of loss"] if first.step < now.step else [])]
@@ -76,7 +78,11 @@ def _explanation(first: int, now: int) -> str:
 
 def _figures(loss: TokenLoss | None) -> list[str]:
     figures = loss.figures().values() if loss else [None] * len(_FIGURES)
-    return ["" if value is None else f"{value:.3f}" if value < 1000 else f"{value:,.0f}" for value in figures]
+    return ["" if value is None else _figure(value) for value in figures]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def _change(before: TokenLoss | None, after: TokenLoss) -> str:

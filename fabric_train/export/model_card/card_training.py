@@ -84,7 +84,8 @@ def _totals(sessions: Sequence[TrainingSession]) -> tuple[str, str]:
 
 
 def _hardware(session: TrainingSession) -> str:
-    return f"{session.num_devices:,} × {session.device}"
+    name, _, more = session.device.partition(", ")  # of a CPU, instructions and threads
+    return f"{session.num_devices:,} × {name}" + (f" ({more})" if more else "")
 
 
 def _is_gpu(device: str) -> bool:

@@ -1,12 +1,13 @@
 """Parts of a model card in Markdown."""
 
+import re
 from collections.abc import Sequence
 
 
 def table(head: str, rows: Sequence[Sequence[str]]) -> str:
     """Return a table; ``head`` has the names of its columns, separated by ``|``."""
     line = "|".join("---" for _ in head.split("|"))
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    cells = [[re.sub(r"[\t\r\n ]+", " ", cell).strip().replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join([f"| {head} |", f"|{line}|", *(f"| {' | '.join(row)} |" for row in cells)])
 
 
