@@ -1,96 +1,197 @@
-"""Generate text from a prompt with a checkpoint, an exported folder or a hub model."""
+"""Generate text for prompts with a checkpoint, an exported folder, a hub model or an adapter."""
 
 import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from fabric_train.cli.errors import InputError
+from fabric_train.inference.text_printer import TextPrinter, continuation, find_stop
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How tokens are chosen, and where a text ends.
+
+    Attributes:
+        num_tokens: largest number of new tokens.
+        temperature: 0 takes the most likely token each time; above 0 samples.
+        top_p: sample from the most likely tokens that together have this probability (arXiv:1904.09751).
+        top_k: sample from this number of most likely tokens; 0 for all.
+        min_p: sample from tokens at least this share as likely as the most likely one (arXiv:2407.01082).
+        repetition_penalty: divides the scores of tokens that the text has already (arXiv:1909.05858); 1 for none.
+        stop: texts at which generation ends.
+        seed: of the sampling.
+    """
+
+    num_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """The ids of the prompt, the new ids, the text of both, and the seconds that the new ids took."""
+    """The ids of a prompt, the new ids, and their text, which ends before a stop string.
+
+    ``ended_by`` is "stop" if a token or a text ended it, "length" after the largest number of tokens, and "interrupt".
+    """
 
     prompt_ids: list[int]
     new_ids: list[int]
     text: str
+    ended_by: Literal["stop", "length", "interrupt"]
     seconds: float
 
 
+@torch.inference_mode()
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationSettings,
     *,
-    num_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    stream: bool = False,
-) -> GeneratedText:
-    """Continue ``prompt`` by at most ``num_tokens`` tokens, or until the model ends the text.
+    end_ids: Sequence[int] = (),
+    numbers: Sequence[int] | None = None,
+    printer: TextPrinter | None = None,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> list[GeneratedText]:
+    """Continue prompts, in one batch, until the model ends each text.
+
+    A sampled text depends on its own prompt and number and not on the other prompts of the batch: noise of a random
+    stream of its own is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
 
     Args:
         model: a causal language model in evaluation mode.
-        tokenizer: the model's tokenizer; BOS comes before the prompt once, whether or not the tokenizer adds it.
-        prompt: text, not empty.
-        num_tokens: largest number of new tokens.
-        temperature: 0 takes the most likely token each time; above 0 samples.
-        top_p: sample from the most likely tokens that together have this probability.
-        seed: seed of the sampling; the same seed gives the same text on the same device.
-        stream: print prompt and text as they are generated.
-
-    Raises:
-        InputError: prompt and ``num_tokens`` exceed the model's positions, or an id of the prompt its vocabulary.
+        tokenizer: the model's tokenizer.
+        prompts: ids of each prompt, at least one; see ``prompts.check_prompt``.
+        settings: how tokens are chosen.
+        end_ids: tokens that end a text, in addition to the tokenizer's EOS and those of the model's
+            ``generation_config``.
+        numbers: of the prompts, which with the seed choose their random streams; default: their places in the batch.
+        printer: prints the text as it is generated; for a single prompt.
+        is_interrupted: called after each token; True ends the generation.
     """
-    prompt_ids = encode_prompt(tokenizer, prompt)
-    _check_prompt(model, prompt_ids, num_tokens)
-    torch.manual_seed(seed)
+    encoded = [list(ids) for ids in prompts]
+    ends = _all_ends(model, tokenizer, end_ids)
     # the model's own generation_config may sample, apply top_k or penalize repetition, which the user did not ask for
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-    ends = _end_ids(model, tokenizer)
-    model.generation_config = GenerationConfig(
-        max_new_tokens=num_tokens, eos_token_id=ends, pad_token_id=ends[0] if ends else 0, **sampling
+    config = GenerationConfig(
+        max_new_tokens=settings.num_tokens,
+        eos_token_id=ends,
+        pad_token_id=ends[0] if ends else 0,
+        repetition_penalty=settings.repetition_penalty,
     )
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
-    input_ids = torch.tensor([prompt_ids], device=model.device)
+    longest = max(map(len, encoded))
+    # the padding is masked; a prompt's own first token has a repetition penalty anyway
+    rows = torch.tensor([[ids[0]] * (longest - len(ids)) + ids for ids in encoded])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded])
+    interrupted = _Interrupted(is_interrupted)
+    stops = {"stop_strings": list(settings.stop), "tokenizer": tokenizer} if settings.stop else {}
+    device = _input_device(model)
     start = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=streamer)
+    own, model.generation_config = model.generation_config, config
+    try:
+        output = model.generate(
+            rows.to(device),
+            attention_mask=mask.to(device),
+            logits_processor=_processors(settings, numbers or range(len(encoded))),
+            stopping_criteria=[interrupted],
+            streamer=printer,
+            **stops,
+        )
+    finally:
+        model.generation_config = own
     seconds = time.perf_counter() - start
-    ids = output[0].tolist()
-    return GeneratedText(prompt_ids, ids[len(prompt_ids) :], tokenizer.decode(ids, skip_special_tokens=True), seconds)
+    new = [row[longest:] for row in output.tolist()]
+    return [
+        _finished(tokenizer, ids, row, settings, ends, interrupted.happened, seconds)
+        for ids, row in zip(encoded, new, strict=True)
+    ]
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the prompt's ids after exactly one BOS, as at the start of a document in training."""
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False)
-    bos = tokenizer.bos_token_id
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
-
-
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a text: those of the model's generation_config and the tokenizer's EOS."""
+def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:
+    """Return the ids that end a text: those of the model's generation_config, the tokenizer's EOS, and ``more``."""
     own = model.generation_config.eos_token_id if model.generation_config else None
     ids = own if isinstance(own, list) else [own]
-    return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id) if id_ is not None})
+    return sorted({id_ for id_ in (*ids, tokenizer.eos_token_id, *more) if id_ is not None})
 
 
-def _check_prompt(model: Any, prompt_ids: list[int], num_tokens: int) -> None:
-    if not prompt_ids:
-        raise InputError("--prompt has no tokens: give some text")
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    if max(prompt_ids) >= vocab_size:
-        raise InputError(
-            f"the prompt has token id {max(prompt_ids)}, but the model's vocabulary ends at {vocab_size - 1}: "
-            "use the model's own tokenizer"
-        )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and len(prompt_ids) + num_tokens > positions:
-        raise InputError(
-            f"the prompt's {len(prompt_ids)} tokens and --num_tokens {num_tokens} exceed the model's {positions} "
-            "positions: shorten the prompt or give a smaller --num_tokens"
-        )
+def _input_device(model: Any) -> torch.device:
+    """Return the device of the first layer; weights that wait in host memory are on no device."""
+    devices = getattr(model, "hf_device_map", None)
+    return torch.device(next(iter(devices.values()))) if devices else model.device
+
+
+def _processors(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsProcessorList:
+    """Return what changes the scores so that the highest one is the token to take; none for greedy decoding."""
+    if not settings.temperature:
+        return LogitsProcessorList()
+    processors: list[Any] = [TemperatureLogitsWarper(settings.temperature)]
+    if settings.top_k:
+        processors.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        processors.append(MinPLogitsWarper(settings.min_p))
+    return LogitsProcessorList([*processors, _GumbelNoise(settings.seed, numbers)])
+
+
+class _GumbelNoise(LogitsProcessor):
+    """Add noise to scores, so that the highest one is a sample of their softmax; one random stream for each row.
+
+    The numbers are drawn on the CPU, so they are the same on every device.
+    """
+
+    def __init__(self, seed: int, numbers: Sequence[int]) -> None:
+        sequences = (np.random.SeedSequence([seed, number]) for number in numbers)
+        self._streams = [torch.Generator().manual_seed(int(one.generate_state(1)[0])) for one in sequences]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores [B, V] with the noise of the next token."""
+        exponential = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=one) for one in self._streams])
+        return scores.float() - exponential.log().to(scores.device)
+
+
+class _Interrupted(StoppingCriteria):
+    """End every text of a batch when a function returns True."""
+
+    def __init__(self, is_interrupted: Callable[[], bool]) -> None:
+        self._is_interrupted, self.happened = is_interrupted, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Return bool [B]."""
+        self.happened = self.happened or self._is_interrupted()
+        return torch.full((input_ids.shape[0],), self.happened, device=input_ids.device)
+
+
+def _finished(
+    tokenizer: Any,
+    prompt_ids: list[int],
+    row: list[int],
+    settings: GenerationSettings,
+    ends: Sequence[int],
+    was_interrupted: bool,
+    seconds: float,
+) -> GeneratedText:
+    """Cut a row of new ids where its text ends: other rows of the batch may have gone on."""
+    end = next((place for place, id_ in enumerate(row, 1) if id_ in ends), None)
+    new_ids = row[:end]
+    text = continuation(tokenizer, prompt_ids, new_ids)
+    if (stop := find_stop(text, settings.stop)) is not None:
+
+        def has_stop(count: int) -> bool:
+            return find_stop(continuation(tokenizer, prompt_ids, new_ids[:count]), settings.stop) is not None
+
+        count = bisect_left(range(len(new_ids)), True, key=has_stop)
+        return GeneratedText(prompt_ids, new_ids[:count], text[:stop], "stop", seconds)
+    unfinished: Literal["interrupt", "length"] = "interrupt" if was_interrupted else "length"
+    return GeneratedText(prompt_ids, new_ids, text, unfinished if end is None else "stop", seconds)

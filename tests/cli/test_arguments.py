@@ -668,7 +668,12 @@ def test_possible_training_arguments_are_accepted(line: str) -> None:
         (ConvertArguments, "--push_to_hub a/b --checkpoint x y", "--push_to_hub takes one checkpoint"),
         (TokenizeArguments, "--dataset []", "--dataset names nothing"),
         (ConvertArguments, "--checkpoint []", "--checkpoint names nothing"),
-        (GenerateArguments, "--prompt=", "--prompt: expected text, got nothing"),
+        (GenerateArguments, "--prompt=", "--prompt: expected text or null, got nothing"),
+        (GenerateArguments, "--prompt null", "--prompt is required, or --prompts FILE, or --chat true"),
+        (GenerateArguments, "--prompts a.txt --output b.jsonl --prompt p", "--prompt and --prompts: give one of them"),
+        (GenerateArguments, "--prompts a.txt --prompt null", "--prompts and --output need each other"),
+        (GenerateArguments, "--system s", "--system is of a chat: give --chat true, too"),
+        (GenerateArguments, "--device_memory 20", "--device_memory: expected a size such as 20GB, got '20'"),
         (GenerateArguments, "--temperature 1e-300", "--temperature 1e-300 is too low"),
         (GenerateArguments, "--top_p 0", "--top_p 0 leaves no token to choose from"),
     ],
@@ -683,3 +688,8 @@ def test_impossible_arguments_of_other_programs_are_refused(program: Any, line: 
     refused = faults(*line.split(), of=program, required=given)
     assert len(refused) == 1
     assert refused[0].startswith(fault)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    (fault,) = GenerateArguments("m", prompt="p", stop=[".", " ", ""]).faults()
+    assert fault == "--stop has an empty text, at which every text ends: leave it out"

@@ -1,9 +1,13 @@
 """Training and saving on pretended CUDA devices: the cases that catch the most, each kind of check with its defect."""
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.checkpoint_examples import TOKENIZER_FILES
 from tests.support.pretended_cuda.rehearsal import (
     LATE,
     STEP_WAITS,
@@ -133,3 +137,20 @@ def test_evaluation_export_and_generation_run_on_a_device(rehearsal: Rehearsal) 
     assert generated.returncode == 0, generated.stderr
     assert "(cuda, bfloat16)" in generated.stderr
     assert generated.stdout.startswith("To be")
+
+
+def test_a_model_too_large_for_a_gpu_is_spread_over_two_and_the_host(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = LlamaConfig.from_pretrained(tiny_model_dir, num_hidden_layers=8)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    for name in TOKENIZER_FILES:
+        shutil.copy(tiny_model_dir / name, tmp_path)
+    argv = ["generate", "--model_name", tmp_path, "--prompt", "To be", "--num_tokens", 8]
+    whole = run_pretended(argv)
+    two, host = (run_pretended([*argv, "--device_memory", size]) for size in ("500KB", "300KB"))
+    assert [run.returncode for run in (whole, two, host)] == [0, 0, 0], two.stderr + host.stderr
+    assert whole.stdout == two.stdout == host.stdout
+    assert "note: the model does not fit into one GPU; it is spread over 2\n" in two.stderr
+    assert "it is spread over 2; 0.2 MB of the weights stay in host memory" in host.stderr
+    assert list(whole.notes[0].contexts) == ["0"]
+    assert sorted(two.notes[0].contexts) == ["0", "1"]
+    assert two.notes[0].peak_bytes < whole.notes[0].peak_bytes

@@ -11,8 +11,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.source import ExportSource
-from fabric_train.inference.generate import GeneratedText, encode_prompt, generate
+from fabric_train.inference.generate import GeneratedText, GenerationSettings, generate
 from fabric_train.inference.load_model import load_for_inference
+from fabric_train.inference.prompts import check_fits, encode_text
+from fabric_train.inference.text_printer import TextPrinter
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 
@@ -30,8 +32,12 @@ def loaded(run: Path) -> tuple[Any, Any]:
 
 
 def _generate(loaded: tuple[Any, Any], **changes: Any) -> GeneratedText:
-    settings = {"prompt": PROMPT, "num_tokens": 20, "temperature": 0.0, "top_p": 1.0, "seed": 0, **changes}
-    return generate(*loaded, settings.pop("prompt"), **settings)
+    return _generate_all(loaded, [PROMPT], **changes)[0]
+
+
+def _generate_all(loaded: tuple[Any, Any], prompts: list[str], **changes: Any) -> list[GeneratedText]:
+    encoded = [encode_text(loaded[1], prompt) for prompt in prompts]
+    return generate(*loaded, encoded, GenerationSettings(**{"num_tokens": 20, **changes}))
 
 
 def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any]) -> None:
@@ -42,7 +48,7 @@ def test_greedy_text_is_that_of_transformers(run: Path, loaded: tuple[Any, Any])
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0].tolist()
     generated = _generate(loaded)
     assert [*generated.prompt_ids, *generated.new_ids] == expected
-    assert generated.text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert PROMPT + generated.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 def test_checkpoint_full_or_sharded_and_export_give_the_same_text(tmp_path: Path, run: Path) -> None:
@@ -62,11 +68,66 @@ def test_a_tiny_top_p_leaves_only_the_most_likely_token(loaded: tuple[Any, Any])
     assert _generate(loaded, temperature=1.0, top_p=1e-6).new_ids == _generate(loaded).new_ids
 
 
+def test_top_k_and_min_p_leave_out_unlikely_tokens(loaded: tuple[Any, Any]) -> None:
+    greedy = _generate(loaded).new_ids
+    assert _generate(loaded, temperature=5.0, top_k=1).new_ids == greedy
+    assert _generate(loaded, temperature=5.0, min_p=1.0).new_ids == greedy
+    assert _generate(loaded, temperature=5.0).new_ids != greedy
+
+
+def test_a_high_repetition_penalty_repeats_no_token(loaded: tuple[Any, Any]) -> None:
+    new_ids = _generate(loaded, repetition_penalty=1e6).new_ids
+    assert len(set(new_ids)) == len(new_ids)
+    assert len(set(_generate(loaded).new_ids)) < 20
+
+
+def test_samples_have_the_probabilities_of_the_model(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    ids = encode_text(tokenizer, PROMPT)
+    expected = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+    settings = GenerationSettings(1, temperature=1.0)
+    drawn = [text.new_ids[0] for text in generate(model, tokenizer, [ids] * 4000, settings)]
+    shares = torch.bincount(torch.tensor(drawn), minlength=len(expected)) / 4000
+    assert (shares - expected).abs().max() < 4 * (expected.max() / 4000).sqrt()
+    assert len(set(drawn)) > 20
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0, "repetition_penalty": 1.3}])
+def test_a_text_does_not_depend_on_the_rest_of_its_batch(loaded: tuple[Any, Any], changes: dict[str, Any]) -> None:
+    prompts = [PROMPT, "Now", "A much longer prompt than the others: the quality of mercy is not strained"]
+    encoded = [encode_text(loaded[1], prompt) for prompt in prompts]
+    settings = GenerationSettings(20, **changes)
+    alone = [generate(*loaded, [ids], settings, numbers=[number])[0].text for number, ids in enumerate(encoded)]
+    assert [text.text for text in generate(*loaded, encoded, settings)] == alone
+
+
+def test_text_ends_before_a_stop_string_and_it_is_not_printed(
+    loaded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = _generate(loaded).text
+    stop = whole[9:12]
+    ids = encode_text(loaded[1], PROMPT)
+    printer = TextPrinter(loaded[1], (stop,))
+    (generated,) = generate(*loaded, [ids], GenerationSettings(20, stop=(stop,)), printer=printer)
+    assert generated.text == whole[: whole.find(stop)]
+    assert generated.ended_by == "stop"
+    assert len(generated.new_ids) < 20
+    assert capsys.readouterr().out == generated.text + "\n"
+
+
+def test_an_interrupt_ends_the_text_after_the_token(loaded: tuple[Any, Any]) -> None:
+    calls = iter([False, False, True])
+    ids = encode_text(loaded[1], PROMPT)
+    (generated,) = generate(*loaded, [ids], GenerationSettings(20), is_interrupted=lambda: next(calls))
+    assert generated.new_ids == _generate(loaded).new_ids[:3]
+    assert generated.ended_by == "interrupt"
+
+
 def test_bos_comes_before_the_prompt_exactly_once(tiny_model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)  # it adds BOS itself
     bos = tokenizer.bos_token_id
     for prompt in (PROMPT, tokenizer.bos_token + PROMPT):
-        ids = encode_prompt(tokenizer, prompt)
+        ids = encode_text(tokenizer, prompt)
         assert ids[0] == bos
         assert ids.count(bos) == 1
 
@@ -89,7 +150,7 @@ def test_the_models_own_sampling_settings_do_not_apply(run: Path) -> None:
 
 def test_more_tokens_than_positions_are_refused(loaded: tuple[Any, Any]) -> None:
     with pytest.raises(InputError, match="exceed the model's 256 positions"):
-        _generate(loaded, num_tokens=256)
+        check_fits(loaded[0], encode_text(loaded[1], PROMPT), "the prompt", 256)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -105,7 +166,7 @@ def test_the_program_prints_prompt_and_text_and_one_line_on_the_speed(
     argv = ["--model_name", run, "--prompt", PROMPT, "--num_tokens", 20]
     program = forked_runs.start(argv, 1, program="generate")
     program.finish()
-    assert program.stdout() == _generate(loaded).text + "\n"
+    assert program.stdout() == PROMPT + _generate(loaded).text + "\n"
     note, speed = program.stderr().splitlines()
     assert note == f"note: {run}: the newest complete checkpoint, step-00000002, is used"
     assert speed.startswith("20 tokens in ")

@@ -163,7 +163,7 @@ def _choose_template(
     tokenizer: "PreTrainedTokenizerFast", train_on: str, is_chosen: bool
 ) -> tuple[ChatTemplate, tuple[str, ...]]:
     """Return the tokenizer's own template or, if none is chosen, Llama-3's; and notes about the choice."""
-    own = _own_template(tokenizer)
+    own = own_template(tokenizer)
     fault = "has a chat template that cannot mark the assistant's tokens" if own else "has no chat template"
     turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]
     if own and own.can_mark(["user", "assistant", "user", "assistant"], turns):
@@ -178,27 +178,25 @@ def _choose_template(
     raise InputError(f"the tokenizer {fault}; {_ADVICE}")
 
 
-def _own_template(tokenizer: "PreTrainedTokenizerFast") -> ChatTemplate | None:
+_ADVICE = "give the tokenizer of an instruct model, or a template by --chat_template"
+
+
+def own_template(tokenizer: "PreTrainedTokenizerFast", advice: str = _ADVICE) -> ChatTemplate | None:
     """Return the tokenizer's template, or None if it has none.
 
     Raises:
-        InputError: the template cannot be used, or there are several.
+        InputError: the template cannot be used, or there are several; ``advice`` ends the message.
     """
     if not tokenizer.chat_template:
         return None
     try:
         source = str(tokenizer.get_chat_template())
     except ValueError:
-        raise InputError(
-            "the tokenizer has several chat templates and none is the default; give the one to use by --chat_template"
-        ) from None
+        raise InputError(f"the tokenizer has several chat templates and none is the default; {advice}") from None
     try:
         return _template(tokenizer, source)
     except BadRowError as error:
-        raise InputError(f"the tokenizer has an unusable chat template ({error}); {_ADVICE}") from None
-
-
-_ADVICE = "give the tokenizer of an instruct model, or a template by --chat_template"
+        raise InputError(f"the tokenizer has an unusable chat template ({error}); {advice}") from None
 
 
 def _template(tokenizer: "PreTrainedTokenizerFast", source: str) -> ChatTemplate:

@@ -1,0 +1,110 @@
+"""Chat with a model in a terminal: several turns with their history."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from fabric_train.cli.errors import InputError
+from fabric_train.inference.generate import GeneratedText, GenerationSettings, generate
+from fabric_train.inference.prompts import Prompt, PromptEncoder, chat_turn, check_fits
+from fabric_train.inference.text_printer import TextPrinter
+from fabric_train.tokenization.chats.chat_format import Chat, Message
+
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+
+
+class Conversation:
+    """A chat with a model.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: the model's tokenizer.
+        encoder: of chats.
+        settings: how tokens are chosen. Each answer has a random stream of its own.
+        system: text of the system turn; None for none, or the template's own.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, encoder: PromptEncoder, settings: GenerationSettings, system: str | None
+    ) -> None:
+        self._model, self._tokenizer, self._encoder, self._settings = model, tokenizer, encoder, settings
+        self._system = system
+        self._num_answers = 0
+        self._history: list[Message] = []
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._history = []
+
+    def answer(self, text: str) -> GeneratedText:
+        """Print the answer to a user's turn as it is generated; Ctrl-C stops it. Both turns become history.
+
+        Raises:
+            InputError: the conversation is too long for the model, or its template refuses it. The turn is dropped.
+        """
+        turn = chat_turn(text, None if self._history else self._system).messages
+        messages = [*self._history, *turn]
+        ids = self._encoder.encode(Prompt(Chat(messages), "the conversation"))
+        check_fits(self._model, ids, "the conversation", self._settings.num_tokens)
+        with _counted_interrupts() as interrupts:
+            (generated,) = generate(
+                self._model,
+                self._tokenizer,
+                [ids],
+                self._settings,
+                end_ids=self._encoder.end_ids,
+                numbers=[self._num_answers],
+                printer=TextPrinter(self._tokenizer, self._settings.stop),
+                is_interrupted=lambda: bool(interrupts),
+            )
+        self._num_answers += 1
+        self._history = [*messages, {"role": "assistant", "content": generated.text}]
+        return generated
+
+
+def chat_in_terminal(conversation: Conversation) -> None:
+    """Answer the lines of standard input until its end or /exit. Only answers are written to standard output."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  input() then edits lines and remembers them
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(_HELP, file=sys.stderr)
+    while True:
+        try:
+            text = input("> " if is_terminal else "").strip()
+        except EOFError:
+            if is_terminal:
+                print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(f"\n{_HELP}", file=sys.stderr)
+            continue
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+            continue
+        try:
+            if text:
+                conversation.answer(text)
+        except InputError as error:
+            print(f"error: {error}; /reset forgets the conversation", file=sys.stderr)
+
+
+@contextmanager
+def _counted_interrupts() -> Iterator[list[int]]:
+    """Yield a list that grows with the first Ctrl-C in the block; a second one interrupts the program."""
+    received: list[int] = []
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, receive)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,86 @@
+"""A model is spread over devices layer by layer; an adapter is put on its base model and never read from a pickle."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_train.cli.errors import InputError
+from fabric_train.inference.generate import GenerationSettings, generate
+from fabric_train.inference.load_model import load_for_inference
+from fabric_train.inference.placement import spread
+from fabric_train.inference.prompts import encode_text
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.load_weights import build_on_meta
+
+_LAYER_BYTES = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64)
+
+
+def test_layers_stay_whole_and_the_host_takes_the_rest(tiny_model_dir: Path) -> None:
+    shape = read_shape(str(tiny_model_dir))
+    shape.config.num_hidden_layers = 8
+    model: Any = build_on_meta(shape, torch.float32)
+    embedding = model.get_input_embeddings().weight.nbytes
+    first = 2 * embedding + 3 * _LAYER_BYTES  # accelerate leaves room for one more of the largest part
+    places = spread(model, {0: first, 1: 6 * _LAYER_BYTES})
+    assert set(places.values()) == {"cuda:0", "cuda:1"}
+    assert places["model.embed_tokens"] == places["lm_head"] == places["model.layers.0"] == "cuda:0"
+    places = spread(model, {0: first, 1: 2 * _LAYER_BYTES})
+    assert places["model.layers.7"] == "cpu"
+    assert not any(part.startswith("model.layers.7.") for part in places)
+
+
+def test_a_model_larger_than_the_machine_is_refused(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_on_meta(read_shape(str(tiny_model_dir)), torch.float32)
+    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda: {"cpu": 1000})
+    with pytest.raises(InputError, match=r"weights of 0\.\d MB do not fit into the 0\.0 MB of the GPUs and the memory"):
+        spread(model, {0: 1000})
+
+
+def _adapter(folder: Path, base: object, **more: Any) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, **more}))
+    return folder
+
+
+def test_adapters_that_cannot_be_used_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    nameless = _adapter(tmp_path / "nameless", None)
+    with pytest.raises(InputError, match="it names no base model; give it by --base_model"):
+        load_for_inference(str(nameless))
+    with pytest.raises(InputError, match=r"no adapter_model\.safetensors in it; save the adapter again"):
+        load_for_inference(str(nameless), base_model=str(tiny_model_dir))
+    pickled = _adapter(tmp_path / "pickled", str(tiny_model_dir))
+    (pickled / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"adapter_model\.bin is a pickle, which is never read"):
+        load_for_inference(str(pickled))
+    with pytest.raises(InputError, match="not a folder with an adapter; leave it out"):
+        load_for_inference(str(tiny_model_dir), base_model=str(tiny_model_dir))
+
+
+def test_an_adapter_needs_peft(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    folder = _adapter(tmp_path / "adapter", str(tiny_model_dir))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"needs peft: pip install 'fabric-train\[peft\]'"):
+        load_for_inference(str(folder))
+
+
+def test_an_adapter_changes_the_text_of_its_base(tmp_path: Path, tiny_model_dir: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, tokenizer = load_for_inference(str(tiny_model_dir))
+    ids, settings = encode_text(tokenizer, "To be"), GenerationSettings(8)
+    plain = generate(base, tokenizer, [ids], settings)
+    torch.manual_seed(0)
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM")).eval()
+    tuned.save_pretrained(tmp_path / "lora")
+    expected = tuned(torch.tensor([ids])).logits
+    model, tokenizer = load_for_inference(str(tmp_path / "lora"))
+    assert torch.equal(model(torch.tensor([ids])).logits, expected)
+    assert generate(model, tokenizer, [ids], settings)[0].new_ids != plain[0].new_ids
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"r": 8}))
+    with pytest.raises(InputError, match=r"this adapter cannot be put on .*; give its base model by --base_model"):
+        load_for_inference(str(tmp_path / "lora"))

@@ -1,0 +1,127 @@
+"""A file of prompts becomes a file of texts, in batches, that a killed program continues."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fabric_train.cli.errors import InputError
+from fabric_train.inference.generate import GenerationSettings
+from fabric_train.inference.load_model import load_for_inference
+from fabric_train.inference.prompt_batches import OutputFile
+from fabric_train.inference.prompts import PromptEncoder, encode_prompts, limits_of, read_prompts
+from tests.support.checkpoint_examples import run_with_two_checkpoints
+from tests.support.forked_runs import ForkedRun, ForkedRuns
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "To be, or not"},
+    {"messages": [{"role": "user", "content": "Who is there?"}]},
+    {"prompt": "Now"},
+    {"prompt": "If music be the food of love"},
+    {"prompt": "Once more"},
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, forked_runs: ForkedRuns) -> Path:
+    return run_with_two_checkpoints(tmp_path_factory.getbasetemp(), tiny_model_dir, forked_runs)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
+    return file
+
+
+def _start(runs: ForkedRuns, run: Path, prompts: Path, output: Path, *more: object) -> ForkedRun:
+    argv = ["--model_name", run, "--prompts", prompts, "--output", output, "--num_tokens", 8, "--temperature", 1, *more]
+    return runs.start(argv, 1, program="generate")
+
+
+def test_texts_are_in_order_resumed_and_the_same_for_any_batch_size(
+    tmp_path: Path, run: Path, prompts: Path, forked_runs: ForkedRuns
+) -> None:
+    files = [tmp_path / f"{size}.jsonl" for size in (1, 3)]
+    for program in [_start(forked_runs, run, prompts, file, "--batch_size", file.stem) for file in files]:
+        program.finish()
+    whole = files[0].read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["line"] for row in rows] == [1, 3, 5, 7, 9]
+    assert [{name: row[name] for name in given} for row, given in zip(rows, ROWS, strict=True)] == ROWS
+    assert len({row["text"] for row in rows}) == 5
+    assert rows[0]["ended_by"] == "length"
+    assert rows[0]["num_tokens"] == 8
+    assert files[1].read_text() == whole
+
+    files[1].write_text(whole[: whole.find("\n", len(whole) // 2) - 5])  # as a kill leaves it
+    found = files[1].read_text().count("\n")
+    again = _start(forked_runs, run, prompts, files[1], "--batch_size", 2)
+    again.finish()
+    assert files[1].read_text() == whole
+    assert f"{5 - found} texts, {found} were there: " in again.stderr()
+
+
+def test_an_output_of_other_work_is_refused_and_stays(tmp_path: Path, prompts: Path) -> None:
+    settings, output = GenerationSettings(8), tmp_path / "out.jsonl"
+    given = read_prompts(prompts)
+    row = {"line": 1, **ROWS[0], "text": "", "model": "a", "settings": OutputFile(output, given, settings)._settings}
+    for change, fault in (
+        ({}, None),
+        ({"prompt": "Another"}, r"out.jsonl, line 1: not of .*prompts.jsonl, line 1;"),
+        ({"settings": {"num_tokens": 9}}, "line 1: generated with other settings;"),
+    ):
+        output.write_text(json.dumps(row | change) + "\n")
+        if fault is None:
+            with pytest.raises(InputError, match="texts of a, not of b;"):
+                OutputFile(output, given, settings).check_model("b")
+        else:
+            with pytest.raises(InputError, match=fault):
+                OutputFile(output, given, settings)
+    output.write_text("{}\n" * 6)
+    with pytest.raises(InputError, match="6 lines for 5 prompts"):
+        OutputFile(output, given, settings)
+    with pytest.raises(InputError, match="is not a folder"):
+        OutputFile(tmp_path / "absent" / "out.jsonl", given, settings)
+    assert output.read_text() == "{}\n" * 6
+
+
+def test_every_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        '{"prompt": "good"}',
+        '{"prompt": ""}',
+        "no json",
+        '{"text": "x"}',
+        '{"messages": [{"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "robot", "content": "x"}]}',
+        '{"prompt": "x", "messages": []}',
+    ]
+    file.write_bytes("\n".join(lines).encode() + b'\n{"prompt": "\xff"}')
+    with pytest.raises(InputError) as caught:
+        read_prompts(file)
+    assert [fault.split(": ")[0].removeprefix(f"{file}, line ") for fault in caught.value.faults] == [*"2345678"]
+    for name, content in (("empty.txt", "\n \n"), ("prompts.csv", "x")):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match="there is no prompt in it"):
+        read_prompts(tmp_path / "empty.txt")
+    with pytest.raises(InputError, match=r"unknown kind of file; give a \.txt"):
+        read_prompts(tmp_path / "prompts.csv")
+    with pytest.raises(InputError, match="No such file"):
+        read_prompts(tmp_path / "absent.txt")
+
+
+def test_text_lines_become_turns_of_a_chat_with_a_system_turn(tmp_path: Path, run: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("Hello\n\nAgain\n")
+    model, tokenizer = load_for_inference(str(run))
+    prompts = read_prompts(file, chat=True, system="Be kind")
+    encoder = PromptEncoder(tokenizer, "tiny", prompts_chats=True)
+    encoded = encode_prompts(encoder, prompts, limits_of(model), 8)
+    assert [tokenizer.decode(ids) for ids in encoded] == [
+        "<system>Be kind\n<user>Hello\n",
+        "<system>Be kind\n<user>Again\n",
+    ]
+    with pytest.raises(InputError, match=r"prompts.txt, line 3 has \d+ tokens, which with --num_tokens 250 exceed"):
+        encode_prompts(encoder, prompts, limits_of(model), 250)
