@@ -47,6 +47,7 @@ _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
 DecayForm = Literal["1-sqrt", "linear", "cosine"]
 _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
+_BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
@@ -620,8 +621,49 @@ class ReplayArguments:
         return [*([] if self.first_and_last else steps), *devices]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PushArguments:
+    """Card and publication on the Hugging Face hub"""
+
+    push_to_hub: str | None = None
+    """Push the finished folder to the repository OWNER/NAME. If --output_dir has it already, it is only pushed."""
+    private: bool = True
+    """Make a repository that the push creates private."""
+    revision: str | None = None
+    """Branch to push to, created if it is missing; refs/pr/N is an open pull request. Default: main."""
+    create_pr: bool = False
+    """Open a pull request instead of changing main."""
+    commit_message: str | None = None
+    """Message of the commit, and title of the pull request."""
+    license: str | None = None
+    """For the card: the licence's identifier on the hub, such as apache-2.0; default of a model: its base model's."""
+    language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
+
+    def faults(self) -> list[str]:
+        """Return names that the hub refuses, and options of a push without one."""
+        faults = []
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
+        if self.license == "other":
+            faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
+        for language in self.language or ():
+            if not is_language_code(language):
+                faults.append(f"--language: expected ISO 639 codes such as en, es or ca, got {language!r}")
+        if self.push_to_hub is not None and not re.fullmatch(_REPOSITORY, self.push_to_hub):
+            faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
+        if self.revision is not None and not re.fullmatch(_BRANCH, self.revision):
+            faults.append(f"--revision: expected a branch such as step-500, or refs/pr/N, got {self.revision!r}")
+        if self.create_pr and self.revision is not None:
+            faults.append("--create_pr true opens a pull request for main: leave out --revision")
+        if self.push_to_hub is None:
+            given = {"revision": self.revision, "create_pr": self.create_pr, "commit_message": self.commit_message}
+            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name, value in given.items() if value]
+        return faults
+
+
 @dataclass(frozen=True)
-class TokenizeArguments:
+class TokenizeArguments(PushArguments):
     """Turn documents or chats into a token dataset
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
@@ -680,13 +722,16 @@ class TokenizeArguments:
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
-        faults = [f"--{name} names nothing: give a source" for name in self._without_sources()]
+        faults = [*super().faults(), *(f"--{name} names nothing: give a source" for name in self._without_sources())]
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
+        if self.push_to_hub is None:  # the card is written for the hub
+            given = [name for name in ("license", "language") if getattr(self, name) is not None]
+            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
         return faults
@@ -696,7 +741,7 @@ class TokenizeArguments:
 
 
 @dataclass(frozen=True)
-class ConvertArguments:
+class ConvertArguments(PushArguments):
     """Convert checkpoints to verified Hugging Face folders
 
     PROGRAM --checkpoint runs/1 --output_dir exports/1
@@ -726,40 +771,28 @@ class ConvertArguments:
     """Type of the exported weights."""
     max_shard_size: str = "5GB"
     """Largest safetensors file."""
-    push_to_hub: str | None = None
-    """Push the verified export to OWNER/NAME on the hub."""
-    private: bool = True
-    """Make a repository that the push creates private."""
-    license: str | None = None
-    """For the model card: the licence's identifier on the hub, such as apache-2.0; default: the base model's."""
-    language: list[str] | None = None
-    """For the model card: ISO 639 codes, such as es ca."""
     base_model: str | None = None
     """For the model card: OWNER/NAME of the model that training began with; default: the one in the checkpoint."""
 
     def faults(self) -> list[str]:
-        """Return an invalid size or name, values that the hub refuses, and a push of several checkpoints."""
-        faults = [] if self.checkpoint else ["--checkpoint names nothing: give a checkpoint or a run"]
-        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
-            faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
-        if self.license == "other":
-            faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
-        for language in self.language or ():
-            if not is_language_code(language):
-                faults.append(f"--language: expected ISO 639 codes such as en, es or ca, got {language!r}")
+        """Return an invalid size or name, and several checkpoints that would be pushed to one place."""
+        faults = super().faults()
+        if not self.checkpoint:
+            faults.append("--checkpoint names nothing: give a checkpoint or a run")
         if self.base_model is not None and not re.fullmatch(_REPOSITORY, self.base_model):
             faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")
         if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
             faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
-        if self.push_to_hub and not re.fullmatch(_REPOSITORY, self.push_to_hub):
-            faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
         if self.average is not None and not re.fullmatch(r"all|last:(?!1$)[1-9][0-9]{0,5}", self.average):
             faults.append(f"--average: expected last:K such as last:5, or all; got {self.average!r}")
         if self.average_decay != 1 and self.average is None:
             faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
         are_several = len(self.checkpoint) > 1 or any(os.path.basename(path) == "all" for path in self.checkpoint)
-        if self.push_to_hub and are_several and self.average is None:
-            faults.append("--push_to_hub takes one checkpoint: give one --checkpoint")
+        if are_several and self.average is None and (self.revision or self.create_pr):
+            faults.append(
+                "--revision and --create_pr take one checkpoint: several are pushed to branches of their names, such "
+                "as step-00000500"
+            )
         return faults
 
 

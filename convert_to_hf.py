@@ -2,6 +2,7 @@
 """Convert a checkpoint to a verified Hugging Face folder:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from arguments import ConvertArguments, parse
 from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, print_errors, run_program
 
 if TYPE_CHECKING:
+    from fabric_train.export.hub import PushRequest
     from fabric_train.export.source import ExportSource
     from fabric_train.export.verification_report import VerificationReport
 
@@ -19,23 +21,30 @@ def main() -> None:
 
     import torch  # slow, like those below
 
-    from fabric_train.export.hub import PushError, check_push
+    from fabric_train.export.hub import PushError, PushRequest
+    from fabric_train.export.push_check import check_push
     from fabric_train.export.targets import plan_average, plan_targets
     from fabric_train.export.verification import VerificationError
     from fabric_train.model.hf_model import quiet_transformers
 
-    if arguments.push_to_hub:
-        check_push(arguments.push_to_hub)
     paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
+    dtype, request = getattr(torch, arguments.dtype), PushRequest.of(arguments, "model")
     if arguments.average:
-        targets = plan_average(paths, output_dir, arguments.average, arguments.average_decay)
+        targets = plan_average(
+            paths, output_dir, arguments.average, arguments.average_decay, dtype, push=request is not None
+        )
     else:
-        targets = plan_targets(paths, output_dir, getattr(torch, arguments.dtype))
+        targets = plan_targets(paths, output_dir, dtype, push=request is not None)
+    if request:
+        check_push(request)
     quiet_transformers()
     failed = []
     for target, source in targets.items():
         try:
             export(source, target, arguments)
+            if request:
+                branch = request.revision if target == output_dir else target.name
+                publish(source, target, replace(request, revision=branch), arguments.commit_message)
         except (VerificationError, PushError, InputError, OSError) as error:
             if len(targets) == 1 and isinstance(error, InputError | OSError):
                 raise  # with an exit code of its own
@@ -50,12 +59,13 @@ def main() -> None:
 
 
 def export(source: "ExportSource", target: Path, arguments: ConvertArguments) -> None:
-    """Convert and verify a checkpoint or an average, print the report, and push if --push_to_hub is given."""
+    """Convert and verify a checkpoint or an average and print the report; a finished export only gets a new card."""
     import torch
 
+    from fabric_train.export.card_mark import renew_card
     from fabric_train.export.convert import convert
-    from fabric_train.export.hub import push
     from fabric_train.export.model_card import CardFacts
+    from fabric_train.export.verification import is_verified_export
 
     facts = CardFacts(
         name=arguments.push_to_hub or target.absolute().name,
@@ -63,12 +73,22 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
         languages=tuple(arguments.language) if arguments.language else None,
         base_model=arguments.base_model,
     )
-    report = convert(source, target, getattr(torch, arguments.dtype), arguments.max_shard_size, facts)
+    dtype = getattr(torch, arguments.dtype)
+    if is_verified_export(target, source, dtype):
+        renew_card(source, target, facts)
+        print(f"{target} is a verified export already, of {source.describe()}: it is only pushed")
+        return
+    report = convert(source, target, dtype, arguments.max_shard_size, facts)
     print_report(report, f"{target}: {source.describe()}")
     print_gaps(target)
-    if arguments.push_to_hub:
-        message = f"{source.describe().capitalize()}, exported by Fabric Train"
-        print(f"pushed to {push(target, arguments.push_to_hub, private=arguments.private, message=message)}")
+
+
+def publish(source: "ExportSource", target: Path, request: "PushRequest", message: str | None) -> None:
+    """Push an export to the hub and print its address there."""
+    from fabric_train.export.hub import push
+
+    url = push(target, request, message or f"{source.describe().capitalize()}, exported by Fabric Train")
+    print(f"pushed to {url}")
 
 
 def print_gaps(target: Path) -> None:

@@ -99,11 +99,13 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
     """Return what argparse is told about each argument that has ``words``, by name and by the title of its group."""
     types, sections = types_of(arguments), {}
     for group in groups_of(arguments).values():
-        texts = _texts_of(group)
-        sections["Arguments" if group is arguments else title_of(group)] = {
-            field.name: {"help": f"{texts[field.name]}{_default(field)}", **_form(types[field.name])}
-            for field in dataclasses.fields(group)
-        }
+        for owner in filter(dataclasses.is_dataclass, group.__mro__):  # a group that several programs share is a base
+            texts = _texts_of(owner)
+            sections["Arguments" if owner is arguments else title_of(owner)] = {
+                field.name: {"help": f"{texts[field.name]}{_default(field)}", **_form(types[field.name])}
+                for field in dataclasses.fields(group)
+                if field.name in texts
+            }
     sections["Every program"] = _EVERY_PROGRAM
     return {
         title: {

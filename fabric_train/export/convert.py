@@ -8,7 +8,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_state
-from fabric_train.export.model_card import CardFacts, draw_card_picture, write_model_card
+from fabric_train.export.card_mark import write_card
+from fabric_train.export.model_card import CardFacts
 from fabric_train.export.source import ExportSource
 from fabric_train.export.transformers_4 import add_former_names
 from fabric_train.export.verification import verify_in_fresh_process
@@ -63,8 +64,7 @@ def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_sha
     add_former_names(folder)
     for file in legal_files(checkpoint):
         shutil.copyfile(file, folder / file.name)
-    draw_card_picture(checkpoint, folder, facts)
-    write_model_card(checkpoint, folder, facts, source.parts)
+    write_card(source, folder, facts)
 
 
 def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:

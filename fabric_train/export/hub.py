@@ -1,47 +1,158 @@
-"""Push an exported folder to a repository on the Hugging Face hub."""
+"""Push a finished folder, an exported model or a token dataset, to a repository on the Hugging Face hub."""
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HFValidationError, HTTPError
-from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import logging as hub_logging
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import first_line
+from fabric_train.cli.redaction import redact
+from fabric_train.files.sizes import show_size
+
+if TYPE_CHECKING:
+    from arguments import PushArguments
+
+RepoType = Literal["model", "dataset"]
+
+_REPLACED = {
+    "model": ["*.safetensors", "*.safetensors.index.json"],
+    "dataset": ["train/*", "validation/*"],
+}
+"""Files of an earlier push that a reader could take for a part of this one: removed unless they are pushed again."""
 
 
 class PushError(RuntimeError):
     """A push to the hub that failed; the message gives the reason in one line."""
 
 
-def check_push(repository: str) -> None:
-    """Check, before any work, the repository's name and that there is a token.
+@dataclass(frozen=True)
+class PushRequest:
+    """Where a folder is pushed.
 
-    Raises:
-        InputError: ``repository`` is not a valid name on the hub, or there is no token.
+    Args:
+        repository: OWNER/NAME.
+        repo_type: models and datasets have repositories of their own, which may have the same name.
+        private: whether a repository that the push creates is private.
+        revision: a branch, created if it is missing, or ``refs/pr/N`` for a pull request that is open; None is main.
+        create_pr: open a pull request instead of changing main.
     """
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise InputError(f"--push_to_hub {repository}: {error}") from error
-    if get_token() is None:
-        raise InputError(
-            "--push_to_hub needs a Hugging Face token with write access: run `hf auth login`, or set HF_TOKEN "
-            "(create one at https://huggingface.co/settings/tokens)"
-        )
+
+    repository: str
+    repo_type: RepoType
+    private: bool = True
+    revision: str | None = None
+    create_pr: bool = False
+
+    @classmethod
+    def of(cls, arguments: "PushArguments", repo_type: RepoType) -> "PushRequest | None":
+        """Return what the command line asks for, None without --push_to_hub."""
+        if arguments.push_to_hub is None:
+            return None
+        return cls(arguments.push_to_hub, repo_type, arguments.private, arguments.revision, arguments.create_pr)
 
 
-def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
-    """Upload ``folder`` to ``repository`` (OWNER/NAME), created if it does not exist, and return its URL.
+def push(folder: Path, request: PushRequest, message: str) -> str:
+    """Upload ``folder`` in a commit with ``message``, and return the URL where it is: of the files or the pull request.
+
+    What an earlier push of the same content has uploaded is not sent again: pieces of files with ``hf_xet``, whole
+    files without it. ``huggingface_hub`` sends a request again that fails for a moment (a cut connection, 429, 5xx).
 
     Raises:
         PushError: the hub cannot be reached or refuses the push.
     """
-    disable_progress_bars()
     api = HfApi()
+    name, kind = request.repository, request.repo_type
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    size = show_size(sum(file.stat().st_size for file in files))
+    print(f"pushing {len(files)} files, {size}, to {page_of(request)}", file=sys.stderr, flush=True)
     try:
-        url = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(folder_path=folder, repo_id=repository, commit_message=message)
-    except (HTTPError, OSError, ValueError) as error:  # a ValueError if the hub refuses the card's metadata
-        reason = " ".join(str(error).split()) if isinstance(error, ValueError) else first_line(error)
-        raise PushError(f"{folder} is complete, but pushing it to {repository} failed: {reason}") from error
-    return str(url)
+        with _shown_progress():
+            api.create_repo(name, repo_type=kind, private=request.private, exist_ok=True)
+            if request.revision and not request.revision.startswith("refs/"):
+                api.create_branch(name, repo_type=kind, branch=request.revision, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=name,
+                repo_type=kind,
+                folder_path=folder,
+                commit_message=message,
+                revision=request.revision,
+                create_pr=request.create_pr,
+                delete_patterns=_REPLACED[kind],
+            )
+    # a ValueError if the hub refuses the card's metadata, a RuntimeError around the failure of one file
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        further = (
+            "; if a pull request was opened, give --revision refs/pr/N with its number instead of --create_pr"
+            if request.create_pr
+            else ""
+        )
+        raise PushError(
+            f"{folder} is complete, but pushing it to {name} failed: {reason_of(error)}; the same "
+            f"command pushes what is missing{further}"
+        ) from error
+    return commit.pr_url or page_of(request)
+
+
+def page_of(request: PushRequest) -> str:
+    """Return the address of a repository, or of its branch."""
+    prefix = "" if request.repo_type == "model" else f"{request.repo_type}s/"
+    tree = f"/tree/{request.revision}" if request.revision else ""
+    return f"{constants.ENDPOINT}/{prefix}{request.repository}{tree}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line, without the token, what the hub answered or why there was no answer."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set, so nothing is sent to the hub"
+    elif isinstance(error, RepositoryNotFoundError):
+        reason = "the name is taken by a repository that this token cannot see or write"
+    elif isinstance(error, HfHubHTTPError):
+        said = " ".join((error.server_message or error.response.reason_phrase).split())
+        reason = f"the hub answered {error.response.status_code} ({said})"
+    elif isinstance(error, HTTPError):
+        reason = f"no answer from {constants.ENDPOINT} ({first_line(error)})"
+    else:
+        reason = " ".join(str(error).split()) or type(error).__name__
+    token = get_token()
+    return redact(reason.replace(token, "***") if token else reason)
+
+
+class _WithoutSecrets(logging.Filter):
+    """Removes what authorizes an upload from the addresses in a log line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), ()
+        return True
+
+
+@contextmanager
+def _shown_progress() -> Iterator[None]:
+    """Let huggingface_hub show its progress, as bars on a terminal and else as lines, and its retries."""
+    were_disabled, verbosity = are_progress_bars_disabled(), hub_logging.get_verbosity()
+    handlers, hidden = logging.getLogger("huggingface_hub").handlers, _WithoutSecrets()
+    hub_logging.set_verbosity_warning()
+    if sys.stderr.isatty():
+        enable_progress_bars()
+    else:
+        disable_progress_bars()
+        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)  # a line every half a minute
+    for handler in handlers:
+        handler.addFilter(hidden)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(hidden)
+        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.NOTSET)
+        hub_logging.set_verbosity(verbosity)
+        (disable_progress_bars if were_disabled else enable_progress_bars)()

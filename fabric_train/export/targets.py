@@ -15,18 +15,22 @@ from fabric_train.export.average import AveragePart, check_one_model
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification import is_verified_export
 from fabric_train.files.atomic_folder import check_not_taken
+from fabric_train.model.weight_files import check_weight_files
 
 
-def plan_targets(paths: list[Path], output_dir: Path, dtype: torch.dtype) -> dict[Path, ExportSource]:
+def plan_targets(
+    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False
+) -> dict[Path, ExportSource]:
     """Return what to export for each folder to write: ``output_dir`` for one checkpoint, else its subfolders.
 
-    Print a note on standard error for each checkpoint that is in its subfolder already, from an earlier command.
+    Print a note on standard error for each checkpoint that is in its subfolder already, from an earlier command. With
+    ``push``, verified exports that are there already are returned too, to be pushed.
 
     Raises:
         InputError: a folder is taken, a path has no checkpoint, or two checkpoints have the same name.
     """
     is_single = len(paths) == 1 and not means_all(paths[0])
-    if is_single:
+    if is_single and not push:
         check_not_taken(output_dir)
     faults: list[str] = []
     targets: dict[Path, ExportSource] = {}
@@ -40,6 +44,7 @@ def plan_targets(paths: list[Path], output_dir: Path, dtype: torch.dtype) -> dic
                     other = targets[target].checkpoint
                     faults.append(f"{other} and {checkpoint} have the same name: convert them one at a time")
                 elif is_verified_export(target, source, dtype):
+                    check_weight_files(target)
                     kept.append(target)
                 else:
                     check_not_taken(target)
@@ -48,6 +53,8 @@ def plan_targets(paths: list[Path], output_dir: Path, dtype: torch.dtype) -> dic
             faults += error.faults
     if faults:
         raise InputError(*faults)
+    if push:
+        return targets
     for target in kept:
         print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
     return {target: source for target, source in targets.items() if target not in kept}
@@ -65,7 +72,9 @@ def _checkpoints_of(path: Path) -> list[Path]:
     return found[::-1]
 
 
-def plan_average(paths: list[Path], output_dir: Path, average: str, decay: float) -> dict[Path, ExportSource]:
+def plan_average(
+    paths: list[Path], output_dir: Path, average: str, decay: float, dtype: torch.dtype, push: bool = False
+) -> dict[Path, ExportSource]:
     """Return the average that ``--average`` asks for, to be written as ``output_dir``.
 
     Args:
@@ -73,11 +82,14 @@ def plan_average(paths: list[Path], output_dir: Path, average: str, decay: float
         output_dir: the folder to write.
         average: last:K for the K newest checkpoints of the run, or all.
         decay: weight of each checkpoint, relative to the next.
+        dtype: dtype of the exported weights.
+        push: whether ``output_dir`` may be a verified export of this average already, to be pushed.
 
     Raises:
         InputError: ``output_dir`` is taken, a path has no checkpoint, there are too few, or they are not of one model.
     """
-    check_not_taken(output_dir)
+    if not push:
+        check_not_taken(output_dir)
     count = int(average.partition(":")[2] or 0)  # 0: all
     if len(paths) == 1 and means_all(paths[0]):
         paths = [paths[0].parent]
@@ -97,4 +109,7 @@ def plan_average(paths: list[Path], output_dir: Path, average: str, decay: float
     check_one_model(checkpoints)
     ages = reversed(range(len(checkpoints)))
     parts = [AveragePart(checkpoint, decay**age) for checkpoint, age in zip(checkpoints, ages, strict=True)]
-    return {output_dir: ExportSource(checkpoints[-1], tuple(parts))}
+    source = ExportSource(checkpoints[-1], tuple(parts))
+    if push and not is_verified_export(output_dir, source, dtype):
+        check_not_taken(output_dir)
+    return {output_dir: source}

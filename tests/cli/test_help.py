@@ -8,6 +8,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -101,13 +102,14 @@ def test_help_describes_every_argument_in_its_group(program: Any, capsys: pytest
     text = " ".join(help_of(program, capsys).split())
     source = (ROOT / "arguments.py").read_text()
     position = 0
-    for group in groups_of(program).values():
+    bases = (kind.__mro__ for kind in groups_of(program).values())
+    for group in filter(dataclasses.is_dataclass, chain.from_iterable(bases)):
         position = text.index("Arguments: --" if group is program else f"{title_of(group)}: --", position)
-        for field in dataclasses.fields(group):
-            position = text.index(f"--{field.name} ", position)
-            described = source.split(f"class {group.__name__}:")[1].split(f"    {field.name}: ")[1]
+        for name in inspect.get_annotations(group):
+            position = text.index(f"--{name} ", position)
+            described = re.split(rf"class {group.__name__}\b.*:\n", source)[1].split(f"    {name}: ")[1]
             wanted = " ".join(described.split('"""')[1].split()).replace("- ", "-")  # a line may end at a hyphen
-            assert 0 < text[position:].replace("- ", "-").find(wanted) < 150, field.name
+            assert 0 < text[position:].replace("- ", "-").find(wanted) < 150, name
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values())

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -208,34 +207,6 @@ def test_weights_too_large_for_the_type_fail_and_leave_nothing(
     argv = ["--checkpoint", checkpoint, "--output_dir", tmp_path / "out", "--dtype", "float16"]
     assert "logits in float16 are not finite" in _failure(monkeypatch, capfd, *argv)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def test_a_push_without_a_token_is_refused_before_any_work(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    target = tmp_path / "out"
-    argv = ["--checkpoint", run, "--output_dir", target, "--push_to_hub", "someone/model"]
-    refusal = _refusal(monkeypatch, *argv)
-    assert "hf auth login" in refusal
-    assert "HF_TOKEN" in refusal
-    assert not target.exists()
-
-
-def test_a_failed_push_keeps_the_export_and_never_prints_the_token(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_notatokenatall")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    target = tmp_path / "out"
-    argv = ["--checkpoint", run, "--output_dir", target, "--dtype", "float32", "--push_to_hub", "someone/model"]
-    printed = _failure(monkeypatch, capfd, *argv)
-    assert "is complete, but pushing it to someone/model failed" in printed
-    assert "hf_notatokenatall" not in printed
-    assert json.loads((target / "verification.json").read_text())["faults"] == []
 
 
 def test_an_existing_folder_is_never_written_into(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

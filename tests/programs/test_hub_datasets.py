@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
@@ -14,8 +12,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.hub_names import DatasetName, parse_dataset_name
 from fabric_train.tokenization.reading.opening import open_sources
-from tests.support.dataset_hub import DatasetHub
 from tests.support.programs import RunProgram
+from tests.support.stand_in_hub import Repository, StandInHub
 from tests.support.token_datasets import documents_in, manifest_of, tokenize
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -49,12 +47,10 @@ def content(version: str) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
     """The address of a hub with one dataset, whose tag v1 is an older commit than its branch main."""
-    DatasetHub.repositories = {"owner/texts": {OLD: content("old"), NEW: content("new")}}
-    DatasetHub.branches = {"owner/texts": {"v1": OLD, "main": NEW}}
-    with ThreadingHTTPServer(("127.0.0.1", 0), DatasetHub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with StandInHub() as server:
+        commits = {OLD: content("old"), NEW: content("new")}
+        server.repositories["datasets/owner/texts"] = Repository(commits, {"v1": OLD, "main": NEW})
+        yield server.address
 
 
 @pytest.fixture
