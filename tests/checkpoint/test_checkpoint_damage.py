@@ -156,7 +156,7 @@ def test_damaged_checkpoint_does_not_count_when_old_ones_are_removed(
     damaged: Path, forked_runs: ForkedRuns, tiny_model_dir: Path, tiny_tokens_dir: Path
 ) -> None:
     cut(damaged / "checkpoints" / "step-00000004")
-    options = {"resume": "true", "keep_checkpoints": 1, "save_step_interval": 3}
+    options = {"resume": "true", "keep_checkpoints": 1, "save_step_interval": 3, "eval_step_interval": 3}
     forked_runs.start(argv(tiny_tokens_dir, tiny_model_dir, damaged, **options), 2).finish()
     assert newest_checkpoint(damaged) == damaged / "checkpoints" / "step-00000006"
     assert checkpoints(damaged) == named(4, 6)  # the damaged one is left as it was found

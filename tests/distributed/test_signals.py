@@ -148,7 +148,7 @@ RankWriter.run = write_and_be_stopped
     stopped = forked_runs.start(arguments(run), before=in_the_save)
     assert stopped.wait(60) == [128 + signal.SIGTERM] * 2, stopped.report()
     assert said(stopped) == ["SIGTERM again: ended at once, without saving; continue with --resume true"]
-    assert checkpoints(run) == [3]
+    assert checkpoints(run) == [3, 5]  # step 5 was evaluated, and is the best so far
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name.startswith(".")]
