@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.bootstrap import DocumentSums, compare
+from fabric_train.evaluation.changes_page import changes_page
 from fabric_train.evaluation.compared_model import ComparedModel, check_tokenizer, find_model
 from fabric_train.evaluation.encoded_text import EncodedText, PackedText, WindowedText
+from fabric_train.evaluation.loss_changes import find_changes
 from fabric_train.evaluation.loss_picture import draw_losses
 from fabric_train.evaluation.loss_table import print_table, write_documents, write_evaluation
+from fabric_train.evaluation.scoring_progress import scoring_progress
 from fabric_train.evaluation.texts import EvaluatedText, HeldOutRows, open_texts, open_validation_of
 from fabric_train.evaluation.token_losses import FOLDER, LossCache, score_texts
 from fabric_train.files.atomic_folder import check_no_dead_link
@@ -45,6 +46,7 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     write_evaluation(folder, names, results)
     write_documents(folder, names, [encoded[name] for name in names], [losses[name] for name in names])
     draw_losses(folder / "evaluation.png", names, results)
+    _write_page(folder / "report.html", models[0], models[-1], encoded[names[0]], losses)
     print_table(names, results, are_same_tokens=len({model.tokenizer_id for model in models}) == 1)
     print(f"written to {folder}", file=sys.stderr)
 
@@ -62,7 +64,7 @@ def _check_folder(folder: Path) -> None:
 
 def _open_texts(arguments: "EvaluateArguments", models: Sequence[ComparedModel], folder: Path) -> list[EvaluatedText]:
     if arguments.texts is not None:
-        return open_texts(arguments.texts, arguments.text_column, folder / "downloads")
+        return open_texts(arguments.texts, arguments.text_column, folder / FOLDER / "downloads")
     run = next((model for model in models if model.checkpoint), None)
     if run is None:
         raise InputError("--texts is required: no model of --models is a checkpoint, whose validation split could do")
@@ -114,17 +116,30 @@ def _score(
     models: Sequence[ComparedModel], encoded: dict[str, list[EncodedText]], cache: LossCache, batch_tokens: int
 ) -> dict[str, list[np.ndarray]]:
     """Return for each model the losses of the predicted tokens of each text, fp32 [N]."""
-    total = sum(len(text.target_ids) for texts in encoded.values() for text in texts)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    losses: dict[str, list[np.ndarray]] = {}
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("scoring", total=total)
-        for model in models:
-            progress.update(task, description=model.name)
-            losses[model.name] = score_texts(
-                model, encoded[model.name], cache, batch_tokens, lambda tokens: progress.advance(task, tokens)
-            )
-    return losses
+    total = sum(
+        len(part.tokens)
+        for model in models
+        for text in encoded[model.name]
+        for part in text.parts()
+        if not cache.has(model, part)
+    )
+    with scoring_progress(total) as show:
+        return {model.name: score_texts(model, encoded[model.name], cache, batch_tokens, show) for model in models}
+
+
+def _write_page(
+    file: Path,
+    first: ComparedModel,
+    last: ComparedModel,
+    texts: Sequence[EncodedText],
+    losses: dict[str, list[np.ndarray]],
+) -> None:
+    """Write the page of where tokens got better and worse; remove it if the two models have different tokens."""
+    if first is last or first.tokenizer_id != last.tokenizer_id:
+        file.unlink(missing_ok=True)
+        return
+    changes = find_changes((first.name, last.name), texts, losses[first.name], losses[last.name])
+    file.write_text(changes_page(changes, first.tokenizer), encoding="utf-8")
 
 
 def _sums_by_source(texts: Sequence[EncodedText], losses: Sequence[np.ndarray]) -> dict[str, DocumentSums]:

@@ -30,7 +30,10 @@ def draw_losses(file: Path, models: Sequence[str], results: Mapping[str, Sequenc
         panel.set_title(source, loc="left", fontsize=10, parse_math=False)
         labels = [_short(model) for model in models] if number % num_columns == 0 else [""] * len(models)
         panel.set_yticks(range(len(models)), labels, parse_math=False)
-    figure.suptitle(f"Loss on held-out text, with {LEVEL} % intervals; lower is better", fontsize=10, x=0.01, ha="left")
+    title = f"Loss with {LEVEL} % intervals; lower is better"
+    if len(models) > 1:
+        title += "\ngreen, red: the interval of the difference to the first model excludes 0"
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from fabric_train.cli.errors import RunError
 from fabric_train.evaluation.compared_model import ComparedModel
 from fabric_train.evaluation.encoded_text import EncodedText, ScoredPart
+from fabric_train.evaluation.scoring_progress import ShowScored
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.loss import summed_loss
@@ -25,6 +27,10 @@ class LossCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def has(self, model: ComparedModel, part: ScoredPart) -> bool:
+        """Return whether a part is finished."""
+        return self._file(model, part).is_file()
 
     def read(self, model: ComparedModel, part: ScoredPart) -> np.ndarray | None:
         """Return the losses of a part, fp32 [its tokens]; None if it is not finished."""
@@ -50,11 +56,7 @@ class LossCache:
 
 
 def score_texts(
-    model: ComparedModel,
-    texts: Sequence[EncodedText],
-    cache: LossCache,
-    batch_tokens: int,
-    advance: Callable[[int], None],
+    model: ComparedModel, texts: Sequence[EncodedText], cache: LossCache, batch_tokens: int, show: ShowScored
 ) -> list[np.ndarray]:
     """Return the loss of each predicted token of some texts in nats, fp32 [N] for each.
 
@@ -65,7 +67,7 @@ def score_texts(
         texts: in its tokens.
         cache: of finished parts.
         batch_tokens: tokens of a forward pass.
-        advance: called with the number of tokens of each finished forward pass or part.
+        show: called after each forward pass.
 
     Raises:
         InputError: the model's weights are damaged.
@@ -79,11 +81,9 @@ def score_texts(
             losses = cache.read(model, part)
             if losses is None:
                 loaded = loaded or load_to_score(model)
-                losses = score_part(loaded, text, part, batch_tokens, advance)
+                losses = score_part(loaded, text, part, batch_tokens, partial(show, model.name))
                 _check_finite(model, text, part, losses)
                 cache.write(model, part, losses)
-            else:
-                advance(len(losses))
             of_parts.append(losses)
         of_texts.append(np.concatenate(of_parts))
     return of_texts

@@ -21,21 +21,31 @@ from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token,
 def to_html(report: DatasetReport) -> str:
     """Return the page, with every text of the dataset escaped."""
     title = f"token dataset {escape(report.folder.name or str(report.folder))}"
+    return html_page(
+        title,
+        [
+            *_problems(report),
+            *html_facts(facts(report)),
+            "<h2>Ledger</h2>",
+            *html_table(ledger_table(report)),
+            *_sources(report),
+            f"<h2>Document lengths in {escape(report.split)}</h2>",
+            *_lengths(report),
+            *_rows(report),
+        ],
+    )
+
+
+def html_page(title: str, body: Iterable[str], further_style: str = "") -> str:
+    """Return a page without other files, scripts or links; title and body are HTML."""
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en">',
             '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_STYLE}</style></head>",
+            f"<title>{title}</title><style>{_STYLE}{further_style}</style></head>",
             f"<body><main><h1>{title}</h1>",
-            *_problems(report),
-            *_facts(facts(report)),
-            "<h2>Ledger</h2>",
-            *_table(ledger_table(report)),
-            *_sources(report),
-            f"<h2>Document lengths in {escape(report.split)}</h2>",
-            *_lengths(report),
-            *_rows(report),
+            *body,
             "</main></body></html>",
             "",
         ]
@@ -51,7 +61,8 @@ def _problems(report: DatasetReport) -> Iterator[str]:
         yield f'<p class="verdict good">{escape(success_line(report))}</p>'
 
 
-def _facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+def html_facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a list of names and values, which are any text."""
     yield '<dl class="facts">'
     yield from (f"<dt>{escape(name)}</dt><dd>{escape(visible(value))}</dd>" for name, value in lines)
     yield "</dl>"
@@ -60,10 +71,12 @@ def _facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
 def _sources(report: DatasetReport) -> Iterator[str]:
     if report.manifest and report.manifest.sources:
         yield "<h2>Sources</h2>"
-        yield from _table(source_table(report.manifest))
+        yield from html_table(source_table(report.manifest))
 
 
-def _table(table: TextTable) -> Iterator[str]:
+def html_table(table: TextTable) -> Iterator[str]:
+    """Yield a table of any texts."""
+
     def cells(tag: str, texts: tuple[str, ...], depth: int) -> str:
         indent = f' style="padding-left:{0.6 + 1.2 * depth:.1f}em"' if depth else ""
         first = f"<{tag}{indent}>{escape(visible(texts[0]))}</{tag}>"
@@ -143,10 +156,10 @@ def _token(token: Token) -> str:
     name = {"text": "", "bos": ", BOS", "eos": ", EOS", "special": ", special"}[token.role]
     title = f"{position}, id {' '.join(map(str, token.ids))}{name}: {visible(token.text)!r}\n{label}"
     kind = ("s" if token.is_supervised else "u") + kinds[token.role]
-    return f'<span class="{kind}" title="{escape(title)}">{_marked(token.text)}</span>'
+    return f'<span class="{kind}" title="{escape(title)}">{marked(token.text)}</span>'
 
 
-def _marked(text: str) -> str:
+def marked(text: str) -> str:
     """Escape a token's text; show line breaks and keep them, and mark spaces at its edges."""
     parts = []
     for part in re.split(r"(\r?\n|\r|\t|^ +| +$)", text):
