@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ _SEEDS = (0, 1234)  # of random, and of numpy, torch and the examples in prompts
 
 @dataclass(frozen=True)
 class RequestedTask:
-    """A task to run; ``metric`` is one that it must have, or None."""
+    """A task to run; ``source`` is a name of lm_eval or a task file, ``metric`` one that it must have, or None."""
 
     settings: TaskSettings
+    source: str
     metric: str | None = None
 
 
@@ -55,8 +58,6 @@ def start_worker(command: str, request: WorkerRequest) -> "subprocess.Popen[byte
     """Start this module in a session of its own, so that Ctrl-C reaches only the process that waits for it."""
     project = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH"))))}
-    if not sys.stderr.isatty():
-        environment["TQDM_DISABLE"] = "1"  # lm_eval's bars would fill a log
     worker = subprocess.Popen(
         [sys.executable, "-m", __name__, command],
         stdin=subprocess.PIPE,
@@ -91,11 +92,11 @@ def _load_tasks(requested: Iterable[RequestedTask]) -> dict[TaskSettings, Any]:
     from lm_eval.tasks import TaskManager  # slow
 
     requested = list(requested)
-    has_names = any(not is_task_file(one.settings.task) for one in requested)
+    has_names = any(not is_task_file(one.source) for one in requested)
     manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
     loaded, faults = {}, []
     for one in requested:
-        name = one.settings.task
+        name = one.source
         if not is_task_file(name) and name not in manager.task_index:
             hint = nearest_name(name, manager.all_tasks)
             faults.append(f"--tasks: {name}: lm_eval {version('lm_eval')} has no such task{hint}")
@@ -134,7 +135,8 @@ def _evaluate(request: WorkerRequest, tasks: Mapping[TaskSettings, Any]) -> None
         started = time.monotonic()
         random.seed(_SEEDS[0])
         torch.manual_seed(_SEEDS[1])
-        results = _run(lm, loaded, settings)
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(StringIO()):  # lm_eval's bars would fill a log
+            results = _run(lm, loaded, settings)
         seconds = time.monotonic() - started
         score = _task_score(settings, list(loaded["tasks"]), list(loaded["groups"]), results, seconds)
         scores = add_score(Path(request.file), scores, score)
@@ -149,8 +151,7 @@ def describe_score(score: TaskScore) -> str:
         texts.append(
             f"{name.removesuffix(',none')} {'not finite' if metric.value is None else f'{metric.value:.4f}'}{stderr}"
         )
-    name = Path(score.settings.task).stem if is_task_file(score.settings.task) else score.settings.task
-    return f"{name}: {', '.join(texts)} ({score.num_documents} documents, {score.num_fewshot}-shot)"
+    return f"{score.settings.task}: {', '.join(texts)} ({score.num_documents} documents, {score.num_fewshot}-shot)"
 
 
 def _run(lm: Any, loaded: Any, settings: TaskSettings) -> Any:

@@ -99,7 +99,7 @@ def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
             for name, metric in score.metrics.items() if score else ():
                 assert score is not None
                 numbers = [metric.value, metric.stderr, score.num_documents, score.num_fewshot]
-                lines.writerow([*start, task.language, task.name, name.removesuffix(",none"), *numbers])
+                lines.writerow([*start, task.language, task.settings.task, name.removesuffix(",none"), *numbers])
         for column in table.columns:
             if mean := table.cell(model, column):
                 row = [column.language, "mean", column.quantity, mean.value, mean.stderr, None, None]

@@ -34,9 +34,9 @@ _LONGEST_NAME = 1000
 class TaskSettings:
     """What decides the scores of a task.
 
-    ``task`` is a name of lm_eval or the absolute path of a task file, and ``files`` is the SHA-256 of that file and of
-    the local files that it names. ``num_fewshot`` and ``limit`` (documents) are those of lm_eval; None is the task's
-    own number of examples, and all documents.
+    ``task`` is a name of lm_eval, or of a task file without its folder, which may move. ``files`` is the SHA-256 of
+    that file and of the local files that it names. ``num_fewshot`` and ``limit`` (documents) are those of lm_eval; None
+    is the task's own number of examples, and all documents.
     """
 
     task: str
@@ -47,10 +47,14 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """A task of a language. ``name`` is the one of the file, ``metric`` the one to show, None for the usual one."""
+    """A task of a language.
+
+    ``source`` is a name of lm_eval or the absolute path of a task file. ``metric`` is the one to show, None for the
+    usual one.
+    """
 
     language: str
-    name: str
+    source: str
     settings: TaskSettings
     metric: str | None = None
 
@@ -119,24 +123,24 @@ def _build(language: str, values: Mapping[str, Any], folder: Path, faults: list[
     name = values.get("task")
     if not name:
         return  # its fault is known
-    task, files = name, None
+    source, files = name, None
     if is_task_file(name):
         path = Path(os.path.abspath(folder / name))
         try:
-            task, files = str(path), _hash_of(_files_of(path))
+            source, files = str(path), _hash_of(_files_of(path))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             faults.append(f"{language}: {path}: {reason}; give a task file of lm_eval")
             return
-    settings = TaskSettings(task, values.get("num_fewshot"), values.get("limit"), files)
-    yield LanguageTask(language, name, settings, values.get("metric"))
+    settings = TaskSettings(os.path.basename(source), values.get("num_fewshot"), values.get("limit"), files)
+    yield LanguageTask(language, source, settings, values.get("metric"))
 
 
 def _given_twice(tasks: Iterable[LanguageTask]) -> Iterator[str]:
     seen = set()
     for task in tasks:
         if (task.language, task.settings) in seen:
-            yield f"{task.language}: {task.name} is given twice: give it once"
+            yield f"{task.language}: {task.settings.task} is given twice: give it once"
         seen.add((task.language, task.settings))
 
 

@@ -122,8 +122,8 @@ class Watch:
         if not missing:
             return
         _say(f"{model.name}: evaluating {len(missing)} of {len(self.tasks)} tasks")
-        metrics = {task.settings: task.metric for task in self.tasks}
-        requested = [RequestedTask(settings, metrics[settings]) for settings in missing]
+        tasks = {task.settings: task for task in self.tasks}
+        requested = [RequestedTask(settings, tasks[settings].source) for settings in missing]
         code = self.evaluate(WorkerRequest(requested, model.source, str(self._file(model)), scores, self.batch_size))
         self._expected.pop(model.name, None)
         if code and model.step is not None and not Path(model.source).exists():
@@ -143,8 +143,10 @@ class Watch:
     def _known(self) -> Iterator[WatchedModel]:
         yield from self.models
         for step, checkpoint in saved_checkpoints(self.run).items():
-            with suppress(FileNotFoundError):  # the run has just removed it
-                yield WatchedModel(checkpoint.name, str(checkpoint), step, _digest(identity_of(checkpoint)))
+            with suppress(FileNotFoundError):
+                identity = _digest(identity_of(checkpoint))
+                if checkpoint.is_dir():  # else the run has just removed it
+                    yield WatchedModel(checkpoint.name, str(checkpoint), step, identity)
 
     def _all_scores(self) -> list[ModelScores]:
         """Return the scores of all models: those of ``models`` first, also those of removed checkpoints."""
@@ -183,7 +185,7 @@ def watch_run(arguments: "EvaluateArguments") -> None:
     ]
     output = Path(arguments.output_dir or run / "evaluation")
     watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker)
-    if watch.pending() or not run_has_ended(run):
+    if watch.pending() or (arguments.wait and not run_has_ended(run)):
         _check_tasks(tasks)
     waits = False
     while True:
@@ -202,7 +204,7 @@ def watch_run(arguments: "EvaluateArguments") -> None:
     Console().print(to_rich(watch.write_table()))
     _say(f"written: {output}/scores.csv, scores.md and scores.png")
     if watch.failed:
-        raise RunError(f"error: not evaluated, see above: {', '.join(watch.failed.values())}")
+        raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
 
 
 def evaluate_in_worker(request: WorkerRequest) -> int:
@@ -240,7 +242,9 @@ def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
         SystemExit: with the worker's exit code, if it is not 0.
     """
     _say("loading the tasks")
-    worker = start_worker("check", WorkerRequest([RequestedTask(task.settings, task.metric) for task in tasks]))
+    worker = start_worker(
+        "check", WorkerRequest([RequestedTask(task.settings, task.source, task.metric) for task in tasks])
+    )
     try:
         code = worker.wait()
     finally:

@@ -12,7 +12,7 @@ _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: 
 
 
 def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write the model card ``README.md`` into the export ``folder``, with its picture and a last line that is not shown.
+    """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line.
 
     Raises:
         InputError: trainer.json or manifest.json of the checkpoint is damaged.

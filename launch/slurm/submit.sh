@@ -4,6 +4,7 @@
 #   launch/slurm/submit.sh each ITEM ITEM … -- COMMAND                  a job array: COMMAND once for each item, where {} is the
 #                                                                       item and {/} its name without folders
 #   launch/slurm/submit.sh each runs/1/checkpoints/step-* -- python convert_to_hf.py --checkpoint {} --output_dir exports/{/}
+#   launch/slurm/submit.sh each 1 2 3 4 -- python evaluate.py --watch runs/1 --tasks tasks.yaml --wait false
 set -euo pipefail
 
 fail() {

@@ -229,8 +229,8 @@ def test_tasks_take_the_general_settings_unless_they_have_their_own(tmp_path: Pa
     given = "limit: 50\nlanguages:\n  es: [xnli_es, {task: quiz.yaml, limit: 5, num_fewshot: 2, metric: acc}]\n"
     name, file = read_tasks(write_tasks(tmp_path, given))
     assert name == LanguageTask("es", "xnli_es", TaskSettings("xnli_es", None, 50))
-    assert (file.settings.task, file.settings.limit, file.settings.num_fewshot) == (str(tmp_path / "quiz.yaml"), 5, 2)
-    assert (file.name, file.metric) == ("quiz.yaml", "acc")
+    assert (file.settings.task, file.settings.limit, file.settings.num_fewshot) == ("quiz.yaml", 5, 2)
+    assert (file.source, file.metric) == (str(tmp_path / "quiz.yaml"), "acc")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ def test_a_job_has_its_settings_in_it(tmp_path: Path, sbatch: Path) -> None:
     assert text.splitlines()[-len(ours) :] == ours
 
 
+def test_items_are_jobs_of_one_array_with_the_same_command(tmp_path: Path, sbatch: Path) -> None:
+    ours = ["python", "evaluate.py", "--watch", "runs/1", "--tasks", "tasks.yaml", "--wait", "false"]
+    done = submit(tmp_path, sbatch, "each", "1", "2", "3", "--", *ours)
+    assert not done.returncode, done.stderr
+    lines = done.stdout.splitlines()
+    assert "--array=0-2%8" in lines
+    assert lines[-len(ours) - 4 :] == ["3", "1", "2", "3", *ours]
+
+
 @pytest.mark.parametrize("name", ["settings.sh", "submit.sh", "job.sh", "container.sh"])
 def test_bash_can_read_every_file(name: str) -> None:
     subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True)
