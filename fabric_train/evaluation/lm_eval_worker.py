@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -106,12 +106,20 @@ def _load_tasks(requested: Iterable[RequestedTask]) -> dict[TaskSettings, Any]:
         except Exception as error:  # noqa: BLE001 - a task's own code, and the hub's and datasets' many errors
             faults.append(f"--tasks: {name}: cannot be loaded: {first_line(error)}{_advice(error)}")
             continue
-        metrics = {metric for task in loaded[one.settings]["tasks"].values() for metric in task.aggregation()}
-        if one.metric is not None and one.metric.split(",")[0] not in metrics:
-            faults.append(f"--tasks: {name}: it has no metric {one.metric}; it has {', '.join(sorted(metrics))}")
+        faults += _faults_of(one, list(loaded[one.settings]["tasks"].values()))
     if faults:
         raise InputError(*faults)
     return loaded
+
+
+def _faults_of(requested: RequestedTask, tasks: Sequence[Any]) -> Iterator[str]:
+    """Yield what forbids a task that lm_eval has loaded; a group has several."""
+    if any(getattr(task, "UNSAFE_CODE", False) for task in tasks):
+        yield f"--tasks: {requested.source}: it executes code that the model writes; leave it out"
+    metrics = {metric for task in tasks for metric in task.aggregation()}
+    if requested.metric is not None and requested.metric.split(",")[0] not in metrics:
+        has = ", ".join(sorted(metrics))
+        yield f"--tasks: {requested.source}: it has no metric {requested.metric}; it has {has}"
 
 
 def _advice(error: Exception) -> str:

@@ -27,7 +27,11 @@ def write_picture(table: ScoreTable, path: Path) -> None:
     entries = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=min(len(entries), 4), frameon=False)
+    legend = figure.legend(
+        entries.values(), entries, loc="outside lower center", ncols=min(len(entries), 4), frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may have a dollar sign
     temporary = path.with_name(f".{path.stem}.new.png")
     figure.savefig(temporary, dpi=120)
     temporary.replace(path)
@@ -60,7 +64,7 @@ def _draw(panel: Any, table: ScoreTable, column: Column) -> None:
         style = _LINE_STYLES[number % len(_LINE_STYLES)]
         panel.axhline(value, color=f"C{number + 1}", linestyle=style, label=model.name)
     better = "higher" if column.higher_is_better else "lower"
-    panel.set_title(column.title)
+    panel.set_title(column.title, parse_math=False)
     panel.set_ylabel(f"{column.quantity} ({better} is better)")
     panel.set_xlabel("step")
     panel.xaxis.get_major_locator().set_params(integer=True)

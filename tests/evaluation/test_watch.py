@@ -9,10 +9,12 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.lm_eval_worker import WorkerRequest
 from fabric_train.evaluation.score_files import MetricScore, TaskScore, add_score, read_score_file
@@ -22,6 +24,7 @@ from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_
 from fabric_train.evaluation.watch import Watch, WatchedModel, run_has_ended
 from fabric_train.files.lock import hold_lock
 from tests.support.checkpoint_examples import write_full
+from tests.support.forked_runs import ForkedRuns
 
 TASKS = [
     LanguageTask("es", "quiz_es", TaskSettings("quiz_es")),
@@ -299,3 +302,30 @@ def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
     content["arguments"] |= arguments
     file.write_text(json.dumps(content | {"progress": progress}), encoding="utf-8")
     assert run_has_ended(tmp_path) == has_ended
+
+
+@pytest.mark.parametrize(
+    ("argv", "fault"),
+    [
+        (["--watch", "run"], "--watch needs --tasks: give a YAML file"),
+        (["--models", "a", "--output_dir", "b", "--tasks", "c"], "--tasks needs --watch: give the run"),
+        (["--watch", "run", "--tasks", "a", "--texts", "es=b"], "--watch and --texts: give one of them"),
+        (["--texts", "es=b", "--output_dir", "c"], "--models is required"),
+        (["--texts", "es=b", "--models", "c"], "--output_dir is required"),
+    ],
+)
+def test_arguments_of_one_mode_are_refused_in_the_other(argv: list[str], fault: str) -> None:
+    with pytest.raises(InputError) as refused:
+        parse(EvaluateArguments, argv)
+    assert refused.value.faults == (fault,)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed here")
+def test_without_lm_eval_the_program_names_the_extra_and_writes_nothing(
+    run: Path, tmp_path: Path, forked_runs: ForkedRuns
+) -> None:
+    tasks = write_tasks(tmp_path, "languages: {es: [xnli_es]}")
+    program = forked_runs.start(["--watch", run, "--tasks", tasks], 1, program="evaluate")
+    assert program.wait() == [2]
+    assert program.stderr() == "error: --watch needs lm_eval; pip install 'fabric-train[eval]'\n"
+    assert not (run / "evaluation").exists()
