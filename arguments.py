@@ -744,11 +744,9 @@ class TokenizeArguments(PushArguments):
 class ConvertArguments(PushArguments):
     """Convert checkpoints to verified Hugging Face folders
 
-    PROGRAM --checkpoint runs/1 --output_dir exports/1
-    PROGRAM --checkpoint runs/1/checkpoints/step-00001000 --dtype float32 --output_dir exports/step-1000
-    PROGRAM --checkpoint runs/1/all --output_dir exports/1
-    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/1-average
-    PROGRAM --checkpoint runs/1 --output_dir exports/1 --push_to_hub OWNER/NAME
+    PROGRAM --checkpoint runs/1/best --output_dir exports/1 --push_to_hub OWNER/NAME
+    PROGRAM --checkpoint runs/1/all --dtype float32 --output_dir exports/all
+    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/average
     """
 
     checkpoint: list[str]

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a run, choose the one to start from, and remove old ones."""
+"""Find the checkpoints of a run, and choose the one to start from."""
 
 import math
 import os
@@ -15,16 +15,13 @@ from fabric_train.checkpoint.trainer_state import (
     find_unreadable,
     read_best_by,
     read_format,
-    read_interim,
     read_trainer_state,
 )
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.distributed.collectives import first_text
-from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
 
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
-_REMOVED, _REPLACED = ".removed", ".replaced"
 
 Damages = Mapping[Path, str]
 """Known damage to the content of checkpoints, by real path."""
@@ -48,7 +45,7 @@ def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     if name.startswith("step-"):
         path = next((checkpoint for checkpoint in _in(run) if _step(checkpoint) == _step(path)), path)
     if _is_checkpoint(path):
-        fault = _fault(path, damages)
+        fault = find_fault(path, damages)
         if fault:
             raise InputError(f"{path} {fault}; use another checkpoint")
         return path
@@ -161,7 +158,7 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
     The content of their weights is checked too.
     """
     for checkpoint in reversed(saved_checkpoints(run).values()):
-        fault = _fault(checkpoint, {})
+        fault = find_fault(checkpoint, {})
         if fault is None and (damage := find_wrong_content(checkpoint, optimizer=False)):
             fault = f"is damaged: {damage}"
         if fault is None:
@@ -220,19 +217,19 @@ def newest_checkpoint(run: Path, damages: Damages | None = None, before: float =
     newest_first = sorted(
         (checkpoint for checkpoint in _in(run) if _step(checkpoint) < before), key=_step, reverse=True
     )
-    return next((checkpoint for checkpoint in newest_first if _fault(checkpoint, damages or {}) is None), None)
+    return next((checkpoint for checkpoint in newest_first if find_fault(checkpoint, damages or {}) is None), None)
 
 
 def checkpoint_from(run: Path, step: int) -> Path | None:
     """Return the undamaged checkpoint of a run folder with the lowest step that is not below ``step``, or None."""
     oldest_first = sorted((checkpoint for checkpoint in _in(run) if _step(checkpoint) >= step), key=_step)
-    return next((checkpoint for checkpoint in oldest_first if _fault(checkpoint, {}) is None), None)
+    return next((checkpoint for checkpoint in oldest_first if find_fault(checkpoint, {}) is None), None)
 
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     """Return the undamaged checkpoint of a run folder with the lowest validation loss, or None if none has one."""
-    readable = (checkpoint for checkpoint in _in(run) if find_unreadable(checkpoint) is None)
-    return next((checkpoint for checkpoint in _by_loss(readable) if _fault(checkpoint, damages or {}) is None), None)
+    best_first = sort_by_loss(checkpoint for checkpoint in _in(run) if find_unreadable(checkpoint) is None)
+    return next((checkpoint for checkpoint in best_first if find_fault(checkpoint, damages or {}) is None), None)
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
@@ -240,7 +237,7 @@ def lowest_loss(run: Path, source: str, last_step: int) -> float:
 
     ``source`` is that whose loss is meant, "all" for the whole validation split.
     """
-    saved = [other for other in _in(run) if _step(other) <= last_step and not _fault(other, {})]
+    saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other, {})]
     losses = [read_trainer_state(checkpoint).loss_of(source) for checkpoint in saved]
     return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=math.inf)
 
@@ -257,7 +254,7 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
         for checkpoint in sorted(_in(run), key=_step)
         if used is None or _step(checkpoint) > _step(used) or _real(checkpoint) in damages
     ]
-    faults = [(checkpoint, _fault(checkpoint, damages)) for checkpoint in preferred]
+    faults = [(checkpoint, find_fault(checkpoint, damages)) for checkpoint in preferred]
     return [f"{checkpoint} {fault}; {instead}" for checkpoint, fault in faults if fault]
 
 
@@ -267,51 +264,6 @@ def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
     All ranks call it together, and each reads its share.
     """
     return first_text(fabric, find_wrong_content(checkpoint, rank=fabric.global_rank, num_ranks=fabric.world_size))
-
-
-def prune(newest: Path, keep: int | None) -> None:
-    """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
-
-    ``newest`` is the checkpoint that was just saved, and stays. Interim checkpoints are not among the ``keep`` newest.
-    Damaged checkpoints are neither counted nor removed. Those of later steps are damaged, because a run continues from
-    the newest undamaged one.
-    """
-    checkpoints = [other for other in _in(newest.parent) if _step(other) <= _step(newest) and not _fault(other, {})]
-    checkpoints.sort(key=_step)
-    lasting = [checkpoint for checkpoint in checkpoints if not read_interim(checkpoint)]
-    stay = {newest, *_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
-    for checkpoint in checkpoints:
-        if checkpoint not in stay:
-            remove(_set_aside(checkpoint, _REMOVED))
-
-
-def replace_checkpoint(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if there is one.
-
-    After a kill in between, ``remove_leftovers`` gives the old one its name back.
-    """
-    replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
-    sync_and_rename(temporary, target)
-    if replaced:
-        remove(replaced)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished, half-removed and replaced checkpoints of killed runs.
-
-    One that was to be replaced, and was not, gets its name back.
-    """
-    for entry in folder.iterdir() if folder.is_dir() else []:
-        name = entry.name.removeprefix(".").removesuffix(_REPLACED)
-        if entry.name == f".{name}{_REPLACED}" and not os.path.lexists(folder / name):
-            entry.rename(folder / name)
-        elif is_temporary(entry) or (entry.name.startswith(".") and entry.name.endswith((_REMOVED, _REPLACED))):
-            remove(entry)
-
-
-def _set_aside(checkpoint: Path, mark: str) -> Path:
-    """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
-    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{mark}"))
 
 
 def _in(run: Path) -> list[Path]:
@@ -330,7 +282,7 @@ def _steps_in(run: Path) -> str:
     return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
 
 
-def _by_loss(checkpoints: Iterable[Path]) -> list[Path]:
+def sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
     """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
 
     The newest one says which source's loss that is.
@@ -347,7 +299,7 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _fault(checkpoint: Path, damages: Damages) -> str | None:
+def find_fault(checkpoint: Path, damages: Damages) -> str | None:
     """Return why a checkpoint cannot be used, or None."""
     found = read_format(checkpoint)
     if found not in (FORMAT, None):

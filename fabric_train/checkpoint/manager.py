@@ -19,9 +19,10 @@ import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import join_parts
-from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
+from fabric_train.checkpoint.discovery import lowest_loss
 from fabric_train.checkpoint.file_layout import Write, full_writes, sharded_writes
 from fabric_train.checkpoint.local_tensors import LocalTensor, align_to_rows, local_optimizer_state, local_weights
+from fabric_train.checkpoint.pruning import prune, remove_leftovers, replace_checkpoint
 from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerState
 from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error

@@ -285,7 +285,7 @@ def read_best_by(checkpoint: Path) -> str:
 
 
 def read_interim(checkpoint: Path) -> bool:
-    """Return whether a checkpoint stays only while its validation loss is the lowest one, see ``discovery.prune``.
+    """Return whether a checkpoint stays only while its validation loss is the lowest one, see ``pruning.prune``.
 
     Raises:
         InputError: trainer.json is damaged.

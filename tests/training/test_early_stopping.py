@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, best_checkpoint
-from fabric_train.checkpoint.discovery import prune
+from fabric_train.checkpoint.pruning import prune
 from tests.support.checkpoint_examples import write_checksums, write_full
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import argv, at_point, checkpoints, metrics
