@@ -65,7 +65,7 @@ def _sharded(config: LlamaConfig) -> Iterator[list[Write]]:
 
 def _tensors(config: LlamaConfig, rank: int, num_ranks: int) -> list[LocalTensor]:
     """Return a rank's rows of all weights; they are views of the same random numbers, so they take no memory."""
-    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(config.initializer_range).bfloat16()
+    pool = random_pool(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tensors, start = [], 0
@@ -77,6 +77,12 @@ def _tensors(config: LlamaConfig, rank: int, num_ranks: int) -> list[LocalTensor
         tensors.append(LocalTensor(name, parameter.shape, torch.bfloat16, first * row, parts, 1, 0))
         start += parameter.numel()
     return tensors
+
+
+def random_pool(config: LlamaConfig) -> torch.Tensor:
+    """Return the numbers that the weights repeat, so that 16 GB need not be drawn."""
+    numbers = torch.randn(_POOL, generator=torch.Generator().manual_seed(0))
+    return numbers.mul_(config.initializer_range).bfloat16()
 
 
 def _views(pool: torch.Tensor, begin: int, count: int) -> tuple[torch.Tensor, ...]:

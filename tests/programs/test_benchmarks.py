@@ -10,17 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from transformers import LlamaConfig
 
 from arguments import TokenizeArguments, TrainArguments, parse
-from benchmarks import gpu, packages, plan, precision, report
+from benchmarks import export, gpu, large_checkpoint, packages, plan, precision, report
 from benchmarks.corpora import DOCUMENT_CHARACTERS, Corpus, cut_documents, write_corpus
 from benchmarks.measure import ROOT, Spread
-from benchmarks.peers import train_without_saving
+from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
+from fabric_train.export.model_comparison import compare
+from fabric_train.export.source import ExportSource
+from fabric_train.model.weight_files import open_weights
 from sample_data import real_data
 
 
@@ -164,3 +169,37 @@ def test_functions_that_benchmarks_replace_exist() -> None:
     (name,) = re.findall(r"^program\.(\w+) =", plan.RETURN_FREED, re.MULTILINE)
     assert callable(getattr(importlib.import_module(module), name))
     assert callable(getattr(train_without_saving.plan, train_without_saving.MEMORY_CHECK))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_large_checkpoint_of_the_export_benchmark_is_exported(
+    sharded: bool, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"vocab_size": 1000, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+    config = LlamaConfig(**export.LLAMA_8B.to_dict() | small | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    monkeypatch.setattr(large_checkpoint, "_POOL", 1009)
+    checkpoint = tmp_path / "step-00000001"
+    num_bytes = large_checkpoint.write_checkpoint(checkpoint, config, tiny_model_dir, sharded)
+    weights = open_weights(checkpoint)
+    assert len(list(checkpoint.rglob("*.safetensors"))) == (large_checkpoint.NUM_SHARDS if sharded else 1)
+    assert 0 < num_bytes - sum(2 * weights.shape(name).numel() for name in weights) < 20_000 * (8 if sharded else 1)
+    assert torch.equal(weights.read("model.embed_tokens.weight").flatten()[:1009], large_checkpoint.random_pool(config))
+    for step in ("copy", "ours"):
+        monkeypatch.setattr("sys.argv", ["export_step", step, str(checkpoint), str(tmp_path / step)])
+        export_step.main()
+    source = ExportSource(checkpoint)
+    assert compare(tmp_path / "ours", source, torch.bfloat16).faults == []
+
+
+def test_export_table_has_the_speed_over_that_of_a_copy() -> None:
+    seconds = {"full, copy": 10.0, "full, ours": 16.0, "full, verification": 40.0, "full, transformers": 20.0}
+    seconds |= {"sharded, copy": 10.0, "sharded, ours": 20.0, "sharded, verification": 40.0}
+    runs = {name: [export.ExportRun(taken, 2_000_000_000, 500_000_000)] for name, taken in seconds.items()}
+    summary = export.summarize(runs, 16_000_000_000, "layer by layer")
+    assert summary.speed == {"full": 0.625, "sharded": 0.5}
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(export.table(report.Report("export", {}, {}, runs, summary)))
+    printed = " ".join(captured.get().split())
+    assert "verified layer by layer; our speed of writing over that of a copy: 0.62 (full), 0.50 (sharded)" in printed
+    assert "sharded, ours 20 800 2.00 0.50" in printed
