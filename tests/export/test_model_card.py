@@ -83,7 +83,7 @@ def test_base_model_licence_and_languages_are_in_the_metadata(checkpoint: Path) 
     assert metadata["language"] == ["es", "ca"]
     check_metadata(metadata)
     assert f"(revision `{COMMIT}`), trained further with Fabric Train. It was trained on 64 tokens, in 1 " in card.text
-    assert "- **Licence:** the base model's licence applies to it, llama3\n- **Languages:** es, ca\n" in card.text
+    assert "- **Licence:** llama3, as the base model\n- **Languages:** es, ca\n" in card.text
     assert "- **Context length:** 256 tokens\n" in card.text
 
 
@@ -128,7 +128,7 @@ def test_a_licence_without_identifier_is_named_and_linked(checkpoint: Path) -> N
     card = card_of(checkpoint, origin=ModelOrigin("my-llama"))
     assert card.data.get("license") == "other"
     assert card.data.get("license_link") == "LICENSE"
-    assert "[LICENSE](LICENSE)" in card.text
+    assert "- **Licence:** as the base model: [LICENSE](LICENSE)\n" in card.text
     check_metadata(card.data.to_dict())
     custom = replace(LLAMA, license="other", license_name="llama-x", license_link="LICENSE.txt")
     data = card_of(checkpoint, origin=custom).data

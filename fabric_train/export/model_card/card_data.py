@@ -84,7 +84,8 @@ def _stored(record: ModelRecord, manifest: Manifest) -> list[str]:
         (_linked(row), f"{row.tokens / total:.2%}", f"{row.tokens:,}", f"{row.documents:,}", *_files(row))
         for row in rows
     ]
-    texts = [table("source | share | tokens | documents | files | SHA-256 or revision", cells)]
+    texts = ["What the token dataset has of each source for training:"]
+    texts.append(table("source | share | tokens | documents | files | SHA-256 or revision", cells))
     if any(_hash_lines(row) for row in rows):
         of_several = any(len(_hash_lines(row)) > 1 for row in rows)
         note = " That of several files is the hash of their lines there." if of_several else ""
@@ -155,7 +156,9 @@ def _mixture(record: ModelRecord, tokens_per_row: int) -> str:
         (name, f"{count / max(sum(seen), 1):.2%}", f"{count * tokens_per_row:,}")
         for name, count in zip(names, seen, strict=True)
     ]
-    text = "### Mixture\n\nWhat was read of each source:\n\n" + table("source | share | tokens seen", rows)
+    text = "### Mixture\n\nWhat was read of each source up to this step:\n\n" + table(
+        "source | share | tokens seen", rows
+    )
     phases = [phase for phase in trainer["data"].get("phases", []) if phase["first_step"] <= state.step]
     if not phases:
         return text

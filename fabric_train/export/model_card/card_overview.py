@@ -34,8 +34,8 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 def introduction(record: ModelRecord) -> str:
     """Return two sentences: what the model began as, and what it was trained on."""
     state = record.state
-    shares = seen_shares(record)
-    sources = [f"{code(name)} ({share:.1%})" for name, share in shares]
+    shares = [(name, share) for name, share in seen_shares(record) if share]
+    sources = [code(name) + (f" ({share:.1%})" if len(shares) > 1 else "") for name, share in shares]
     sources = sources or [code(place.name) for place in record.stream_places()]
     data = f" from {listed(sources)}" if sources else ""
     average = f" The weights are the average of {len(record.parts):,} checkpoints." if record.parts else ""
@@ -75,12 +75,12 @@ def key_facts(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
 
 def _licence(origin: ModelOrigin | None, license: str | None, folder: Path) -> str:
     """Return the licence and the files of the base model about it; empty if nothing is known."""
+    if origin is None:
+        return license or ""
     files = ", ".join(f"[{file.name}]({file.name})" for file in legal_files(folder))
-    if license is None and origin is None:
-        return ""
-    of_base = f", {origin.license}" if origin and origin.license else ""
-    terms = license or f"the base model's licence applies to it{of_base}"
-    return terms + (f". From the base model: {files}" if files and origin else "")
+    if license:
+        return license + (f"; of the base model: {files}" if files else "")
+    return ", ".join([*filter(None, [origin.license]), "as the base model"]) + (f": {files}" if files else "")
 
 
 def _context_length(record: ModelRecord) -> str:
