@@ -28,7 +28,8 @@ def main() -> None:
     from fabric_train.model.hf_model import quiet_transformers
 
     paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
-    dtype, request = getattr(torch, arguments.dtype), PushRequest.of(arguments, "model")
+    dtype = getattr(torch, arguments.dtype)
+    request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
     if arguments.average:
         targets = plan_average(
             paths, output_dir, arguments.average, arguments.average_decay, dtype, push=request is not None

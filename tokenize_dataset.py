@@ -10,16 +10,17 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric_train.cli.errors import run_program, set_memory_advice
+from fabric_train.cli.errors import FAILURE, print_errors, run_program, set_memory_advice
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from arguments import TokenizeArguments
     from fabric_train.tokenization.build import Outcome
-    from fabric_train.tokenization.manifest import SourceRecord
+    from fabric_train.tokenization.manifest import Manifest, SourceRecord
 
 _WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
 
@@ -37,6 +38,10 @@ def main(argv: list[str] | None = None) -> None:
 
     set_memory_advice("use a smaller --num_proc, or tokenize some sources at a time and merge the results")
     arguments = parse(TokenizeArguments, argv)
+    if arguments.push_to_hub and (finished := _check_publication(arguments)):
+        print(f"{arguments.output_dir} has this token dataset already: it is only pushed")
+        _publish(arguments, finished)
+        return
 
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
@@ -46,6 +51,37 @@ def main(argv: list[str] | None = None) -> None:
 
         outcome = build_token_dataset(arguments, check)
     _print_summary(arguments, outcome)
+    if arguments.push_to_hub:
+        _publish(arguments, outcome.manifest)
+
+
+def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":
+    """Check that the token dataset can be pushed; return its manifest if it is finished already."""
+    from fabric_train.export.hub import PushRequest
+    from fabric_train.export.push_check import check_push
+    from fabric_train.tokenization.finished import find_finished
+
+    finished = find_finished(arguments)
+    check_push(PushRequest.of(arguments, "dataset"))
+    return finished
+
+
+def _publish(arguments: "TokenizeArguments", manifest: "Manifest") -> None:
+    """Push the token dataset with a card, and print its address."""
+    from fabric_train.export.hub import PushError, PushRequest, push
+    from fabric_train.export.public_dataset import public_copy
+
+    request, folder = PushRequest.of(arguments, "dataset"), Path(arguments.output_dir).expanduser()
+    try:
+        with (
+            _terminated_as_interrupted(),
+            public_copy(folder, manifest, request.repository, arguments.license, arguments.language) as copy,
+        ):
+            url = push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy)
+    except PushError as error:
+        print_errors(f"error: {error}")
+        sys.exit(FAILURE)
+    print(f"pushed to  {url}")
 
 
 @contextmanager

@@ -52,25 +52,31 @@ class PushRequest:
     create_pr: bool = False
 
     @classmethod
-    def of(cls, arguments: "PushArguments", repo_type: RepoType) -> "PushRequest | None":
-        """Return what the command line asks for, None without --push_to_hub."""
-        if arguments.push_to_hub is None:
-            return None
+    def of(cls, arguments: "PushArguments", repo_type: RepoType) -> "PushRequest":
+        """Return what a command line with --push_to_hub asks for."""
+        assert arguments.push_to_hub is not None
         return cls(arguments.push_to_hub, repo_type, arguments.private, arguments.revision, arguments.create_pr)
 
 
-def push(folder: Path, request: PushRequest, message: str) -> str:
-    """Upload ``folder`` in a commit with ``message``, and return the URL where it is: of the files or the pull request.
+def push(folder: Path, request: PushRequest, message: str, content: Path | None = None) -> str:
+    """Upload a folder in a commit with ``message``, and return the URL where it is: of the files or the pull request.
 
     What an earlier push of the same content has uploaded is not sent again: pieces of files with ``hf_xet``, whole
     files without it. ``huggingface_hub`` sends a request again that fails for a moment (a cut connection, 429, 5xx).
+
+    Args:
+        folder: what the user has made.
+        request: where it is pushed.
+        message: of the commit, and title of a pull request.
+        content: the files to upload, if they are not those of ``folder``.
 
     Raises:
         PushError: the hub cannot be reached or refuses the push.
     """
     api = HfApi()
     name, kind = request.repository, request.repo_type
-    files = [file for file in folder.rglob("*") if file.is_file()]
+    content = content or folder
+    files = [file for file in content.rglob("*") if file.is_file()]
     size = show_size(sum(file.stat().st_size for file in files))
     print(f"pushing {len(files)} files, {size}, to {page_of(request)}", file=sys.stderr, flush=True)
     try:
@@ -81,7 +87,7 @@ def push(folder: Path, request: PushRequest, message: str) -> str:
             commit = api.upload_folder(
                 repo_id=name,
                 repo_type=kind,
-                folder_path=folder,
+                folder_path=content,
                 commit_message=message,
                 revision=request.revision,
                 create_pr=request.create_pr,

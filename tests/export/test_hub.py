@@ -3,9 +3,7 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,24 +20,6 @@ from tests.support.stand_in_xet import stored_bytes
 
 TO = PushRequest("alice/model", "model")
 PLACE = "models/alice/model"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    with StandInHub() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
-        yield server
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that huggingface_hub would wait before it sends a request again."""
-    waited: list[float] = []
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=waited.append))
-    return waited
 
 
 @pytest.fixture

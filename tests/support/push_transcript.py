@@ -1,0 +1,89 @@
+"""Print what a push looks like to the user and to the hub: ``python -m tests.support.push_transcript``.
+
+The programs are run as a user runs them, with a tiny model, against the stand-in for the hub. docs/publish.md has what
+is printed.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.checkpoint_examples import trained_weights, write_full
+from tests.support.programs import ROOT
+from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
+from tests.support.tiny_model import write_tiny_model
+from tests.support.token_datasets import TEXTS, write_jsonl
+
+CONVERT = "python convert_to_hf.py --checkpoint runs/1 --output_dir exports/1 --push_to_hub alice/model --language ca"
+TOKENIZE = (
+    "python tokenize_dataset.py --dataset ca=corpus/ca.jsonl --tokenizer_name model --max_length 64 "
+    "--validation_split 0.2 --output_dir data/tokens --push_to_hub alice/tokens --license cc-by-4.0"
+)
+
+
+def main() -> None:
+    """Print the transcript as Markdown."""
+    with TemporaryDirectory() as place, StandInHub(part_bytes=1 << 16) as hub:
+        folder = Path(place)
+        write_tiny_model(folder / "model", TEXTS)
+        weights = trained_weights(folder / "model")
+        write_full(folder / "runs" / "1" / "checkpoints" / "step-00000500", folder / "model", weights, step=500)
+        (folder / "corpus").mkdir()
+        write_jsonl(folder / "corpus" / "ca.jsonl")
+
+        hub.accounts[TOKEN] = account("alice", "read")
+        show("A token that can only read", run(CONVERT, folder, hub))
+        hub.accounts[TOKEN] = account("alice")
+        hub.faults.append(Fault("PUT /lfs/.*/2$"))
+        show("The connection is cut in the second part of the weights, each time", run(CONVERT, folder, hub))
+        hub.faults.clear()
+        show("The same command again", run(CONVERT, folder, hub))
+        show("A pull request with another card", run(f"{CONVERT} --license mit --create_pr true", folder, hub))
+        show("A token dataset", run(TOKENIZE, folder, hub))
+
+
+def run(command: str, folder: Path, hub: StandInHub) -> str:
+    """Run a command in a folder and return what it prints, its exit code, and the calls that the hub received."""
+    program, *rest = shlex.split(command)[1:]
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder / "home"),
+        "PYTHONPATH": str(ROOT),
+        "HF_TOKEN": TOKEN,
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_DISABLE_XET": "1",  # so that the hub sees the uploads: with hf_xet they go to a storage of their own
+        "COLUMNS": "100",
+    }
+    hub.calls.clear()
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / program), *rest],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    lines = [
+        f"$ {command}",
+        *(line.rstrip() for line in finished.stdout.splitlines()),
+        f"exit code {finished.returncode}",
+    ]
+    shown = "\n".join(line for line in lines if line)
+    assert TOKEN not in shown
+    calls = "\n".join(hub.calls)
+    text = f"```\n{shown}\n```\n\nThe hub sees:\n\n```\n{calls}\n```"
+    return re.sub(r"([0-9a-f]{8})[0-9a-f]{56}", r"\1…", text).replace(hub.address, "https://HUB")
+
+
+def show(title: str, text: str) -> None:
+    """Print a section."""
+    print(f"### {title}\n\n{text}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
