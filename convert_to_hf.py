@@ -52,10 +52,12 @@ def main() -> None:
             failed.append(target.name)
             print_errors(f"error: {describe_os_error(error) if isinstance(error, OSError) else error}")
     if len(targets) > 1:
-        print(f"{len(targets) - len(failed)} of {len(targets)} checkpoints exported to {output_dir}")
+        pushed = " and pushed" if request else ""
+        print(f"{len(targets) - len(failed)} of {len(targets)} checkpoints exported to {output_dir}{pushed}")
     if failed:
         if len(targets) > 1:
-            print_errors(f"error: not exported: {', '.join(failed)}; the same command tries them again")
+            missing = "not exported or not pushed" if request else "not exported"
+            print_errors(f"error: {missing}: {', '.join(failed)}; the same command tries them again")
         sys.exit(FAILURE)
 
 

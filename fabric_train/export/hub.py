@@ -144,14 +144,15 @@ class _WithoutSecrets(logging.Filter):
 @contextmanager
 def _shown_progress() -> Iterator[None]:
     """Let huggingface_hub show its progress, as bars on a terminal and else as lines, and its retries."""
+    is_free = constants.HF_HUB_DISABLE_PROGRESS_BARS is None  # else the user's variable decides about bars
     were_disabled, verbosity = are_progress_bars_disabled(), hub_logging.get_verbosity()
-    handlers, hidden = logging.getLogger("huggingface_hub").handlers, _WithoutSecrets()
+    pipeline, hidden = logging.getLogger("huggingface_hub._upload_pipeline"), _WithoutSecrets()
+    handlers = logging.getLogger("huggingface_hub").handlers
     hub_logging.set_verbosity_warning()
-    if sys.stderr.isatty():
-        enable_progress_bars()
-    else:
-        disable_progress_bars()
-        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)  # a line every half a minute
+    if not sys.stderr.isatty():
+        pipeline.setLevel(logging.INFO)  # a line every half a minute
+    if is_free:
+        (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()
     for handler in handlers:
         handler.addFilter(hidden)
     try:
@@ -159,6 +160,7 @@ def _shown_progress() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(hidden)
-        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.NOTSET)
+        pipeline.setLevel(logging.NOTSET)
         hub_logging.set_verbosity(verbosity)
-        (disable_progress_bars if were_disabled else enable_progress_bars)()
+        if is_free:
+            (disable_progress_bars if were_disabled else enable_progress_bars)()

@@ -18,7 +18,10 @@ from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
 from tests.support.tiny_model import write_tiny_model
 from tests.support.token_datasets import TEXTS, write_jsonl
 
-CONVERT = "python convert_to_hf.py --checkpoint runs/1 --output_dir exports/1 --push_to_hub alice/model --language ca"
+CONVERT = (
+    "python convert_to_hf.py --checkpoint runs/1 --output_dir exports/1 --max_shard_size 100KB "
+    "--push_to_hub alice/model --language ca"
+)
 TOKENIZE = (
     "python tokenize_dataset.py --dataset ca=corpus/ca.jsonl --tokenizer_name model --max_length 64 "
     "--validation_split 0.2 --output_dir data/tokens --push_to_hub alice/tokens --license cc-by-4.0"
@@ -38,8 +41,8 @@ def main() -> None:
         hub.accounts[TOKEN] = account("alice", "read")
         show("A token that can only read", run(CONVERT, folder, hub))
         hub.accounts[TOKEN] = account("alice")
-        hub.faults.append(Fault("PUT /lfs/.*/2$"))
-        show("The connection is cut in the second part of the weights, each time", run(CONVERT, folder, hub))
+        hub.faults.append(Fault("PUT /lfs/.*/2$", after=1))
+        show("The connection is cut, each time, after the first file of the weights", run(CONVERT, folder, hub))
         hub.faults.clear()
         show("The same command again", run(CONVERT, folder, hub))
         show("A pull request with another card", run(f"{CONVERT} --license mit --create_pr true", folder, hub))
