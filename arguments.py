@@ -445,6 +445,12 @@ class EvaluationArguments:
     """Source whose validation loss says which checkpoint is the best (RUN/best, and what --keep_checkpoints keeps); all
     is the whole validation split.
     """
+    sample_prompts: str | None = None
+    """File of prompts (.txt with one on each line, or .jsonl with a text "prompt" or the "messages" of a chat) that the
+    model continues at each evaluation, by the most likely tokens: RUN/samples.jsonl, TensorBoard, W&B.
+    """
+    sample_tokens: RowLength = 64
+    """Largest number of new tokens for each of --sample_prompts; each takes one forward pass."""
     early_stopping: str | None = None
     """Source, or all, such as es or es:5: end the run after 5 evaluations (default: 3) in which its validation loss is
     not lower than before.

@@ -18,8 +18,9 @@ class StepPhase(IntEnum):
     SYNC = 4
     COMPLETING = 5
     VALIDATION = 6
-    SAVING = 7
-    ENDING = 8
+    SAMPLING = 7
+    SAVING = 8
+    ENDING = 9
 
 
 _TEXTS = {
@@ -30,9 +31,11 @@ _TEXTS = {
     StepPhase.SYNC: "synchronizing after the step",
     StepPhase.COMPLETING: "completing a checkpoint",
     StepPhase.VALIDATION: "validation batch {}",
+    StepPhase.SAMPLING: "token {} of the samples",
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
+_SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
 _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
 
@@ -77,7 +80,7 @@ class Heartbeat:
         """
         step = self.position.step if step is None else step
         self._first_step = self._first_step or step
-        may_compile = step == self._first_step or (phase == StepPhase.VALIDATION and index == 0)
+        may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)
         now = time.monotonic()
         if self.position.phase == StepPhase.COMPUTING:
             self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)

@@ -30,6 +30,7 @@ from fabric_train.preflight.automatic import resolve_automatic
 from fabric_train.preflight.deciding_sources import check_deciding_sources
 from fabric_train.preflight.phases import GivenPhase, plan_phases, read_phases
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
+from fabric_train.preflight.sample_prompts import open_sample_prompts
 from fabric_train.preflight.step_plan import plan_steps, rows_per_window
 from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
@@ -98,6 +99,7 @@ def prepare(
         versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
         notes=(*plan.notes, *([xla.NOTE] if device_plan.parallelism == "xla" else [])),
         early_stopping=check_deciding_sources(arguments.evaluation, data),
+        sample_prompts=open_sample_prompts(arguments, data, model, checkpoint),
     )
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"

@@ -39,6 +39,7 @@ from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.progress_line import ProgressLine
 from fabric_train.training.run_log import note, progress
+from fabric_train.training.samples import SampleFile, generate_samples
 from fabric_train.training.worst_documents import WorstDocuments
 
 Validate = Callable[[], checkpoints.Evaluation | None]
@@ -116,11 +117,18 @@ def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: He
         run.arguments.data.num_workers,
     )
 
-    def interrupted(batch: int) -> bool:
-        heartbeat.enter(StepPhase.VALIDATION, batch)
+    interrupted = _interrupts(fabric, heartbeat, StepPhase.VALIDATION)
+    return lambda: evaluate(fabric, model, batches, rows.source_names, interrupted=interrupted)
+
+
+def _interrupts(fabric: Fabric, heartbeat: Heartbeat, phase: StepPhase) -> Callable[[int], bool]:
+    """Return a function that enters an index of a phase, and returns whether a signal stops the run there."""
+
+    def interrupted(index: int) -> bool:
+        heartbeat.enter(phase, index)
         return sync_step(fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0
 
-    return lambda: evaluate(fabric, model, batches, rows.source_names, interrupted=interrupted)
+    return interrupted
 
 
 def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs:
@@ -130,8 +138,11 @@ def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs
         return Outputs([], given.log_model)
     logged = state.step - (bool(state.unlogged) or state.step == 0)  # step 0 is logged by a run that starts there
     config, sources = flatten(run.arguments), run.logged_sources
-    loggers = open_loggers(given.loggers, run.folder, logged, given.project, given.entity, config, sources)
-    return Outputs([*loggers, ProgressLine(state.step, run.plan.num_steps, console)], given.log_model)
+    samples = SampleFile(run.folder / "samples.jsonl", logged)
+    loggers = open_loggers(
+        given.loggers, run.folder, logged, given.project, given.entity, config, sources, samples.past
+    )
+    return Outputs([*loggers, ProgressLine(state.step, run.plan.num_steps, console)], given.log_model, samples)
 
 
 def build_loop_parts(
@@ -177,7 +188,26 @@ def build_loop_parts(
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
         source_names=run.logged_sources,
         early_stopping=run.early_stopping,
+        sample=_sampling(fabric, model, run, heartbeat, outputs) if validate else None,
     )
+
+
+def _sampling(
+    fabric: Fabric, model: Any, run: PreparedRun, heartbeat: Heartbeat, outputs: Outputs
+) -> Callable[[int], bool] | None:
+    """Return a function that logs the samples of a step; it returns False after a signal. None without prompts."""
+    prompts = run.sample_prompts
+    if prompts is None:
+        return None
+    interrupted = _interrupts(fabric, heartbeat, StepPhase.SAMPLING)
+
+    def sample(step: int) -> bool:
+        samples = generate_samples(fabric, model, prompts, step, interrupted)
+        if samples is not None:
+            outputs.log_samples(samples)
+        return samples is not None
+
+    return sample
 
 
 def _guard(fabric: Fabric, data: TrainingData, warn: Callable[[str], None]) -> StepGuard:

@@ -12,11 +12,13 @@ import struct
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
+from fabric_train.training.samples import Sample, SampleFile
 
 
 class TensorBoardLogger:
@@ -36,6 +38,12 @@ class TensorBoardLogger:
         """Write every measured value as a scalar."""
         for name, value in measured(metrics).items():
             self._writer.add_scalar(name, value, metrics.step)
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Write every sample as a text."""
+        for number, sample in enumerate(samples, 1):
+            as_code = indent(f"{sample.prompt}▸{sample.text}", "    ", lambda _: True)  # not read as Markdown
+            self._writer.add_text(f"samples/{number}", as_code, sample.step)
 
     def flush(self) -> None:
         """Wait until the events are in their file."""
@@ -84,9 +92,15 @@ class WandbLogger:
     """
 
     def __init__(
-        self, folder: Path, project: str, entity: str | None, config: dict[str, Any], past: Sequence[Metrics]
+        self,
+        folder: Path,
+        project: str,
+        entity: str | None,
+        config: dict[str, Any],
+        past: Sequence[Metrics],
+        past_samples: Sequence[Sample] = (),
     ) -> None:
-        """``past`` are the metrics of the run so far."""
+        """``past`` are the metrics of the run so far, ``past_samples`` its samples."""
         import wandb  # a slow import, needed only here
 
         self._told = folder / "wandb" / "told_up_to"
@@ -110,12 +124,20 @@ class WandbLogger:
         self._last_step = past[-1].step if past else -1
         for metrics in past:
             if metrics.step >= self._run.starting_step:  # 0 offline, otherwise the first step that the server lacks
+                self.log_samples([sample for sample in past_samples if sample.step == metrics.step])
                 self.log(metrics)
 
     def log(self, metrics: Metrics) -> None:
         """Log every measured value at its step."""
         self._run.log(measured(metrics), step=metrics.step)
         self._last_step = metrics.step
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Log the samples of a step, whose metrics follow, as a table."""
+        if samples:
+            rows = [[sample.prompt, sample.text] for sample in samples]
+            table = self._wandb.Table(columns=["prompt", "text"], data=rows)
+            self._run.log({"samples": table}, step=samples[0].step)
 
     def flush(self) -> None:
         """Do nothing: a resumed run logs again what W&B lost."""
@@ -136,15 +158,27 @@ class WandbLogger:
 
 
 class Outputs:
-    """All loggers of a run. ``log_model`` says which checkpoints are uploaded to W&B: "all", "last" or "none"."""
+    """All loggers of a run.
 
-    def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
-        self._loggers, self._log_model = loggers, log_model
+    ``log_model`` says which checkpoints are uploaded to W&B: "all", "last" or "none". ``samples`` is the file of the
+    samples; None writes none.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], log_model: str, samples: SampleFile | None = None) -> None:
+        self._loggers, self._log_model, self._samples = loggers, log_model, samples
 
     def log(self, metrics: Metrics) -> None:
         """Log one step to all."""
         for logger in self._loggers:
             logger.log(metrics)
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Log the samples of a step, before its metrics."""
+        if self._samples:
+            self._samples.log(samples)
+        for logger in self._loggers:
+            if isinstance(logger, TensorBoardLogger | WandbLogger):
+                logger.log_samples(samples)
 
     def flush(self) -> None:
         """Flush all."""
@@ -177,7 +211,8 @@ def complete_wandb(folder: Path, last_step: int, project: str, entity: str | Non
     told = folder / "wandb" / "told_up_to"
     past = read_metrics(folder / "metrics.csv", last_step)
     if past and (not told.is_file() or told.read_bytes().strip() != str(past[-1].step).encode()):
-        WandbLogger(folder, project, entity, config, past).close()
+        samples = SampleFile(folder / "samples.jsonl", last_step).past
+        WandbLogger(folder, project, entity, config, past, samples).close()
 
 
 def open_loggers(
@@ -188,10 +223,11 @@ def open_loggers(
     entity: str | None,
     config: dict[str, Any],
     source_names: Sequence[str] = (),
+    past_samples: Sequence[Sample] = (),
 ) -> list[Logger]:
     """Open metrics.csv and the named loggers, to continue after ``last_step``; -1 is before step 0.
 
-    ``source_names`` are the sources whose losses are logged.
+    ``source_names`` are the sources whose losses are logged, ``past_samples`` the samples up to ``last_step``.
 
     Raises:
         InputError: Weights & Biases refuses the run, or a file in its folder is damaged.
@@ -204,7 +240,8 @@ def open_loggers(
         import wandb
 
         try:
-            loggers.append(WandbLogger(folder, project, entity, config, read_metrics(table, last_step)))
+            past = read_metrics(table, last_step)
+            loggers.append(WandbLogger(folder, project, entity, config, past, past_samples))
         except wandb.Error as error:
             raise InputError(f"--loggers wandb: {error}; WANDB_MODE=offline logs without it") from error
     return loggers

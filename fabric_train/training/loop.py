@@ -51,7 +51,8 @@ class LoopParts:
     validation rows; it returns None if a signal interrupts it. ``log`` and ``warn`` show the user metrics and a line.
     ``flush`` waits until all logged metrics are written. ``flops`` is the cost of tokens, ``peak_flops`` the FLOP/s of
     all devices together, None if unknown. ``source_names`` are the sources that the run's losses are told apart by,
-    none if there are fewer than two. ``early_stopping`` is None without it.
+    none if there are fewer than two. ``early_stopping`` is None without it. ``sample`` generates and logs the samples
+    of a step that was evaluated; it returns False if a signal interrupts it, and is None without prompts.
     """
 
     fabric: Fabric
@@ -72,6 +73,7 @@ class LoopParts:
     peak_flops: float | None
     source_names: tuple[str, ...] = ()
     early_stopping: EarlyStopping | None = None
+    sample: Callable[[int], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -367,10 +369,10 @@ def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, e
 
     If a signal interrupts the evaluation, return a state with the unlogged metrics: a resumed run does both.
     """
-    evaluation = parts.evaluate() if evaluates and parts.evaluate else None
-    if evaluates and parts.evaluate and evaluation is None:
-        return replace(state, unlogged=columns_of(metrics))
-    if evaluation:
+    if evaluates and parts.evaluate:
+        evaluation = parts.evaluate()
+        if evaluation is None or (parts.sample and not parts.sample(state.step)):
+            return replace(state, unlogged=columns_of(metrics))
         evaluation = replace(evaluation, step=state.step)
         first = state.first_evaluation or evaluation
         progress = parts.early_stopping.after(state.progress, evaluation) if parts.early_stopping else None

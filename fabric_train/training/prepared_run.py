@@ -13,6 +13,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
 from fabric_train.training.early_stopping import EarlyStopping
+from fabric_train.training.samples import SamplePrompts
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -132,6 +133,7 @@ class PreparedRun:
     versions: dict[str, str]
     notes: tuple[str, ...]
     early_stopping: EarlyStopping | None = None
+    sample_prompts: SamplePrompts | None = None
 
     @property
     def ends_early(self) -> bool:
