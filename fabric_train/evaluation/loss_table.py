@@ -76,11 +76,10 @@ def write_evaluation(folder: Path, models: Sequence[str], results: Results) -> N
 
 
 def _figures(found: ModelLoss, first: str) -> dict[str, Any]:
-    num_bytes = found.total.num_bytes
     figures: dict[str, Any] = {
         **found.total.figures(),
         "tokens": found.total.num_tokens,
-        "bytes": num_bytes if num_bytes is None or num_bytes % 1 else int(num_bytes),
+        "bytes": _bytes(found.total.num_bytes),
         "documents": found.num_documents,
     }
     if found.loss:
@@ -97,6 +96,11 @@ def _figures(found: ModelLoss, first: str) -> dict[str, Any]:
             "excludes_0": difference.excludes_0,
         }
     return figures
+
+
+def _bytes(number: float | None) -> float | None:
+    """Return bytes as an integer, except those of tokens of which only a part is predicted."""
+    return int(number) if number is not None and number.is_integer() else number
 
 
 def write_documents(
@@ -117,7 +121,7 @@ def write_documents(
                     "source": text.source_names[text.sources[number]],
                     "document": text.place(number),
                     "tokens": tokens[number],
-                    "bytes": None if np.isnan(num_bytes) else num_bytes,
+                    "bytes": _bytes(None if np.isnan(num_bytes) else num_bytes),
                     "nats": nats[number],
                 }
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.evaluation import encoded_text
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.encoded_text import cut_windows
 from fabric_train.training.evaluation import evaluate
@@ -160,6 +161,20 @@ def test_finished_parts_are_not_computed_again(
     ]
     altered.write_bytes(b"cut off")
     assert evaluated(tmp_path, "--models", tiny_model_dir, *words) == before
+
+
+def test_parts_join_to_the_whole(
+    tmp_path: Path, run: Path, tiny_tokens_dir: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--models", run, "--texts", *texts, f"tokens={tiny_tokens_dir}", "--max_length", 64)
+    whole = evaluated(tmp_path / "whole", *words)
+    monkeypatch.setattr(encoded_text, "_PART_TOKENS", 200)
+    parts = evaluated(tmp_path / "parts", *words, "--batch_tokens", 100)
+    assert len(list((tmp_path / "parts" / "token_losses").iterdir())) > 10
+    for source, of_whole in whole[str(run)].items():
+        of_parts = parts[str(run)][source]
+        assert of_parts["loss"] == pytest.approx(of_whole["loss"], abs=1e-6)
+        assert (of_parts["tokens"], of_parts["bytes"]) == (of_whole["tokens"], of_whole["bytes"])
 
 
 def refusal(tmp_path: Path, *words: object) -> str:
