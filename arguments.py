@@ -885,7 +885,8 @@ class EvaluateArguments:
 
     models: list[str] | None = None
     """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
-    folder or a hub name. The others are compared with the first one. With --watch, they are evaluated too, once.
+    folder, one with an adapter of peft, or a hub name. The others are compared with the first one. With --watch, they
+    are evaluated too, once.
     """
     output_dir: str | None = None
     """Folder for the results and for finished parts: with the same folder, a stopped evaluation goes on, and a further

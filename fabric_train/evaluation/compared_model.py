@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from fabric_train.checkpoint import describe_choice, find_checkpoint, is_short_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.inference.adapter import is_adapter, read_base_name
 from fabric_train.model.hf_model import check_readable, read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
@@ -43,13 +44,15 @@ class ComparedModel:
 
 
 def find_model(name: str) -> ComparedModel:
-    """Find a model: a checkpoint or a run (see ``find_checkpoint``), a Hugging Face folder or a hub name.
+    """Find a model: a checkpoint or a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name.
 
     Raises:
         InputError: there is none, or its configuration or tokenizer is damaged.
     """
     folder = Path(name)
-    source, is_checkpoint = name, False
+    if is_adapter(folder):
+        return _with_adapter(find_model(read_base_name(folder)), name)
+    source = name
     if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
         checkpoint = find_checkpoint(folder)
         if note := describe_choice(folder, checkpoint):
@@ -73,6 +76,16 @@ def find_model(name: str) -> ComparedModel:
         shape.max_positions,
         shape.vocab_size,
     )
+
+
+def _with_adapter(base: ComparedModel, name: str) -> ComparedModel:
+    """Return the model of an adapter; a tokenizer beside it replaces that of the base model."""
+    folder = Path(name)
+    has_own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = load_hf_tokenizer(folder) if has_own else base.tokenizer
+    identity = f"{identity_of(folder)}\n{base.identity}"
+    own = replace(base, name=name, source=name, checkpoint=False, identity=identity)
+    return replace(own, tokenizer=tokenizer, tokenizer_id=_tokenizer_id(tokenizer))
 
 
 def check_tokenizer(model: ComparedModel, dataset: TokenDataset) -> None:

@@ -92,12 +92,13 @@ def score_texts(
 def load_to_score(model: ComparedModel) -> Any:
     """Load a model so that its logits are fp32: all in fp32 on a CPU; on a GPU the layers are in bfloat16.
 
-    Logits of a head that cannot be replaced (``compute_loss_in_head``) are then those of a bfloat16 head.
+    The head of a model that is spread over devices, or that ``compute_loss_in_head`` leaves alone, stays as it is.
     """
     loaded, _ = load_for_inference(model.source)
     if loaded.device.type == "cpu":
         loaded = loaded.float()
-    if compute_loss_in_head(loaded):
+    is_spread = hasattr(loaded, "hf_device_map")  # there, accelerate moves the head's input in its forward
+    if not is_spread and compute_loss_in_head(loaded):
         loaded.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
     return loaded
 

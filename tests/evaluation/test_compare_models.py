@@ -19,6 +19,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation import encoded_text
 from fabric_train.evaluation.compare_models import compare_models
+from fabric_train.evaluation.compared_model import find_model
 from fabric_train.evaluation.encoded_text import cut_windows
 from fabric_train.training.evaluation import evaluate
 from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full
@@ -86,11 +87,11 @@ def test_windows_predict_each_token_once_with_the_overlap(num_tokens: int, lengt
 
 @pytest.mark.parametrize("overlap", [1, 5])
 def test_the_loss_is_that_of_a_plain_formula(tmp_path: Path, tiny_model_dir: Path, overlap: int) -> None:
-    places = f"es={write_jsonl(tmp_path / 'es.jsonl', ES[4:7])}"
+    places = f"es={write_jsonl(tmp_path / 'es.jsonl', ES[1:3])}"
     words = ("--models", tiny_model_dir, "--texts", places, "--max_length", 16, "--overlap", overlap)
     found = evaluated(tmp_path / "out", *words, "--batch_tokens", 40)[str(tiny_model_dir)]["es"]
-    nats = [plain_nats(tiny_model_dir, text, 16, overlap) for text in ES[4:7]]
-    total, num_bytes = sum(map(sum, nats)), sum(len(text.encode()) for text in ES[4:7])
+    nats = [plain_nats(tiny_model_dir, text, 16, overlap) for text in ES[1:3]]
+    total, num_bytes = sum(map(sum, nats)), sum(len(text.encode()) for text in ES[1:3])
     assert found["tokens"] == sum(map(len, nats))
     assert found["bytes"] == num_bytes
     assert found["loss"] == pytest.approx(total / found["tokens"], abs=1e-5)
@@ -98,6 +99,7 @@ def test_the_loss_is_that_of_a_plain_formula(tmp_path: Path, tiny_model_dir: Pat
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, abs=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "out" / "documents.jsonl").read_text().splitlines()]
     assert [line["nats"] for line in lines] == pytest.approx(list(map(sum, nats)), rel=1e-5)
+    assert found["tokens"] > 4 * 16
     assert lines[1]["document"].endswith("es.jsonl, line 2")
 
 
@@ -175,6 +177,19 @@ def test_parts_join_to_the_whole(
         of_parts = parts[str(run)][source]
         assert of_parts["loss"] == pytest.approx(of_whole["loss"], abs=1e-6)
         assert (of_parts["tokens"], of_parts["bytes"]) == (of_whole["tokens"], of_whole["bytes"])
+
+
+def test_an_adapter_has_the_texts_of_its_base_model_and_an_identity_of_its_own(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = json.dumps({"base_model_name_or_path": str(tiny_model_dir)})
+    (tmp_path / "adapter_config.json").write_text(config)
+    base, adapted = find_model(str(tiny_model_dir)), find_model(str(tmp_path))
+    assert (adapted.name, adapted.source) == (str(tmp_path), str(tmp_path))
+    assert (adapted.tokenizer_id, adapted.vocab_size) == (base.tokenizer_id, base.vocab_size)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    identities = {base.identity, adapted.identity, find_model(str(tmp_path)).identity}
+    assert len(identities) == 3
 
 
 def refusal(tmp_path: Path, *words: object) -> str:
