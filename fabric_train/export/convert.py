@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_state
 from fabric_train.export.card_mark import write_card
 from fabric_train.export.model_card import CardFacts
+from fabric_train.export.published_names import published
 from fabric_train.export.source import ExportSource
 from fabric_train.export.transformers_4 import add_former_names
 from fabric_train.export.verification import verify_in_fresh_process
@@ -20,6 +21,7 @@ from fabric_train.files.safe_paths import copy_folder
 from fabric_train.model.generation_config import write_generation_config
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.tokenization.manifest import read_manifest
 
@@ -56,7 +58,8 @@ def convert(
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
     """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
     checkpoint = source.checkpoint
-    write_weights(source.open_tensors(), folder, dtype, max_shard_size, f"writing {checkpoint.name}")
+    tensors = published(build_on_meta(read_shape(str(checkpoint)), dtype), source.open_tensors())
+    write_weights(tensors, folder, dtype, max_shard_size, f"writing {checkpoint.name}")
     _write_configurations(checkpoint, folder, dtype)
     if (checkpoint / "tokenizer").is_dir():
         # copied, not loaded and saved: so the chat template and all settings keep their values

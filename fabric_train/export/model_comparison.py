@@ -21,6 +21,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.distributed.resources import available_memory
 from fabric_train.export.file_comparison import TEXT, compare_configurations, compare_index, compare_tokenizers
 from fabric_train.export.layered_forward import LayeredOutput, layered_forward
+from fabric_train.export.published_names import published
 from fabric_train.export.source import ExportSource
 from fabric_train.export.verification_report import Method, OutputReport, TensorReport, VerificationReport, find_faults
 from fabric_train.export.weight_writer import blocks
@@ -31,19 +32,23 @@ from fabric_train.model.hf_model import (
     quiet_transformers,
     read_shape,
 )
-from fabric_train.model.load_weights import MetaModel, open_in_parts, open_tensors
+from fabric_train.model.load_weights import MetaModel, build_on_meta, open_in_parts, open_tensors
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, open_weights
 
 
 @dataclass(frozen=True)
 class _Sides:
-    """An export and its checkpoint, both opened, and the ids [1, T] that both models get."""
+    """An export and its checkpoint, both opened, and the ids [1, T] that both models get.
+
+    ``stored`` has the names of weights in memory, ``published`` those in which the same tensors are exported.
+    """
 
     folder: Path
     source: ExportSource
     dtype: torch.dtype
     files: CheckpointTensors
     stored: StoredTensors
+    published: StoredTensors
     exported_shape: ModelShape
     shape: ModelShape
     input_ids: torch.Tensor
@@ -76,16 +81,17 @@ def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> Verificat
 
 
 def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
-    shape = read_shape(str(source.checkpoint))
+    shape, stored = read_shape(str(source.checkpoint)), source.open_reference()
     return _Sides(
         folder=folder,
         source=source,
         dtype=dtype,
         files=open_weights(folder),
-        stored=source.open_reference(),
+        stored=stored,
+        published=published(build_on_meta(shape, dtype), stored),
         exported_shape=read_shape(str(folder)),
         shape=shape,
-        input_ids=_fixed_input(folder, shape.vocab_size),
+        input_ids=_fixed_input(folder, shape),
     )
 
 
@@ -114,7 +120,7 @@ def _compare(sides: _Sides) -> VerificationReport:
 def _compare_tensors(sides: _Sides) -> TensorReport:
     """Compare the tensors in the files with the stored tensors cast to the dtype, block by block."""
     names = set(sides.files)
-    common = [name for name in sides.stored if name in names]
+    common = [name for name in sides.published if name in names]
     different, max_difference = [], 0.0
     for name in track(common, "comparing tensors", console=Console(stderr=True)):
         difference = _tensor_difference(sides, name)
@@ -124,8 +130,8 @@ def _compare_tensors(sides: _Sides) -> TensorReport:
     return TensorReport(
         compared=len(common),
         parameters=sum(math.prod(sides.files.shape(name)) for name in common),
-        missing=[name for name in sides.stored if name not in names],
-        unexpected=[name for name in sides.files if name not in {*sides.stored}],
+        missing=[name for name in sides.published if name not in names],
+        unexpected=[name for name in sides.files if name not in {*sides.published}],
         different=different,
         max_difference=max_difference,
     )
@@ -133,11 +139,11 @@ def _compare_tensors(sides: _Sides) -> TensorReport:
 
 def _tensor_difference(sides: _Sides, name: str) -> float | None:
     """Return the largest difference of a tensor that is not equal in every bit, infinite for another shape; or None."""
-    shape = sides.stored.shape(name)
+    shape = sides.published.shape(name)
     if sides.files.shape(name) != shape:
         return math.inf
     is_equal, largest = sides.files.dtype(name) == sides.dtype, 0.0
-    for wanted, found in zip(blocks(sides.stored, name, shape), blocks(sides.files, name, shape), strict=True):
+    for wanted, found in zip(blocks(sides.published, name, shape), blocks(sides.files, name, shape), strict=True):
         cast = wanted.to(sides.dtype)
         if not same_bits(cast, found):
             is_equal, largest = False, max(largest, (cast.double() - found.double()).abs().max().item())
@@ -167,6 +173,9 @@ def _compare_whole(sides: _Sides) -> _Outputs:
     model, loading = loaded
     state = model.state_dict()
     wrong = [name for name in sides.files if name in state and not same_bits(state[name], sides.files.read(name))]
+    for name in set(sides.stored) - set(sides.files):  # they have other names in the files
+        if not same_bits(state[name], sides.stored.read(name).to(sides.dtype)):
+            wrong.append(name)
     wrong += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
     return _Outputs("whole model", [], _difference(expected, _logits(model, sides.input_ids)), wrong)
 
@@ -215,13 +224,17 @@ def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _fixed_input(folder: Path, vocab_size: int) -> torch.Tensor:
-    """Return the ids [1, T] of the fixed text, or 64 fixed ids if the export has no tokenizer."""
-    if not (folder / "tokenizer_config.json").is_file():
-        return (torch.arange(64) * 7919 % vocab_size).unsqueeze(0)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    ids: torch.Tensor = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    return ids
+def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
+    """Return the ids [1, T] of the fixed text, or 64 fixed ids if the export has no tokenizer.
+
+    A model with few positions gets the first of them.
+    """
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        ids: torch.Tensor = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    else:
+        ids = (torch.arange(64) * 7919 % shape.vocab_size).unsqueeze(0)
+    return ids[:, : shape.max_positions]
 
 
 def _name(dtype: torch.dtype) -> str:
