@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from lightning import Fabric
 
 from fabric_train.checkpoint import CheckpointManager, TrainerState
@@ -23,13 +23,7 @@ from fabric_train.training.run_log import log, progress, warn
 class NoCheckpoints(CheckpointManager):
     """Checkpoints of a run that only repeats steps: none is written."""
 
-    def save(
-        self,
-        state: TrainerState,
-        cursors: np.ndarray | Path | None = None,
-        waits: bool = False,
-        interim: bool = False,
-    ) -> Path:
+    def save(self, state: TrainerState, *_: Any, **__: Any) -> Path:
         """Return the path that the checkpoint would have."""
         return self.path(state)
 
