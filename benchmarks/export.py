@@ -42,13 +42,15 @@ class ExportSummary:
         weight_bytes: the size of the weights.
         method: how the verification ran the models.
         speed: bytes per second of our writing over those of the copy, by the kind of checkpoint.
-        steps: every step.
+        steps: every step that did not fail.
+        left_out: why a step is missing, such as too little memory for ``from_pretrained``.
     """
 
     weight_bytes: int
     method: str
     speed: dict[str, float]
     steps: dict[str, ExportRun]
+    left_out: dict[str, str]
 
 
 def measure(work: Path) -> Report:
@@ -58,9 +60,11 @@ def measure(work: Path) -> Report:
         work: folder for the files, relative to the project's root.
 
     Raises:
-        ChildProcessError: a step failed, or the disk is too small.
+        ChildProcessError: our writing failed, or the disk is too small.
     """
+    left_out: dict[str, str] = {}
     runs: dict[str, list[ExportRun]] = {}
+    method = "unknown"
     commands: dict[str, Command] = {}
     for kind, steps in _KINDS.items():
         print(f"export: writing a {kind} checkpoint", flush=True)
@@ -73,12 +77,17 @@ def measure(work: Path) -> Report:
             print(f"export: {name}", flush=True)
             target = work / "target"
             commands[name] = (words := command(step, checkpoint, target))
-            runs[name] = [_measured(run(words))]
-            print(f"  {runs[name][0]}", flush=True)
-            if step == "verification":
+            try:
+                runs[name] = [_measured(run(words))]
+            except ChildProcessError as error:
+                if step == "ours":
+                    raise
+                left_out[name] = str(error)
+            print(f"  {left_out.get(name) or runs[name][0]}", flush=True)
+            if step == "verification" and name in runs:
                 method = json.loads((ROOT / target / "verification.json").read_text())["method"]
             if step != "ours":  # which is verified next
-                shutil.rmtree(ROOT / target)
+                shutil.rmtree(ROOT / target, ignore_errors=True)
         shutil.rmtree(ROOT / checkpoint)
     settings = {
         "model": f"the shape of Llama-3 8B, {LLAMA_8B.num_hidden_layers} layers, random weights",
@@ -86,7 +95,7 @@ def measure(work: Path) -> Report:
         "sharded": f"one file for each of {NUM_SHARDS} ranks",
         "max_shard_size": MAX_SHARD_SIZE,
     }
-    return Report("export", settings, commands, runs, summarize(runs, weight_bytes, method))
+    return Report("export", settings, commands, runs, summarize(runs, weight_bytes, method, left_out))
 
 
 def command(step: str, checkpoint: Path, target: Path) -> Command:
@@ -96,11 +105,17 @@ def command(step: str, checkpoint: Path, target: Path) -> Command:
     return Command(("python", "-m", "benchmarks.peers.export_step", step, str(checkpoint), str(target)))
 
 
-def summarize(runs: Mapping[str, list[ExportRun]], weight_bytes: int, method: str) -> ExportSummary:
+def summarize(
+    runs: Mapping[str, list[ExportRun]], weight_bytes: int, method: str, left_out: dict[str, str]
+) -> ExportSummary:
     """Return the steps and how fast our writing is, compared with the copy of the same run."""
     steps = {name: of_step[0] for name, of_step in runs.items()}
-    speed = {kind: steps[f"{kind}, copy"].seconds / steps[f"{kind}, ours"].seconds for kind in _KINDS}
-    return ExportSummary(weight_bytes, method, speed, steps)
+    speed = {
+        kind: steps[f"{kind}, copy"].seconds / steps[f"{kind}, ours"].seconds
+        for kind in _KINDS
+        if f"{kind}, copy" in steps
+    }
+    return ExportSummary(weight_bytes, method, speed, steps, left_out)
 
 
 def table(report: Report) -> Table:
@@ -117,6 +132,8 @@ def table(report: Report) -> Table:
         anonymous = f"{step.peak_anonymous_bytes / 1e9:.2f}" if step.peak_anonymous_bytes else "unknown"
         speed = f"{summary.weight_bytes / 1e6 / step.seconds:,.0f}"
         shown.add_row(name, f"{step.seconds:.0f}", speed, f"{step.peak_rss_bytes / 1e9:.2f}", anonymous)
+    for name, reason in summary.left_out.items():
+        shown.add_row(name, f"left out: {reason}")
     return shown
 
 

@@ -195,7 +195,7 @@ def test_export_table_has_the_speed_over_that_of_a_copy() -> None:
     seconds = {"full, copy": 10.0, "full, ours": 16.0, "full, verification": 40.0, "full, transformers": 20.0}
     seconds |= {"sharded, copy": 10.0, "sharded, ours": 20.0, "sharded, verification": 40.0}
     runs = {name: [export.ExportRun(taken, 2_000_000_000, 500_000_000)] for name, taken in seconds.items()}
-    summary = export.summarize(runs, 16_000_000_000, "layer by layer")
+    summary = export.summarize(runs, 16_000_000_000, "layer by layer", {})
     assert summary.speed == {"full": 0.625, "sharded": 0.5}
     console = Console(width=200)
     with console.capture() as captured:
