@@ -132,8 +132,7 @@ def table(report: Report) -> Table:
         anonymous = f"{step.peak_anonymous_bytes / 1e9:.2f}" if step.peak_anonymous_bytes else "unknown"
         speed = f"{summary.weight_bytes / 1e6 / step.seconds:,.0f}"
         shown.add_row(name, f"{step.seconds:.0f}", speed, f"{step.peak_rss_bytes / 1e9:.2f}", anonymous)
-    for name, reason in summary.left_out.items():
-        shown.add_row(name, f"left out: {reason}")
+    shown.caption = "\n".join(f"{name} left out: {reason}" for name, reason in summary.left_out.items())
     return shown
 
 

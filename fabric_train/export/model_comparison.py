@@ -206,7 +206,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; unlike ``torch.equal``, a NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # by numpy, which compares bytes eight times as fast as torch.equal
+    # by numpy, because torch.equal compares one byte after the other
     first, second = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in (one, other))
     return np.array_equal(first, second)
 
