@@ -108,10 +108,12 @@ def push(folder: Path, request: PushRequest, message: str, content: Path | None 
 
 
 def page_of(request: PushRequest) -> str:
-    """Return the address of a repository, or of its branch."""
+    """Return the address of a repository, or of its branch or pull request."""
     prefix = "" if request.repo_type == "model" else f"{request.repo_type}s/"
-    tree = f"/tree/{request.revision}" if request.revision else ""
-    return f"{constants.ENDPOINT}/{prefix}{request.repository}{tree}"
+    page = f"{constants.ENDPOINT}/{prefix}{request.repository}"
+    if request.revision and request.revision.startswith("refs/pr/"):
+        return f"{page}/discussions/{request.revision.removeprefix('refs/pr/')}"
+    return f"{page}/tree/{request.revision}" if request.revision else page
 
 
 def reason_of(error: BaseException) -> str:

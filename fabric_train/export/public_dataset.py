@@ -39,7 +39,10 @@ def public_copy(
 
 
 def public_manifest(manifest: Manifest) -> Manifest:
-    """Return a manifest in which paths and URLs are their last parts; two sources never get the same name."""
+    """Return a manifest in which paths and URLs are their last parts; two sources never get the same name.
+
+    Files keep their paths within their source. ``manifest`` is not of a merge, which no program pushes.
+    """
     names = PublicNames(manifest)
     splits = {
         name: replace(split, sources={names[source]: sums for source, sums in split.sources.items()})
@@ -51,10 +54,6 @@ def public_manifest(manifest: Manifest) -> Manifest:
         sources=tuple(_public_source(source, names) for source in manifest.sources),
         tokenizer=replace(manifest.tokenizer, name=public_value(manifest.tokenizer.name)),
         settings=_public_settings(manifest.settings),
-        parts=tuple(
-            replace(part, name=last_part(part.name), settings=_public_settings(part.settings))
-            for part in manifest.parts
-        ),
     )
 
 

@@ -87,7 +87,7 @@ def test_a_pull_request_is_opened_and_continued_by_its_revision(hub: StandInHub,
     (folder / "config.json").write_text("{ }")
     further = PushRequest("other/model", "model", revision="refs/pr/1")
     check_push(further)
-    push(folder, further, "message")
+    assert push(folder, further, "message") == f"{hub.address}/other/model/discussions/1"
     repository = hub.repositories["models/other/model"]
     assert repository.files("refs/pr/1") == content(folder)
     assert repository.files() == {}
