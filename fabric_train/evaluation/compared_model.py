@@ -50,9 +50,15 @@ def find_model(name: str) -> ComparedModel:
         InputError: there is none, or its configuration or tokenizer is damaged.
     """
     folder = Path(name)
-    if is_adapter(folder):
-        return _with_adapter(find_model(read_base_name(folder)), name)
-    source = name
+    try:
+        return _with_adapter(find_model(read_base_name(folder)), name) if is_adapter(folder) else _find_whole(name)
+    except InputError as error:
+        raise InputError(*(fault.replace("--model_name", "--models") for fault in error.faults)) from None
+
+
+def _find_whole(name: str) -> ComparedModel:
+    """Find a model that is not an adapter."""
+    folder, source = Path(name), name
     if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
         checkpoint = find_checkpoint(folder)
         if note := describe_choice(folder, checkpoint):

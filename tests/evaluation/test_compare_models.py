@@ -207,7 +207,8 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
         tmp_path, *models, "--texts", write_jsonl(tmp_path / "long.jsonl", [" a" * 999])
     )
     assert "--texts is required" in refusal(tmp_path, *models)
-    assert "no such folder" in refusal(tmp_path, "--models", tmp_path / "none", "--texts", *texts)
+    missing = tmp_path / "none"
+    assert refusal(tmp_path, "--models", missing, "--texts", *texts) == f"--models {missing}: no such folder"
     assert "no such file" in refusal(tmp_path, *models, "--texts", "es=./none.jsonl")
     tiny.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}]}) + "\n")
     assert "chats or instructions" in refusal(tmp_path, *models, "--texts", tiny)
