@@ -61,6 +61,8 @@ def _add_to_tokenizer_config(file: Path) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if config.get("chat_template", "") is None:
+        del config["chat_template"]  # llama.cpp's converter would take it, and not chat_template.jinja
     _write_json(file, config)
 
 
