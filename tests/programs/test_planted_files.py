@@ -264,10 +264,11 @@ def test_an_export_of_forged_values_is_refused_in_one_line(place: Path, start: S
 
 def test_a_diverged_run_is_exported_with_its_loss(place: Path, start: Start) -> None:
     checkpoint = place / "run" / "checkpoints" / "step-00000004"
-    forge(checkpoint, lambda content: content.update(val_loss=1234.5))
+    whole = {"nats": 1235.0, "num_tokens": 1}
+    forge(checkpoint, lambda content: content.update(evaluation={"whole": whole, "step": 4}, first_evaluation=None))
     run = start("convert", "--checkpoint run/latest --output_dir out", before=VERIFY_IN_PROCESS)
     assert run.codes() == [0], run.report()
-    assert "Validation loss 1234.5000 nats per token" in (place / "out" / "README.md").read_text()
+    assert "| validation | 1 | 1,235 | inf |" in (place / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
