@@ -41,8 +41,8 @@ test-launchers: $(STAMP) ## run the slow tests of real launchers: fabric run, to
 test-xla: $(STAMP) $(XLA)/installed ## train on XLA's CPU device and compare with the CPU (4 minutes)
 	@$(BIN)/python -m pytest -n 0 -m xla
 
-test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, peft (2 GB of environments)
-	@$(BIN)/python -m pytest -n 0 -m downstream
+test-downstream: $(STAMP) ## use exports in other software: transformers 4, lm_eval, llama.cpp, peft (writes docs/downstream.md)
+	@DOWNSTREAM_TABLE=docs/downstream.md $(BIN)/python -m pytest -n 0 -m downstream
 
 test-cuda-rehearsal: $(STAMP) ## train in every mode on pretended CUDA devices (writes docs/cuda_rehearsal.md), compare plan and counts
 	@CUDA_REHEARSAL_TABLE=docs/cuda_rehearsal.md $(BIN)/python -m pytest -n 0 -m cuda_rehearsal tests/cuda_rehearsal/test_matrix.py tests/cuda_rehearsal/test_step_budgets.py

@@ -1,11 +1,13 @@
 """Environments with packages that only some tests need, installed once into the cache."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 from fabric_train.files.atomic_folder import complete_folder
 from sample_data.real_data import CACHE
@@ -29,7 +31,7 @@ def downstream_environment(name: str) -> Path:
     installs only what that lacks, or has in another version. A change of the pins creates another environment.
     """
     requirements = ROOT / "tests" / "downstream" / "requirements" / f"{name}.txt"
-    digest = hashlib.sha256(requirements.read_bytes() + (ROOT / "requirements.txt").read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     target = CACHE / "downstream" / f"{name}-{digest}-{sys.implementation.cache_tag}"
     if not target.exists():
         with complete_folder(target) as folder:
@@ -40,6 +42,14 @@ def downstream_environment(name: str) -> Path:
             (site_packages / "below.pth").write_text(f"{below}\n", encoding="utf-8")
             _install(folder, "-r", str(requirements))
     return target / "bin" / "python"
+
+
+def run_inside(python: Path | str, program: str, *words: object) -> Any:
+    """Run ``tests/downstream/inside/PROGRAM`` with an environment's Python; return the JSON that it prints last."""
+    command = [str(python), str(ROOT / "tests" / "downstream" / "inside" / program), *map(str, words)]
+    ended = subprocess.run(command, text=True, capture_output=True, timeout=1200, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 def _install(folder: Path, *words: str) -> None:

@@ -1,13 +1,15 @@
-"""Verify exports without a fresh process, whose start takes seconds, where it is not the claim."""
+"""Make exports, and verify them without a fresh process, whose start takes seconds, where it is not the claim."""
 
 import subprocess
 import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from fabric_train.export import verification
+from tests.support.forked_runs import ForkedRuns
 
 VERIFY_IN_PROCESS = "from tests.support import exports; exports.verify_in_this_process().__enter__()"
 """Source that a forked run executes first."""
@@ -16,6 +18,13 @@ VERIFY_IN_PROCESS = "from tests.support import exports; exports.verify_in_this_p
 def verify_in_this_process() -> AbstractContextManager[Any]:
     """Return a context in which exports are verified by calling ``verification.main``."""
     return patch.object(verification, "subprocess", SimpleNamespace(run=_run))
+
+
+def convert_run(runs: ForkedRuns, folder: Path, *words: object) -> Path:
+    """Run ``convert_to_hf.py --output_dir FOLDER WORDS``; return the folder."""
+    given = ["--output_dir", folder, *words]
+    runs.start(given, 1, program="convert_to_hf", before=VERIFY_IN_PROCESS).finish(900)
+    return folder
 
 
 def _run(command: list[str], check: bool) -> "subprocess.CompletedProcess[str]":

@@ -1,0 +1,116 @@
+"""llama.cpp's converter makes a GGUF file of an export, and llama.cpp computes the same from it.
+
+The converter comes with the source distribution of llama-cpp-python, which has llama.cpp in it.
+"""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fabric_train.files.atomic_folder import complete_folder
+from sample_data.real_data import CACHE
+from tests.support.checkpoint_examples import CHAT_TEMPLATE, TOKENIZER_FILES, write_full
+from tests.support.downstream_uses import Checked, Used, assert_same, use_in_llama_cpp, use_in_transformers
+from tests.support.environments import downstream_environment
+from tests.support.exports import convert_run
+from tests.support.forked_runs import ForkedRuns
+
+pytestmark = [pytest.mark.slow, pytest.mark.downstream]
+
+LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+RELEASE = "llama_cpp_python-0.3.36"
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> Path:
+    """Python with llama-cpp-python."""
+    return downstream_environment("llama_cpp")
+
+
+@pytest.fixture(scope="session")
+def converter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program convert_hf_to_gguf.py, with the packages that it needs beside it."""
+    target = CACHE / "downstream" / f"{RELEASE}-converter"
+    if not target.exists():
+        folder = tmp_path_factory.mktemp("llama-cpp")
+        requirement = RELEASE.replace("-", "==")
+        pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
+        subprocess.run([*pip, requirement], check=True)
+        with complete_folder(target) as unpacked, tarfile.open(folder / f"{RELEASE}.tar.gz") as archive:
+            within = f"{RELEASE}/vendor/llama.cpp/"
+            parts = tuple(within + part for part in ("convert_hf_to_gguf.py", "conversion/", "gguf-py/"))
+            archive.extractall(unpacked, [file for file in archive if file.name.startswith(parts)], filter="data")
+    return target / RELEASE / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"
+
+
+def to_gguf(converter: Path, folder: Path, file: Path) -> Path:
+    """Convert a Hugging Face folder to GGUF with fp32 weights."""
+    command = [sys.executable, str(converter), str(folder), "--outtype", "f32", "--outfile", str(file)]
+    ended = subprocess.run(command, text=True, capture_output=True, timeout=1200, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return file
+
+
+@pytest.fixture(scope="module")
+def llama_3(tmp_path_factory: pytest.TempPathFactory, llama3_dir: Path, forked_runs: ForkedRuns) -> Path:
+    """Export in fp32 of a small random Llama-3.1: its tokenizer, scaled positions, a head that is not tied."""
+    folder = tmp_path_factory.mktemp("llama-3-gguf")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA_3))
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder / "base")
+    for name in TOKENIZER_FILES:
+        shutil.copy(llama3_dir / name, folder / "base")
+    checkpoint = write_full(folder / "step-00000001", folder / "base", model.state_dict(), 1)
+    return convert_run(forked_runs, folder / "export", "--checkpoint", checkpoint, "--dtype", "float32")
+
+
+def test_llama_cpp_makes_the_same_of_it(
+    tmp_path: Path, converter: Path, llama_cpp: Path, export: Path, used: Used, checked: Checked
+) -> None:
+    """Ids, logits, greedy text, the chat template, and a reply that ends at the end of the turn."""
+    found = use_in_llama_cpp(llama_cpp, to_gguf(converter, export, tmp_path / "model.gguf"))
+    assert_same(found, used, TOLERANCE)
+    what = f"GGUF in fp32 by its converter: logits within {TOLERANCE:g} of transformers; same text, reply and template"
+    checked("llama.cpp (llama-cpp-python)", found.version, what)
+
+
+def test_llama_cpp_reads_the_tokenizer_and_positions_of_llama_3(
+    tmp_path: Path, converter: Path, llama_cpp: Path, llama_3: Path, checked: Checked
+) -> None:
+    expected = use_in_transformers(sys.executable, llama_3)
+    found = use_in_llama_cpp(llama_cpp, to_gguf(converter, llama_3, tmp_path / "llama-3.gguf"))
+    assert found.ids == expected.ids
+    assert found.ids[0] == LLAMA_3["bos_token_id"]
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert found.template == CHAT_TEMPLATE
+    what = f"GGUF of a small random Llama-3.1, untied: ids, and logits within {TOLERANCE:g} of transformers; template"
+    checked("llama.cpp (llama-cpp-python)", found.version, what)
