@@ -1,6 +1,7 @@
 """Convert a checkpoint to a Hugging Face folder, verified before it gets its final name."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -58,7 +59,11 @@ def convert(
 def write_export(source: ExportSource, folder: Path, dtype: torch.dtype, max_shard_size: str, facts: CardFacts) -> None:
     """Write weights, configurations, tokenizer, licence and model card into ``folder`` without verification."""
     checkpoint = source.checkpoint
-    tensors = published(build_on_meta(read_shape(str(checkpoint)), dtype), source.open_tensors())
+    shape, in_memory = read_shape(str(checkpoint)), source.open_tensors()
+    tensors = published(build_on_meta(shape, dtype), in_memory)
+    if tensors is in_memory:
+        kind = shape.config.model_type
+        print(f"note: {kind}: weights keep transformers' own names; other software may not know them", file=sys.stderr)
     write_weights(tensors, folder, dtype, max_shard_size, f"writing {checkpoint.name}")
     _write_configurations(checkpoint, folder, dtype)
     if (checkpoint / "tokenizer").is_dir():

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,23 +58,9 @@ def prepare(
     folder, given_arguments = Path(arguments.save.output_dir), arguments
     _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     device_plan = _plan_devices(arguments)
-    start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
-    if _takes_weights(start_from, arguments.model, folder, damages):
-        start_from = replace(start_from, checkpoint=arguments.model.model_name, weights_only=True)
-        arguments = replace(arguments, checkpoint=start_from)
+    begin = _choose_beginning(arguments, folder, damages)
+    arguments, start_from, checkpoint = begin.arguments, begin.start_from, begin.checkpoint
     continues = not (start_from.weights_only or arguments.evaluation.only_reads)
-    branch_point = checkpoints.branch_point(start_from.branch) if start_from.branch else None
-    given = str(branch_point) if branch_point else start_from.checkpoint
-    checkpoint = checkpoints.choose_checkpoint(
-        folder,
-        given,
-        resume=start_from.resume,
-        weights_only=start_from.weights_only,
-        read_only=arguments.evaluation.only_reads,
-        damages=damages,
-    )
-    if checkpoint:
-        check_not_inside(folder, checkpoint)
     phases_given = read_phases(arguments)
     data = _open_data(arguments, folder, checkpoint, phases_given)
     model = _read_model(arguments, checkpoint, data)
@@ -83,7 +69,7 @@ def prepare(
     order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data, phases)
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
     if checkpoint and continues:
-        start = _continue_from(checkpoint, order, branches=branch_point is not None)
+        start = _continue_from(checkpoint, order, branches=start_from.branch is not None)
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
     run = PreparedRun(
@@ -103,22 +89,55 @@ def prepare(
     )
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
-        slow = f"attention is slow: it keeps documents apart by {mask}, because {masks_because}"
-        run = replace(run, notes=(*run.notes, slow))
+        run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
     run = resolve_automatic(run)
     if not arguments.evaluation.only_reads:
-        lost = find_lost_rows(folder / "metrics.csv", start.state, arguments.logging.log_step_interval)
-        run = replace(run, notes=(*run.notes, *([lost] if lost else [])))
+        step_interval = arguments.logging.log_step_interval
+        run = _with_notes(run, find_lost_rows(folder / "metrics.csv", start.state, step_interval))
     if checkpoint is None:
         return run
-    damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
-    chosen = checkpoints.describe_choice(Path(given), checkpoint) if given else None
     changed: list[str] = []
     if continues and compares:
         run, changed = (check_branch if start.branches else check_resume)(run, checkpoint)
         run, lengths = choose_schedule(run, checkpoint)
         changed += lengths
-    return replace(run, notes=(*run.notes, *damaged, *([chosen] if chosen else []), *changed))
+    damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
+    chosen = checkpoints.describe_choice(Path(begin.given), checkpoint) if begin.given else None
+    return _with_notes(run, *damaged, chosen, *changed)
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """What a run starts from. ``given`` is how the user names the ``checkpoint``, None for the newest of the run."""
+
+    arguments: "TrainArguments"
+    start_from: "CheckpointArguments"
+    given: str | None
+    checkpoint: Path | None
+
+
+def _choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None) -> _Beginning:
+    """Return the checkpoint that a run starts from, if any: its own, one that is named, or that of a branch."""
+    start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
+    if _takes_weights(start_from, arguments.model, folder, damages):
+        start_from = replace(start_from, checkpoint=arguments.model.model_name, weights_only=True)
+        arguments = replace(arguments, checkpoint=start_from)
+    given = str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
+    checkpoint = checkpoints.choose_checkpoint(
+        folder,
+        given,
+        resume=start_from.resume,
+        weights_only=start_from.weights_only,
+        read_only=arguments.evaluation.only_reads,
+        damages=damages,
+    )
+    if checkpoint:
+        check_not_inside(folder, checkpoint)
+    return _Beginning(arguments, start_from, given, checkpoint)
+
+
+def _with_notes(run: PreparedRun, *notes: str | None) -> PreparedRun:
+    return replace(run, notes=(*run.notes, *filter(None, notes)))
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_train.export import model_comparison
+from fabric_train.export import model_comparison, published_names
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
@@ -58,3 +58,16 @@ def test_export_has_the_tensors_that_save_pretrained_writes(
     assert report.faults == []
     assert report.tensors.compared == len(expected)
     assert report.method == ("layer by layer" if in_parts else "whole model")
+
+
+def test_a_family_that_cannot_be_converted_is_noted(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def convert(*_: Any) -> None:
+        raise ValueError("several tensors make one")
+
+    monkeypatch.setattr(published_names, "revert_weight_conversion", convert)
+    export = tmp_path / "export"
+    export.mkdir()
+    write_export(ExportSource(tmp_path / "step-00000001"), export, torch.float32, "20KB", CardFacts(model.name))
+    assert f"note: {model.name}: weights keep transformers' own names" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """A chat has a history, ends answers at Ctrl-C and at the end of a turn, and needs a chat template."""
 
 import io
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,9 @@ def test_ctrl_c_stops_the_answer_and_what_was_said_is_history(
     def interrupt(self: TextPrinter, value: Any) -> None:
         put(self, value)
         if len(self._new_ids) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            handler = signal.getsignal(signal.SIGINT)  # a signal could also meet handlers of other libraries
+            assert callable(handler)
+            handler(signal.SIGINT, None)
 
     monkeypatch.setattr(TextPrinter, "put", interrupt)
     before = signal.getsignal(signal.SIGINT)

@@ -34,7 +34,7 @@ def shape() -> ModelShape:
 
 def prepared(shape: ModelShape, *options: str, accelerator: str = "cuda", num_steps: int = 10) -> PreparedRun:
     arguments = parse(TrainArguments, [*REQUIRED, *options])
-    data: Any = SimpleNamespace(isolates=True)
+    data: Any = SimpleNamespace(isolates=True, validation=None)
     order: Any = None
     return PreparedRun(
         given=arguments,
