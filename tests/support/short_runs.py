@@ -20,6 +20,7 @@ SETTINGS = {
 _AT_A_POINT = """
 import os, signal, time
 from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
+from fabric_train.distributed.signals import stop_signals
 
 def enter(self, phase, index=0, step=None, original=Heartbeat.enter):
     original(self, phase, index, step)
@@ -30,10 +31,15 @@ Heartbeat.enter = enter
 """
 
 
+TERMINATE = "os.kill(os.getpid(), signal.SIGTERM); any(stop_signals.received or time.sleep(0.01) for _ in range(3000))"
+"""An action for :func:`at_point`: the rank gets a SIGTERM, and goes on when its thread for signals knows of it."""
+
+
 def at_point(action: str, step: int, phase: str, index: int = 0, ranks: tuple[int, ...] = (0, 1)) -> str:
     """Return code for ``ForkedRuns.start(before=)``: the given ranks run ``action`` when they reach a phase of a step.
 
-    ``action`` is a statement that may use ``os``, ``signal``, ``time`` and ``self``, the rank's heartbeat.
+    ``action`` is a statement that may use ``os``, ``signal``, ``stop_signals``, ``time`` and ``self``, the rank's
+    heartbeat.
     """
     return _AT_A_POINT.format(action=action, step=step, phase=phase, index=index, ranks=ranks)
 

@@ -12,7 +12,7 @@ from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, best_ch
 from fabric_train.checkpoint.pruning import prune
 from tests.support.checkpoint_examples import write_checksums, write_full
 from tests.support.forked_runs import ForkedRun, ForkedRuns
-from tests.support.short_runs import argv, at_point, checkpoints, metrics
+from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints, metrics
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 MAX_STEP = 10
@@ -132,7 +132,7 @@ def test_the_best_step_is_saved_whatever_the_interval(stopping: Stopping) -> Non
     assert sorted(counters_of_checkpoints(stopping.folder / "every-two")) == every_two
     for name, action, step, phase, code in (
         ("killed-after", "os.kill(os.getpid(), signal.SIGKILL)", best + 1, "OPTIMIZER", -9),
-        ("stopped-in", "os.kill(os.getpid(), signal.SIGTERM)", best, "VALIDATION", 75),
+        ("stopped-in", TERMINATE, best, "VALIDATION", 75),
     ):
         run = stopping.folder / name
         assert stopping.start(name, at_point(action, step, phase), best_by="va").wait() == [code]

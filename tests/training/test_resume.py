@@ -165,11 +165,15 @@ def test_tensorboard_and_wandb_hold_every_step_once_after_kills(killing: Killing
 
 
 STOP_IN_A_VALIDATION = """
-import os, signal
+import os, signal, time
 import fabric_train.training.evaluation
+from fabric_train.distributed.signals import stop_signals
 summed_loss = fabric_train.training.evaluation.summed_loss
 def stopped(*args):
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not stop_signals.received:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while not stop_signals.received:  # a thread reads it
+        time.sleep(0.01)
     return summed_loss(*args)
 fabric_train.training.evaluation.summed_loss = stopped
 """

@@ -14,7 +14,7 @@ from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
 from fabric_train.training.samples import Sample, SampleFile
 from tests.support.forked_runs import ForkedRuns
-from tests.support.short_runs import argv, at_point, metrics
+from tests.support.short_runs import TERMINATE, argv, at_point, metrics
 
 PROMPTS = ["To be", "If music be the food of love, play on; give me excess of it"]
 NUM_TOKENS = 6
@@ -67,7 +67,7 @@ def test_samples_are_the_models_texts_and_training_stays_the_same(
 
 @pytest.mark.parametrize(
     "action, step, phase, index, code",
-    [(KILL, 4, "SAVING", 0, -9), ("os.kill(os.getpid(), signal.SIGTERM)", 4, "SAMPLING", 3, 75)],
+    [(KILL, 4, "SAVING", 0, -9), (TERMINATE, 4, "SAMPLING", 3, 75)],
 )
 def test_a_run_that_is_resumed_has_each_step_once(
     tmp_path: Path,

@@ -28,7 +28,7 @@ from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loop import backpropagate
 from fabric_train.training.loss import sum_by_piece, sum_by_source
 from tests.support.forked_runs import ForkedRuns
-from tests.support.short_runs import argv, at_point, checkpoints
+from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 SOURCES = ("es", "va", "en")
@@ -307,7 +307,7 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
 @pytest.mark.slow
 def test_a_signal_in_the_first_evaluation_ends_the_run_and_step_0_is_logged_once(runs: Runs) -> None:
     name, num_ranks = "stopped", 2
-    at_start = at_point("os.kill(os.getpid(), signal.SIGTERM)", 0, "VALIDATION", 1)
+    at_start = at_point(TERMINATE, 0, "VALIDATION", 1)
     stopped = runs.start(name, num_ranks, before=at_start)
     assert set(stopped.wait()) == {75}, stopped.report()
     assert "stopped by SIGTERM before the first step was taken" in stopped.stdout()
