@@ -54,8 +54,8 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Se
         results(record, folder),
         training_data(record),
         training(record),
-        "## Verification\n\nBefore this folder got its name, a fresh process loaded it with plain transformers and "
-        "compared tensors, outputs on a fixed text, settings and tokenizer with the checkpoint: see "
+        "## Verification\n\nBefore this folder got its name, a fresh process compared its tensors, settings and "
+        "tokenizer with the checkpoint, and what plain transformers computes with it for a fixed text: see "
         "[verification.json](verification.json).",
         citation(record, facts.name),
     ]
