@@ -103,7 +103,7 @@ def plan_average(
     needed = count or 2
     if len({os.path.realpath(checkpoint) for checkpoint in checkpoints}) < max(len(checkpoints), needed):
         raise InputError(
-            f"--average {average} needs {needed} different checkpoints: "
+            f"--average {average} needs {needed} different checkpoints, but there is only "
             f"{', '.join(map(str, checkpoints)) or 'none'}; give others or a lower number"
         )
     check_one_model(checkpoints)
