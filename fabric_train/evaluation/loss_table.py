@@ -12,6 +12,7 @@ from rich.table import Table
 from fabric_train.checkpoint import perplexity
 from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Difference, ModelLoss
 from fabric_train.evaluation.encoded_text import EncodedText
+from fabric_train.files.regular_file import write_atomically
 from fabric_train.tokenization.inspect.row_view import visible
 
 Results = Mapping[str, Sequence[ModelLoss]]
@@ -72,7 +73,7 @@ def write_evaluation(folder: Path, models: Sequence[str], results: Results) -> N
         model: {source: _figures(of_models[number], models[0]) for source, of_models in results.items()}
         for number, model in enumerate(models)
     }
-    _replace(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _figures(found: ModelLoss, first: str) -> dict[str, Any]:
@@ -125,10 +126,4 @@ def write_documents(
                     "nats": nats[number],
                 }
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    _replace(folder / "documents.jsonl", "".join(lines))
-
-
-def _replace(file: Path, content: str) -> None:
-    unfinished = file.with_name(f".{file.name}")
-    unfinished.write_text(content, encoding="utf-8")
-    unfinished.replace(file)
+    write_atomically(folder / "documents.jsonl", "".join(lines))

@@ -107,7 +107,7 @@ def rehearse(rehearsal: Rehearsal, case: Case, row: list[str]) -> None:
     rehearsal.run(f"{name}, resumed", after, case.num_devices_after, timeout=SECONDS)
     resumed = losses(rehearsal.folder / f"{name}, resumed")
     row[5] = largest_difference(resumed, on_devices[-len(resumed) :])
-    # from three ranks on, the order of additions depends on the place in a bucket; DDP orders buckets anew after a step
+    # with three ranks or more, the order of a sum depends on its place in a bucket; DDP rebuilds buckets after a step
     exact = case.num_devices_after == devices and not (case["strategy"] == "ddp" and devices > 2)
     assert resumed == pytest.approx(on_devices[-len(resumed) :], abs=0 if exact else TOLERANCE[case["precision"]])
 
