@@ -585,6 +585,14 @@ class TrainArguments:
             object.__setattr__(self, "model", replace(self.model, precision=precision))
 
 
+def _not_language_codes(name: str, codes: list[str] | None) -> list[str]:
+    return [
+        f"--{name}: expected ISO 639 codes such as en, es or ca, got {code!r}"
+        for code in codes or ()
+        if not is_language_code(code)
+    ]
+
+
 def _range_of_steps(text: str) -> tuple[int, int] | None:
     """Return first and last step of a text such as 10:12, None if it is no such text."""
     found = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", text)
@@ -643,8 +651,6 @@ class PushArguments:
     """Message of the commit, and title of the pull request."""
     license: str | None = None
     """For the card: the licence's identifier on the hub, such as apache-2.0; default of a model: its base model's."""
-    language: list[str] | None = None
-    """For the card: ISO 639 codes, such as es ca."""
 
     def faults(self) -> list[str]:
         """Return names that the hub refuses, and options of a push without one."""
@@ -653,9 +659,6 @@ class PushArguments:
             faults.append(f"--license: expected an identifier of the hub such as apache-2.0, got {self.license!r}")
         if self.license == "other":
             faults.append("--license other needs a name and a text: leave it out, to take those of the base model")
-        for language in self.language or ():
-            if not is_language_code(language):
-                faults.append(f"--language: expected ISO 639 codes such as en, es or ca, got {language!r}")
         if self.push_to_hub is not None and not re.fullmatch(_REPOSITORY, self.push_to_hub):
             faults.append(f"--push_to_hub: expected OWNER/NAME, got {self.push_to_hub!r}")
         if self.revision is not None and not re.fullmatch(_BRANCH, self.revision):
@@ -725,6 +728,8 @@ class TokenizeArguments(PushArguments):
     """Stop after this number of documents."""
     max_tokens: PositiveInt64 | None = None
     """Stop after the document that reaches this number of tokens; with --weights, tokens of train/."""
+    card_language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
@@ -735,8 +740,9 @@ class TokenizeArguments(PushArguments):
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
+        faults += _not_language_codes("card_language", self.card_language)
         if self.push_to_hub is None:  # the card is written for the hub
-            given = [name for name in ("license", "language") if getattr(self, name) is not None]
+            given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
@@ -777,10 +783,12 @@ class ConvertArguments(PushArguments):
     """Largest safetensors file."""
     base_model: str | None = None
     """For the model card: OWNER/NAME of the model that training began with; default: the one in the checkpoint."""
+    language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
 
     def faults(self) -> list[str]:
         """Return an invalid size or name, and several checkpoints that would be pushed to one place."""
-        faults = super().faults()
+        faults = [*super().faults(), *_not_language_codes("language", self.language)]
         if not self.checkpoint:
             faults.append("--checkpoint names nothing: give a checkpoint or a run")
         if self.base_model is not None and not re.fullmatch(_REPOSITORY, self.base_model):

@@ -75,7 +75,7 @@ def _publish(arguments: "TokenizeArguments", manifest: "Manifest") -> None:
     try:
         with (
             _terminated_as_interrupted(),
-            public_copy(folder, manifest, request.repository, arguments.license, arguments.language) as copy,
+            public_copy(folder, manifest, request.repository, arguments.license, arguments.card_language) as copy,
         ):
             url = push(folder, request, arguments.commit_message or "Token dataset made by Fabric Train", copy)
     except PushError as error:
@@ -125,6 +125,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
     speed = num_tokens / outcome.encode_seconds
     lines = (
         f"read       {ledger.documents_read:,} documents{_parts(ledger.documents_skipped, 'left out')}"
+        + _parts(ledger.edits, "changed")
         + _parts(ledger.tokens_cut, "tokens cut off"),
         *(f"source     {_describe(source)}" for source in outcome.manifest.sources),
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "

@@ -15,6 +15,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.chats.chosen_template import read_chosen_template
+from fabric_train.tokenization.cleaning.cleaner import open_cleaner
+from fabric_train.tokenization.cleaning.dropped_sample import write_sample
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, SourceFormat
 from fabric_train.tokenization.encoding import (
     Caps,
@@ -99,17 +101,30 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
         default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
         arguments = replace(arguments, packing=arguments.packing or default)
         formats = open_formats(kinds, folder / "tokenizer", arguments)
+        cleaner = open_cleaner(arguments, kinds)
         hashes = {file.name: sha256(file) for file in sorted((folder / "tokenizer").iterdir())}
         started = time.monotonic()
         caps = _caps(arguments)
         encoded = encode_sources(
-            sources, formats, tokenizer, folder / "tokenizer", hashes, unfinished, arguments, num_proc, caps, check
+            sources,
+            formats,
+            cleaner,
+            tokenizer,
+            folder / "tokenizer",
+            hashes,
+            unfinished,
+            arguments,
+            num_proc,
+            caps,
+            check,
         )
         seconds = time.monotonic() - started
         encoded = _with_names(encoded, [one for given in named.values() for one in given])
         collections = _collect(encoded, unfinished, sources, arguments, caps)
         splits = _select(collections, train_sources, arguments)
-        ledgers = _write_splits(splits, folder, tokenizer, formats, SourceTable(encoded.sources), arguments)
+        table = SourceTable(encoded.sources)
+        ledgers = _write_splits(splits, folder, tokenizer, formats, table, arguments)
+        write_sample(folder, [one for collection in collections for one in collection.dropped], table)
         manifest = Manifest(
             ledger=_ledger(collections, splits, ledgers),
             sources=tuple(_source_records(encoded, collections, splits, arguments)),
@@ -117,6 +132,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
             settings=_settings(arguments),
             versions={name: version(name) for name in _VERSIONS_OF},
             has_index=True,
+            cleaning={} if cleaner is None else cleaner.settings(),
         )
         write_manifest(folder, manifest)
     return Outcome(manifest, tuple(_notes(encoded, formats)), seconds, encoded.num_proc)
@@ -293,8 +309,10 @@ def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArgu
 def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledgers: dict[str, SplitLedger]) -> Ledger:
     skipped: Counter[str] = Counter()
     tokens_cut: Counter[str] = Counter()
+    edits: Counter[str] = Counter()
     for collection in collections:
         skipped.update(collection.skipped)
+        edits.update(collection.edits)
         tokens_cut.update(collection.tokens_cut)
     num_kept = sum(len(collection.kept) for collection in collections)
     num_distinct = sum(len(np.unique(split.order)) for split in splits.values())
@@ -306,6 +324,7 @@ def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledger
         documents_repeated=sum(len(split.order) for split in splits.values()) - num_distinct,
         documents_unsampled=num_kept - num_distinct,
         tokens_cut=dict(tokens_cut),
+        edits=dict(edits),
     )
 
 

@@ -9,9 +9,11 @@ the range that was read, and the settings. So a restarted run reuses the finishe
 """
 
 import hashlib
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
+from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
+from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
 from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
@@ -31,15 +35,15 @@ if TYPE_CHECKING:
 
 _BATCH_CHARACTERS = 500_000  # passed to the encoder at once
 _MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 512 << 10, 256
-REASONS = (manifest.EMPTY, manifest.BAD_ROW, manifest.TOO_LONG, manifest.NOTHING_SUPERVISED, manifest.DUPLICATE)
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
 # characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
 ENCODED = np.dtype([(name, "u4") for name in ("number", "row", "length", "characters", "bytes", "num_tokens_cut")])
 PART = np.dtype([("documents", "u4"), ("rows", "u4")])  # documents kept, and rows counted by the reader
-SKIPPED = np.dtype([("number", "u4"), ("reason", "u1"), ("num_tokens_cut", "u4")])
+SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
+EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
-_FORMAT = 3  # of the files of a shard
+_FORMAT = 4  # of the files of a shard
 
 _Place = tuple[int, int]  # number and row of a document, see ENCODED
 
@@ -63,6 +67,10 @@ class ShardRecord:
         documents: ENCODED [kept].
         parts: PART [parts of the shard].
         skipped: SKIPPED [rows skipped].
+        reasons: of the skipped rows, as in the ledger.
+        edits: EDIT [any number], what cleaning changed.
+        kinds: of the edits, as in the ledger.
+        samples: a few of the documents that cleaning dropped.
         hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
         num_read: rows read.
         has_masks: whether there is a file of masks.
@@ -73,6 +81,10 @@ class ShardRecord:
     documents: np.ndarray
     parts: np.ndarray
     skipped: np.ndarray
+    reasons: tuple[str, ...]
+    edits: np.ndarray
+    kinds: tuple[str, ...]
+    samples: tuple["DroppedRow", ...]
     hashes: np.ndarray
     num_read: int
     has_masks: bool
@@ -83,6 +95,18 @@ class ShardRecord:
     def num_tokens(self) -> int:
         """Tokens of all documents."""
         return int(self.documents["length"].sum(dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class DroppedRow:
+    """A document that cleaning dropped: its place in the shard, see ENCODED, and the beginning of its text."""
+
+    number: int
+    part: int
+    row: int
+    reason: str
+    detail: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -99,12 +123,13 @@ class EncodingJob:
     """Everything that a process needs to encode a shard.
 
     ``formats`` has one entry per source. ``progress`` is an array of int64 [3 * shards] in shared memory: the bytes,
-    documents and tokens done of each shard. ``hashed`` asks for hashes of the documents.
+    documents and tokens done of each shard. ``hashed`` asks for hashes of the documents. ``cleaner`` is for texts.
     """
 
     folder: Path
     sources: list[Source]
     formats: list[SourceFormat]
+    cleaner: Cleaner | None
     encoder: TextEncoder
     bos_token_id: int | None
     eos_token_id: int
@@ -155,6 +180,10 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
             documents=stored["documents"],
             parts=stored["parts"],
             skipped=stored["skipped"],
+            reasons=tuple(stored["reasons"].tolist()),
+            edits=stored["edits"],
+            kinds=tuple(stored["kinds"].tolist()),
+            samples=tuple(DroppedRow(**sample) for sample in json.loads(str(stored["samples"]))),
             hashes=stored["hashes"],
             num_read=int(stored["num_read"]),
             has_masks=(folder / f"{shard.key}.masks").exists(),
@@ -168,7 +197,7 @@ def remove_outdated_shards(folder: Path) -> int:
     outdated = []
     for file in folder.glob("*.npz"):
         with np.load(file, allow_pickle=False) as stored:
-            if "parts" not in stored.files:
+            if "samples" not in stored.files:
                 outdated.append(file)
     for file in outdated:
         for suffix in (".tokens", ".masks", ".npz"):
@@ -200,6 +229,10 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
             documents=np.array(writer.documents, dtype=ENCODED),
             parts=np.array(writer.parts, dtype=PART),
             skipped=np.array(writer.skipped, dtype=SKIPPED),
+            reasons=np.array(list(writer.reasons), dtype=str),
+            edits=np.array(writer.edits, dtype=EDIT),
+            kinds=np.array(list(writer.kinds), dtype=str),
+            samples=json.dumps([asdict(sample) for sample in writer.samples]),
             hashes=np.frombuffer(b"".join(writer.hashes), np.uint8).reshape(-1, HASH_BYTES),
             num_read=writer.num_read,
             first_bad_row=writer.first_bad_row,
@@ -249,6 +282,13 @@ def _encode_texts(
         if text is None or not text.strip():
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
+        if job.cleaner is not None:
+            result = job.cleaner.clean(text)
+            if isinstance(result, Dropped):
+                writer.drop(ordinal, number, result, text)
+                continue
+            writer.count_edits(ordinal, result.edits)
+            text = result.text
         texts.append(text)
         places.append((ordinal, number))
         num_characters += len(text)
@@ -290,6 +330,10 @@ class _Writer:
         self.documents: list[tuple[int, ...]] = []
         self.parts: list[tuple[int, int]] = []
         self.skipped: list[tuple[int, int, int]] = []
+        self.reasons: dict[str, int] = {}  # with their numbers
+        self.edits: list[tuple[int, int, int]] = []
+        self.kinds: dict[str, int] = {}
+        self.samples: list[DroppedRow] = []
         self.hashes: list[bytes] = []
         self.num_read = 0
         self.first_bad_row = ""
@@ -298,6 +342,7 @@ class _Writer:
         self._masks_path = masks
         self._masks: BinaryIO | None = None
         masks.unlink(missing_ok=True)
+        self._num_dropped: Counter[str] = Counter()
         self._bytes_before = self._num_tokens = self._documents_before = 0
 
     def end_part(self, num_bytes: int, num_rows: int) -> None:
@@ -314,7 +359,21 @@ class _Writer:
 
     def skip(self, ordinal: int, left_out: LeftOut) -> None:
         """Record a row as skipped."""
-        self.skipped.append((ordinal, REASONS.index(left_out.reason), left_out.num_tokens_cut))
+        number = self.reasons.setdefault(left_out.reason, len(self.reasons))
+        self.skipped.append((ordinal, number, left_out.num_tokens_cut))
+
+    def drop(self, ordinal: int, row: int, dropped: Dropped, text: str) -> None:
+        """Record a document as dropped by cleaning, and keep the beginning of the first ones."""
+        self.skip(ordinal, LeftOut(dropped.reason))
+        self._num_dropped[dropped.reason] += 1
+        if self._num_dropped[dropped.reason] <= PER_SHARD:
+            place = (ordinal, len(self.parts), row)
+            self.samples.append(DroppedRow(*place, dropped.reason, dropped.detail, text[:TEXT_CHARACTERS]))
+
+    def count_edits(self, ordinal: int, edits: dict[str, int]) -> None:
+        """Record what cleaning changed in a document."""
+        for kind, count in edits.items():
+            self.edits.append((ordinal, self.kinds.setdefault(kind, len(self.kinds)), count))
 
     def skip_bad_row(self, ordinal: int, error: BadRowError) -> None:
         """Record a bad row as skipped.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.chats.chat_format import columns, detect_format, unexpected_format
+from fabric_train.tokenization.cleaning.cleaner import Cleaner
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
-    REASONS,
     EncodingJob,
     Shard,
     ShardRecord,
@@ -167,6 +167,7 @@ def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
 def encode_sources(
     sources: Sequence[Source],
     formats: Sequence[SourceFormat],
+    cleaner: Cleaner | None,
     tokenizer: CorpusTokenizer,
     tokenizer_folder: Path,
     tokenizer_hashes: dict[str, str],
@@ -183,6 +184,7 @@ def encode_sources(
     Args:
         sources: the opened sources.
         formats: one per source.
+        cleaner: cleans texts before they are encoded; None leaves them as they are.
         tokenizer: gives the ids of BOS and EOS.
         tokenizer_folder: holds ``tokenizer.json``.
         tokenizer_hashes: SHA-256 of each file in ``tokenizer_folder``; shards of another tokenizer are not reused.
@@ -205,6 +207,7 @@ def encode_sources(
         folder=folder,
         sources=list(sources),
         formats=list(formats),
+        cleaner=cleaner,
         encoder=encoder,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -213,7 +216,7 @@ def encode_sources(
         progress=None,
     )
     _kept_alive.append(job)
-    settings = _settings(tokenizer_hashes, arguments)
+    settings = _settings(tokenizer_hashes, cleaner, arguments)
     try:
         return _encode_all(job, name, settings, check, num_proc, caps)
     except _DifferentIdsError as error:
@@ -224,11 +227,12 @@ def encode_sources(
         return _encode_all(job, name, settings, check, num_proc, caps)
 
 
-def _settings(tokenizer_hashes: dict[str, str], arguments: "TokenizeArguments") -> str:
+def _settings(tokenizer_hashes: dict[str, str], cleaner: Cleaner | None, arguments: "TokenizeArguments") -> str:
     """Return everything that decides a shard's tokens besides its source and the encoder, as JSON."""
     longest = None if arguments.packing == "concat" else arguments.max_length
     chosen = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, longest)
-    return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate])
+    cleaning = {} if cleaner is None else cleaner.settings()
+    return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate, cleaning], sort_keys=True)
 
 
 def _encode_all(
@@ -326,7 +330,7 @@ def _first_texts(source: Source, column: str, part: Any, left: int) -> Iterator[
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    if record is not None and not job.skips_bad_rows and (record.skipped["reason"] == REASONS.index(BAD_ROW)).any():
+    if record is not None and not job.skips_bad_rows and BAD_ROW in record.reasons:
         return None
     return record
 

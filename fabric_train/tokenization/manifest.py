@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.safe_paths import check_file_name
@@ -205,7 +206,8 @@ class Ledger:
 
     With --weights, ``documents_repeated`` counts the times that a document comes again, and ``documents_unsampled``
     the documents in no split. ``tokens_cut`` counts the tokens of turns removed from chats, and of chats skipped for
-    the same reason, by reason; no split includes them.
+    the same reason, by reason; no split includes them. ``edits`` counts what cleaning changed in the documents read, by
+    kind, such as ``redacted email``.
     """
 
     splits: dict[str, SplitLedger]
@@ -215,6 +217,7 @@ class Ledger:
     documents_repeated: int
     documents_unsampled: int
     tokens_cut: dict[str, int]
+    edits: dict[str, int] = field(default_factory=dict)
 
     def imbalances(self, max_length: int) -> list[str]:
         """Return one line for each sum that does not balance.
@@ -274,7 +277,7 @@ class Manifest:
 
     A merged token dataset has ``parts``, in the order of their rows; its ``settings`` are those of the first part.
     ``has_index`` says whether each split has a document index (``packing/document_index.py``); older versions wrote
-    none.
+    none. ``cleaning`` has the settings of each cleaning step by switch, such as thresholds and hashes of files.
     """
 
     ledger: Ledger
@@ -284,6 +287,7 @@ class Manifest:
     versions: dict[str, str]
     parts: tuple[MergedPart, ...] = ()
     has_index: bool = False
+    cleaning: dict[str, Any] = field(default_factory=dict)
 
     def losses(self) -> list[str]:
         """Return a line if more than 5 % of the tokens were cut off chats, and one if chats are cut by rows."""
@@ -344,7 +348,8 @@ def load_manifest(folder: Path) -> Manifest | None:
         found = content.get("format")
         raise InputError(f"{file} has format {found!r}, this version reads {FORMAT}; tokenize again")
     try:
-        totals = {field.name: content["ledger"].pop(field.name) for field in fields(Ledger) if field.name != "splits"}
+        of_totals = [one.name for one in fields(Ledger) if one.name != "splits"]
+        totals = {name: content["ledger"].pop(name) for name in of_totals if name in content["ledger"]}
         content["ledger"] = {"splits": content["ledger"], **totals}
         manifest = parse_json(json.dumps(content), Manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,7 +5,7 @@ processes or shards.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.encoded_shards import HASH_BYTES, REASONS, Shard, ShardRecord
+from fabric_train.tokenization.cleaning.dropped_sample import DroppedDocument
+from fabric_train.tokenization.encoded_shards import HASH_BYTES, Shard, ShardRecord
 from fabric_train.tokenization.manifest import DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
@@ -33,6 +34,8 @@ class Collection:
         num_read: rows read, up to the row at which a cap was reached.
         skipped: reason → rows skipped among those.
         tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
+        edits: kind → what cleaning changed in the rows read.
+        dropped: some of the documents that cleaning dropped.
         hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
     """
 
@@ -44,6 +47,8 @@ class Collection:
     num_read: int
     skipped: dict[str, int]
     tokens_cut: dict[str, int]
+    edits: dict[str, int]
+    dropped: list[DroppedDocument]
     hashes: np.ndarray
 
 
@@ -80,14 +85,18 @@ def collect(
     kept = kept[:last]
     num_cut = int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
     skipped: Counter[str] = Counter()
+    edits: Counter[str] = Counter()
     for record, first in zip(records, first_rows, strict=False):
         within = record.skipped[record.skipped["number"] + first <= num_read]
         num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
         for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
-            skipped[REASONS[reason]] += int(count)
+            skipped[record.reasons[reason]] += int(count)
+        for _, kind, count in record.edits[record.edits["number"] + first <= num_read].tolist():
+            edits[record.kinds[kind]] += count
     num_duplicates = int((~is_kept & (rows <= num_read)).sum())
     if num_duplicates:
         skipped[DUPLICATE] = num_duplicates
+    parts = _parts(shards, records, sources)
     return Collection(
         documents=SpooledDocuments(
             lengths, tuple(_spooled(folder, *pair) for pair in zip(shards, records, strict=True))
@@ -95,18 +104,20 @@ def collect(
         kept=kept,
         characters=documents["characters"].astype(np.int64),
         sources=np.repeat([shard.source for shard in shards], counts),
-        places=_places(documents, shards, records, sources),
+        places=_places(documents, parts, records),
         num_read=num_read,
         skipped=dict(skipped),
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
+        edits=dict(edits),
+        dropped=list(_dropped(parts, records, num_read)),
         hashes=hashes[kept] if len(hashes) else hashes,
     )
 
 
-def _places(
-    documents: np.ndarray, shards: Sequence[Shard], records: Sequence[ShardRecord], sources: Sequence[Source]
-) -> np.ndarray:
-    """Return where the documents come from, DOCUMENT [documents].
+def _parts(
+    shards: Sequence[Shard], records: Sequence[ShardRecord], sources: Sequence[Source]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the file of each part of the shards, and the rows of the file before the part, int64 [parts] each.
 
     A part's rows follow those of the parts of its file before it, all of which have been read.
 
@@ -128,12 +139,34 @@ def _places(
             num_rows[file] += counted
             if num_rows[file] >> 32:
                 raise InputError(f"{part.origin}: more than {1 << 32:,} rows; split it into smaller files")
+    return np.array(files, dtype=np.int64), np.array(rows_before, dtype=np.int64)
+
+
+def _places(documents: np.ndarray, parts: tuple[np.ndarray, np.ndarray], records: Sequence[ShardRecord]) -> np.ndarray:
+    """Return where the documents come from, DOCUMENT [documents]; ``parts`` is from ``_parts``."""
+    files, rows_before = parts
     num_documents = np.concatenate([record.parts["documents"] for record in records])
     places = np.empty(len(documents), dtype=DOCUMENT)
     places["file"] = np.repeat(files, num_documents)
     places["row"] = documents["row"] + np.repeat(rows_before, num_documents)
     places["tokens"], places["bytes"] = documents["length"], documents["bytes"]
     return places
+
+
+def _dropped(
+    parts: tuple[np.ndarray, np.ndarray], records: Sequence[ShardRecord], num_read: int
+) -> Iterator[DroppedDocument]:
+    """Yield the sampled documents among the first ``num_read`` rows; ``parts`` is from ``_parts``."""
+    files, rows_before = parts
+    first_part = first_row = 0
+    for record in records:
+        for sample in record.samples:
+            if first_row + sample.number <= num_read:
+                part = first_part + sample.part
+                row = sample.row + int(rows_before[part])
+                yield DroppedDocument(sample.reason, sample.detail, int(files[part]), row, sample.text)
+        first_part += len(record.parts)
+        first_row += record.num_read
 
 
 def _spooled(folder: Path, shard: Shard, record: ShardRecord) -> SpooledFile:

@@ -37,7 +37,7 @@ def test_a_pushed_token_dataset_can_be_read_and_has_no_private_name(
     tmp_path: Path, tiny_model_dir: Path, sources: list[Path], hub: StandInHub
 ) -> None:
     folder = tmp_path / "tokens"
-    options = {"push_to_hub": "alice/tokens", "license": "cc-by-4.0", "language": "en", "validation_split": 0.2}
+    options = {"push_to_hub": "alice/tokens", "license": "cc-by-4.0", "card_language": "en", "validation_split": 0.2}
     rows = tokenize(folder, tiny_model_dir, sources[0], f"es={sources[1]}", **options)
     copy = fetched(hub, tmp_path / "copy")
     own = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,4 @@
+"""Clean documents before they are encoded: drop some, change some, and count both.
+
+Open ``cleaner.py`` first: it has the order of the steps. Each switch of ``tokenize_dataset.py`` is a module of its own.
+"""
