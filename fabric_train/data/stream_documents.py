@@ -101,10 +101,8 @@ class StreamedSource:
             raise fault_of(str(row))
         try:
             if self.kind == "text":
-                text = text_of(row, self.columns[0], place)
-                if text is None or not text.strip():
-                    return None
-                return Document(number, self.kind, text, utf8_length(text), place)
+                text, data = text_of(row, self.columns[0], place)
+                return Document(number, self.kind, text, len(data), place) if text and not text.isspace() else None
             chat = read_chat(row, self.kind)
         except BadRowError as error:
             raise fault_of(str(error) if self.kind == "text" else f"{place()}: {error}") from None

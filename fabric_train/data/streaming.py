@@ -19,10 +19,11 @@ from fabric_train.tokenization.documents import BadRowError, EncodedDocument
 from fabric_train.tokenization.encoding import find_kind
 from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.source_names import split_names
-from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
+from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
 from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos, open_encoder
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class DocumentEncoder:
     """An encoder that gives the ids and labels of tokenization, BOS and EOS included; ``chats`` are by format."""
 
     encoder: TextEncoder
-    bos_token_id: int | None
-    eos_token_id: int
+    borders: Borders
     chats: Mapping[str, "ChatEncoder"]
 
     def __call__(self, document: Document) -> EncodedDocument:
@@ -49,7 +49,7 @@ class DocumentEncoder:
         """
         if isinstance(document.content, str):
             (ids,) = self.encoder.encode_batch([document.content])
-            ids = add_bos_eos(ids, self.bos_token_id, self.eos_token_id)
+            ids = add_borders(ids, self.borders)
             return EncodedDocument(ids, None, len(document.content), document.num_bytes)
         try:
             encoded = self.chats[document.kind].encode(document.content)
@@ -142,23 +142,23 @@ class Stream:
         file, is_plain = self.tokenizer_folder / "tokenizer.json", self.tokenizer.special_text_is_plain
         encoder, _ = open_encoder(file, is_plain)
         difference = None
-        if isinstance(encoder, ByteBPE) and (difference := self._find_difference(encoder, Reference(file, is_plain))):
-            encoder, _ = open_encoder(file, is_plain, why_not_tiktoken=difference)
+        if not isinstance(encoder, FastEncoder):
+            difference = self._find_difference(encoder, Reference(file, is_plain))
+        if difference:
+            encoder, _ = open_encoder(file, is_plain, why_not_gigatoken=difference)
         kinds = sorted({place.kind for place in self.documents.places} - {"text"})
         chats = {kind: _chat_encoder(self.tokenizer_folder, kind, with_tiktoken=difference is None) for kind in kinds}
-        return DocumentEncoder(encoder, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, chats)
+        return DocumentEncoder(encoder, Borders(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id), chats)
 
-    def _find_difference(self, encoder: ByteBPE, reference: Reference) -> str | None:
+    def _find_difference(self, encoder: TextEncoder, reference: Reference) -> str | None:
         """Compare the encoder's ids of hard strings and of the first documents with the tokenizer's.
 
-        Compares twice, because the encoder changes to a faster path after many texts. Returns None if all are equal.
+        Returns None if all are equal.
         """
         first = islice(replace(self.documents, shuffle_buffer=0).read(0), _COMPARED_DOCUMENTS)
         texts = [text[:_COMPARED_CHARACTERS] for document in first for text in _texts_in(document)]
         texts = [*reference.hard_strings(), *texts]
-        ids = encoder.encode_batch(texts)
-        encoder.pieces.use_quick_pattern()
-        return find_difference(texts * 2, reference.encode(texts) * 2, [*ids, *encoder.encode_batch(texts)])
+        return find_difference(texts, reference.encode(texts), encoder.encode_batch(texts))
 
 
 def _texts_in(document: Document) -> list[str]:

@@ -1,8 +1,7 @@
-"""The memory of this machine, its devices and this process, in bytes."""
+"""The memory of this machine and its devices, in bytes."""
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
@@ -24,12 +23,6 @@ def available_memory() -> int:
     Pages of files that the kernel can drop count as available.
     """
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _group_limits())])
-
-
-def process_memory() -> int:
-    """Return the resident memory of this process; 0 if the system is not Linux."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.is_file() else 0
 
 
 def device_memory() -> int | None:

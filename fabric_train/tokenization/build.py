@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
-_VERSIONS_OF = ("fabric-train", "tokenizers", "tiktoken", "transformers", "datasets", "numpy")
+_VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
 
     Args:
         arguments: the command line of ``tokenize_dataset.py``.
-        check: compares tiktoken's ids with the tokenizer's; it may already be loading the tokenizer.
+        check: compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
 
     Raises:
         InputError: a source, the tokenizer or the output folder cannot be used, or a split has less than one row.
@@ -392,7 +392,7 @@ def _tokenizer_record(
 
 
 def _notes(encoded: EncodedSources, formats: Sequence[SourceFormat]) -> list[str]:
-    notes = [encoded.encoder] if encoded.encoder != "tiktoken" else []
+    notes = [encoded.encoder] if encoded.encoder != "gigatoken" else []
     for format_ in dict.fromkeys(formats):
         notes += format_.chat.notes if format_.chat is not None else ()
     bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")

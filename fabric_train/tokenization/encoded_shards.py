@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,17 +23,18 @@ import numpy as np
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
 from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS
-from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
+from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import PartReader, Source
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, add_bos_eos
+from fabric_train.tokenization.tokenizers.borders import Borders
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
-_BATCH_CHARACTERS = 500_000  # passed to the encoder at once
+_BATCH_BYTES = 2 << 20  # of text passed to the encoder at once
 _MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 512 << 10, 256
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
@@ -131,8 +132,7 @@ class EncodingJob:
     formats: list[SourceFormat]
     cleaner: Cleaner | None
     encoder: TextEncoder
-    bos_token_id: int | None
-    eos_token_id: int
+    borders: Borders
     hashed: bool
     skips_bad_rows: bool
     progress: Any
@@ -226,7 +226,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
     with partial_file.open("wb") as record:
         np.savez(
             record,
-            documents=np.array(writer.documents, dtype=ENCODED),
+            documents=np.concatenate([np.empty(0, ENCODED), *writer.documents]),
             parts=np.array(writer.parts, dtype=PART),
             skipped=np.array(writer.skipped, dtype=SKIPPED),
             reasons=np.array(list(writer.reasons), dtype=str),
@@ -244,14 +244,12 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
 def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: "_Writer") -> None:
     format_, source = job.formats[shard.source], job.sources[shard.source]
     reader = source.reader(part, format_.columns)
-    if format_.chat is None:
-        documents = _encode_texts(job, reader, format_.columns[0], writer)
-    else:
-        documents = _encode_chats(format_.chat, reader, writer)
     try:
         with memory_errors_name(part_name(source, part)):
-            for place, document in documents:
-                writer.write(place, document, reader.position)
+            if format_.chat is None:
+                _encode_texts(job, reader, format_.columns[0], writer)
+            else:
+                _encode_chats(format_.chat, reader, writer)
     finally:  # what is written to while it is read may look damaged: then that is the error to report
         if isinstance(part, FilePart):
             check_unchanged(part.file)
@@ -263,71 +261,77 @@ def part_name(source: Source, part: Any) -> str:
     return str(part.path) if isinstance(part, FilePart) else source.name
 
 
-def _encode_texts(
-    job: EncodingJob, reader: PartReader, column: str, writer: "_Writer"
-) -> Iterator[tuple[_Place, EncodedDocument]]:
-    """Yield the documents that are not blank, encoded in batches."""
-    texts: list[str] = []
-    places: list[_Place] = []
-    num_characters = 0
-    for number, row in reader:
+def _encode_texts(job: EncodingJob, reader: PartReader, column: str, writer: "_Writer") -> None:
+    """Encode and write the documents that are not blank, in batches."""
+    texts: list[bytes] = []
+    counts: list[tuple[int, ...]] = []  # number, row, characters and bytes of each text, see ENCODED
+    num_bytes = 0
+    for row_number, row in reader:
         ordinal = writer.read()
         try:
             if isinstance(row, BadRowError):
                 raise row
-            text = text_of(row, column, partial(reader.place, number))
+            text, data = text_of(row, column, partial(reader.place, row_number))
         except BadRowError as error:
             writer.skip_bad_row(ordinal, error)
             continue
-        if text is None or not text.strip():
+        if not text or text.isspace():
             writer.skip(ordinal, LeftOut(manifest.EMPTY))
             continue
         if job.cleaner is not None:
             result = job.cleaner.clean(text)
             if isinstance(result, Dropped):
-                writer.drop(ordinal, number, result, text)
+                writer.drop(ordinal, row_number, result, text)
                 continue
             writer.count_edits(ordinal, result.edits)
-            text = result.text
-        texts.append(text)
-        places.append((ordinal, number))
-        num_characters += len(text)
-        if num_characters >= _BATCH_CHARACTERS:
-            yield from _encode_batch(job, texts, places)
-            texts, places, num_characters = [], [], 0
-    yield from _encode_batch(job, texts, places)
+            text, data = result.text, result.text.encode()
+        texts.append(data)
+        counts.append((ordinal, row_number, len(text), len(data)))
+        num_bytes += len(data)
+        if num_bytes >= _BATCH_BYTES:
+            _write_texts(job, texts, counts, reader.position, writer)
+            texts, counts, num_bytes = [], [], 0
+    if texts:
+        _write_texts(job, texts, counts, reader.position, writer)
 
 
-def _encode_batch(job: EncodingJob, texts: list[str], places: list[_Place]) -> Iterator[tuple[_Place, EncodedDocument]]:
-    for place, text, ids in zip(places, texts, job.encoder.encode_batch(texts), strict=True):
-        whole = add_bos_eos(ids, job.bos_token_id, job.eos_token_id)
-        yield place, EncodedDocument(whole, None, len(text), utf8_length(text))
+def _write_texts(
+    job: EncodingJob, texts: list[bytes], counts: list[tuple[int, ...]], position: int, writer: "_Writer"
+) -> None:
+    ids, lengths = job.encoder.encode_documents(texts, job.borders)
+    documents = np.zeros(len(texts), dtype=ENCODED)
+    documents["length"] = lengths
+    columns = np.array(counts, dtype=np.uint32)
+    for index, name in enumerate(("number", "row", "characters", "bytes")):
+        documents[name] = columns[:, index]
+    writer.write(documents, ids, None, position)
 
 
-def _encode_chats(
-    chat: "ChatEncoder", reader: PartReader, writer: "_Writer"
-) -> Iterator[tuple[_Place, EncodedDocument]]:
-    for number, row in reader:
+def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") -> None:
+    for row_number, row in reader:
         ordinal = writer.read()
         try:
             if isinstance(row, BadRowError):
                 raise row
             encoded = chat.encode(row)
         except BadRowError as error:
-            place = "" if error is row else f"{reader.place(number)}: "
+            place = "" if error is row else f"{reader.place(row_number)}: "
             writer.skip_bad_row(ordinal, BadRowError(f"{place}{error}"))
             continue
         if isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
         else:
-            yield (ordinal, number), encoded
+            counts = (encoded.num_characters, encoded.num_bytes, encoded.num_tokens_cut)
+            document = np.array([(ordinal, row_number, len(encoded.input_ids), *counts)], dtype=ENCODED)
+            writer.write(document, encoded.input_ids, encoded.supervised, reader.position)
+            writer.turn_ends |= encoded.turn_ends
 
 
 class _Writer:
     """A writer of a shard's tokens and masks, which keeps the record of its documents."""
 
     def __init__(self, tokens: BinaryIO, masks: Path, job: EncodingJob, index: int) -> None:
-        self.documents: list[tuple[int, ...]] = []
+        self.documents: list[np.ndarray] = []
         self.parts: list[tuple[int, int]] = []
         self.skipped: list[tuple[int, int, int]] = []
         self.reasons: dict[str, int] = {}  # with their numbers
@@ -343,12 +347,12 @@ class _Writer:
         self._masks: BinaryIO | None = None
         masks.unlink(missing_ok=True)
         self._num_dropped: Counter[str] = Counter()
-        self._bytes_before = self._num_tokens = self._documents_before = 0
+        self._bytes_before = self._num_tokens = self._num_documents = self._documents_before = 0
 
     def end_part(self, num_bytes: int, num_rows: int) -> None:
         """Count a part as done."""
-        self.parts.append((len(self.documents) - self._documents_before, num_rows))
-        self._documents_before = len(self.documents)
+        self.parts.append((self._num_documents - self._documents_before, num_rows))
+        self._documents_before = self._num_documents
         self._bytes_before += num_bytes
         self._show(0)
 
@@ -386,25 +390,31 @@ class _Writer:
         self.first_bad_row = self.first_bad_row or str(error)
         self.skip(ordinal, LeftOut(manifest.BAD_ROW))
 
-    def write(self, place: _Place, document: EncodedDocument, position: int) -> None:
-        """Write a document's tokens; write masks from the first document on that has one."""
-        num_tokens = len(document.input_ids)
-        if document.supervised is not None and self._masks is None:
+    def write(self, documents: np.ndarray, ids: np.ndarray, supervised: np.ndarray | None, position: int) -> None:
+        """Write the tokens of documents; write masks from the first ones on that have them.
+
+        Args:
+            documents: ENCODED [documents].
+            ids: int32 [T], their tokens, joined.
+            supervised: bool [T]; None if all tokens are supervised.
+            position: bytes of the part that have been read.
+        """
+        if supervised is not None and self._masks is None:
             self._masks = self._masks_path.open("wb")
             self._masks.write(b"\1" * self._num_tokens)
         if self._masks is not None:
-            mask = document.supervised
-            self._masks.write(b"\1" * num_tokens if mask is None else mask.astype(np.uint8).data)
-        self._tokens.write(document.input_ids.data)
-        self._num_tokens += num_tokens
-        counts = (num_tokens, document.num_characters, document.num_bytes, document.num_tokens_cut)
-        self.documents.append((*place, *counts))
-        self.turn_ends |= document.turn_ends
+            self._masks.write(b"\1" * len(ids) if supervised is None else supervised.view(np.uint8).data)
+        self._tokens.write(ids.data)
+        self._num_tokens += len(ids)
+        self._num_documents += len(documents)
+        self.documents.append(documents)
         if self._job.hashed:
-            digest = hashlib.blake2b(document.input_ids.data, digest_size=HASH_BYTES)
-            if document.supervised is not None:
-                digest.update(document.supervised.data)
-            self.hashes.append(digest.digest())
+            ends = np.cumsum(documents["length"])
+            for begin, end in pairwise([0, *ends.tolist()]):
+                digest = hashlib.blake2b(ids[begin:end].data, digest_size=HASH_BYTES)
+                if supervised is not None:
+                    digest.update(supervised[begin:end].data)
+                self.hashes.append(digest.digest())
         self._show(position)
 
     def close(self) -> None:
@@ -413,5 +423,5 @@ class _Writer:
             self._masks.close()
 
     def _show(self, position: int) -> None:
-        done = (self._bytes_before + position, len(self.documents), self._num_tokens)
+        done = (self._bytes_before + position, self._num_documents, self._num_tokens)
         self._job.progress[self._slot : self._slot + 3] = done

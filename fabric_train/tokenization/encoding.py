@@ -31,8 +31,9 @@ from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.columns import missing_column, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+from fabric_train.tokenization.tokenizers.borders import Borders
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
+from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
 _TICK_SECONDS = 0.2
-_LONG_RUN_BYTES = 64 << 20
 # the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
 _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 160_000
 
@@ -51,7 +51,7 @@ _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 16
 class EncodedSources:
     """The finished shards in the order of the sources, with one record each, and the sources' records for the manifest.
 
-    ``encoder`` is ``tiktoken``, or ``encode_batch_fast: WHY``. ``num_proc`` processes have encoded.
+    ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have encoded.
     """
 
     shards: list[Shard]
@@ -179,7 +179,7 @@ def encode_sources(
 ) -> EncodedSources:
     """Encode the shards that are not finished yet.
 
-    If tiktoken gives another id than the Hugging Face tokenizer, everything is encoded again with the latter.
+    If gigatoken gives another id than the Hugging Face tokenizer, everything is encoded again with the latter.
 
     Args:
         sources: the opened sources.
@@ -209,8 +209,7 @@ def encode_sources(
         formats=list(formats),
         cleaner=cleaner,
         encoder=encoder,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        borders=Borders(tokenizer.bos_token_id, tokenizer.eos_token_id),
         hashed=arguments.deduplicate,
         skips_bad_rows=arguments.on_bad_rows == "skip",
         progress=None,
@@ -220,7 +219,7 @@ def encode_sources(
     try:
         return _encode_all(job, name, settings, check, num_proc, caps)
     except _DifferentIdsError as error:
-        encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_tiktoken=str(error))
+        encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_gigatoken=str(error))
         kinds = [format_.kind for format_ in formats]
         formats = open_formats(kinds, tokenizer_folder, arguments, with_tiktoken=False)
         job = replace(job, encoder=encoder, formats=formats)
@@ -254,8 +253,9 @@ def _encode_all(
     with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
-        if isinstance(job.encoder, ByteBPE):
-            check.begin(job.encoder, is_long=total > _LONG_RUN_BYTES)
+        is_compared = not isinstance(job.encoder, FastEncoder)
+        if is_compared:
+            check.begin(job.encoder, job.borders)
         import pyarrow  # noqa: F401 - needed to write the rows; the import takes no extra time while others encode
 
         for finished in finished_tasks:
@@ -268,7 +268,7 @@ def _encode_all(
                 elif result is not None:
                     source_records[task] = result
             _show(job, show)
-        difference = check.result() if isinstance(job.encoder, ByteBPE) else None
+        difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
     in_order = [source_records[number] for number in range(len(job.sources))]
@@ -319,7 +319,7 @@ def _first_texts(source: Source, column: str, part: Any, left: int) -> Iterator[
         if left <= 0:
             return
         try:
-            text = None if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))
+            text = "" if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))[0]
         except BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:

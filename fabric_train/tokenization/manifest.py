@@ -102,7 +102,7 @@ class TokenizerRecord:
     """The tokenizer.
 
     ``vocab_size`` is its largest id plus one, ``sha256`` has the hash of each file in ``tokenizer/``. ``encoder`` is
-    ``tiktoken``, or ``encode_batch_fast: WHY``. ``chat_template_sha256`` and ``end_of_turn_token_id`` belong to the
+    ``gigatoken``, or ``tokenizers: WHY``. ``chat_template_sha256`` and ``end_of_turn_token_id`` belong to the
     template with which chats were rendered; they are None without chats. ``turn_end_token_ids`` are the control tokens
     with which supervised turns of the chats end.
     """

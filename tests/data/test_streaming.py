@@ -30,7 +30,7 @@ from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.documents import EncodedDocument
 from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.sources import StreamSource
-from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
 from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -394,13 +394,13 @@ def test_an_encoder_with_other_ids_is_found_out_and_replaced(
     tmp_path: Path, slices: list[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = stream_of([write_jsonl(tmp_path / "texts.jsonl", slices)], tiny_model_dir, tmp_path)
-    assert isinstance(stream.open_encoder().encoder, ByteBPE)
-    encode_batch = ByteBPE.encode_batch
+    assert isinstance(stream.open_encoder().encoder, GigatokenEncoder)
+    encode_batch = GigatokenEncoder.encode_batch
 
-    def wrong_in_one_document(encoder: ByteBPE, texts: list[str]) -> list[np.ndarray]:
+    def wrong_in_one_document(encoder: GigatokenEncoder, texts: list[str]) -> list[np.ndarray]:
         return [ids[text == slices[1] :] for text, ids in zip(texts, encode_batch(encoder, texts), strict=True)]
 
-    monkeypatch.setattr(ByteBPE, "encode_batch", wrong_in_one_document)
+    monkeypatch.setattr(GigatokenEncoder, "encode_batch", wrong_in_one_document)
     assert isinstance(stream.open_encoder().encoder, FastEncoder)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -23,7 +22,8 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import read_manifest
-from fabric_train.tokenization.tokenizers.piece_encoder import PieceEncoder
+from fabric_train.tokenization.tokenizers.borders import Borders
+from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
 from tests.support.programs import ROOT
 from tests.support.token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jsonl
 from tests.support.tokenizing import start, wait_for_shards
@@ -110,29 +110,23 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
 
 
-@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("method", ["encode_batch", "encode_documents"])
 @pytest.mark.parametrize("word", ["winter", "12"])
 def test_an_encoder_with_a_wrong_id_is_not_used(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, is_long: bool
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, word: str, method: str
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [*TEXTS, f"Now is the {word} of our discontent"])
     expected = tokenize(tmp_path / "expected", tiny_model_dir, source)
-    encode, use_quick_pattern = PieceEncoder.encode, PieceEncoder.use_quick_pattern
+    encode = getattr(GigatokenEncoder, method)
 
-    def encode_one_word_wrong(pieces: PieceEncoder, text: str) -> np.ndarray:
-        is_wrong = not is_long or hasattr(pieces, "is_quick")
-        return encode(pieces, text.replace("winter", "summer") if is_wrong else text)
+    def encode_one_word_wrong(encoder: GigatokenEncoder, texts: list, *borders: Borders) -> object:
+        winter, summer = ("winter", "summer") if method == "encode_batch" else (b"winter", b"summer")
+        return encode(encoder, [text.replace(winter, summer) for text in texts], *borders)
 
-    def remember(pieces: PieceEncoder) -> None:
-        monkeypatch.setattr(pieces, "is_quick", True, raising=False)
-        use_quick_pattern(pieces)
-
-    monkeypatch.setattr(PieceEncoder, "encode", encode_one_word_wrong)
-    monkeypatch.setattr(PieceEncoder, "use_quick_pattern", remember)
-    monkeypatch.setattr("fabric_train.tokenization.encoding._LONG_RUN_BYTES", 0 if is_long else 1 << 40)
+    monkeypatch.setattr(GigatokenEncoder, method, encode_one_word_wrong)
     assert tokenize(tmp_path / "out", tiny_model_dir, source) == expected
     used = manifest_of(tmp_path / "out").tokenizer.encoder
-    assert used.startswith("encode_batch_fast: ids differ") if word == "winter" else used == "tiktoken"
+    assert used.startswith("tokenizers: ids differ") if word == "winter" else used == "gigatoken"
 
 
 def test_ledger_counts_read_skipped_packed_and_dropped(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -1,28 +1,26 @@
-"""Every encoder gives the tokenizer's ids, also for texts that it splits; a difference is found and shown."""
+"""Every encoder gives the tokenizer's ids, alone and joined as documents; a difference is found and shown."""
 
 import json
+import random
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
+from gigatoken.gigatoken_rs import pretokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Regex, pre_tokenizers
 
-from fabric_train.tokenization.tokenizers import long_texts
+from fabric_train.tokenization.tokenizers import gigatoken_encoder, gigatoken_json
+from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
+from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
+from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
-from fabric_train.tokenization.tokenizers.long_texts import (
-    LineSplitter,
-    NoSplitter,
-    SpaceSplitter,
-    TextPart,
-    find_splitter,
-)
-from fabric_train.tokenization.tokenizers.reference import Reference
+from fabric_train.tokenization.tokenizers.reference import Reference, find_different_document
 from fabric_train.tokenization.tokenizers.reference import find_difference as find_difference_from
-from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, TextEncoder, add_bos_eos, open_encoder
-from fabric_train.tokenization.tokenizers.tokenizer_json import read_tokenizer_json
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
 
 
 def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, *texts: str) -> str | None:
@@ -51,22 +49,23 @@ def edited(file: Path, target: Path, **parts: object) -> Path:
 LOWERCASE = {"type": "Lowercase"}
 
 
-def test_hard_strings_get_the_tokenizers_ids_from_tiktoken(smollm2_dir: Path, works: list[str]) -> None:
-    encoder, name = open_encoder(smollm2_dir / "tokenizer.json", False)
-    assert name == "tiktoken"
-    assert find_difference(encoder, smollm2_dir / "tokenizer.json", False) is None
-    assert find_difference(encoder, smollm2_dir / "tokenizer.json", False, works[0][:20_000]) is None
-
-
-def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(
-    smollm2_dir: Path, spm_file: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["llama3_dir", "smollm2_dir", "spm_dir"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_hard_strings_get_the_tokenizers_ids_from_gigatoken(
+    request: pytest.FixtureRequest, works: list[str], name: str, plain: bool
 ) -> None:
+    file = request.getfixturevalue(name) / "tokenizer.json"
+    encoder, used = open_encoder(file, plain)
+    assert used == "gigatoken"
+    assert find_difference(encoder, file, plain) is None
+    assert find_difference(encoder, file, plain, works[0][:20_000]) is None
+
+
+def test_unsupported_tokenizer_uses_tokenizers_and_gives_the_reason(smollm2_dir: Path, tmp_path: Path) -> None:
     lowercase = edited(smollm2_dir / "tokenizer.json", tmp_path / "tokenizer.json", normalizer=LOWERCASE)
-    for file, plain, reason in ((lowercase, False, "normalizer is Lowercase"), (spm_file, True, "byte_fallback")):
-        encoder, name = open_encoder(file, plain)
-        assert name.startswith("encode_batch_fast: ")
-        assert reason in name
-        assert find_difference(encoder, file, plain) is None
+    encoder, name = open_encoder(lowercase, False)
+    assert name == "tokenizers: Unsupported normalizer type: Lowercase"
+    assert find_difference(encoder, lowercase, False) is None
 
 
 def test_first_difference_is_shown_with_the_text_around_it(smollm2_dir: Path, tmp_path: Path) -> None:
@@ -92,6 +91,9 @@ class Shifting:
                 ids[len(ids) // 2] += 1
         return found
 
+    def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
+        return self._encoder.encode_documents(texts, borders)
+
 
 def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(smollm2_dir: Path) -> None:
     file = smollm2_dir / "tokenizer.json"
@@ -100,22 +102,6 @@ def test_one_wrong_id_in_a_sample_of_the_corpus_is_found(smollm2_dir: Path) -> N
     found = find_difference(Shifting(file), file, False, text)
     assert found is not None
     assert "Yorick" in found
-
-
-def test_splitter_is_found_only_if_it_keeps_the_ids(smollm2_dir: Path, spm_file: Path, tmp_path: Path) -> None:
-    byte_level = smollm2_dir / "tokenizer.json"
-    strips = {"type": "Sequence", "normalizers": [{"type": "Strip", "strip_left": True, "strip_right": True}]}
-    cases: list[tuple[Path, dict[str, object], bool, type]] = [
-        (byte_level, {}, False, LineSplitter),
-        (byte_level, {"normalizer": LOWERCASE}, False, NoSplitter),
-        (byte_level, {"pre_tokenizer": {"type": "Whitespace"}}, False, NoSplitter),
-        (spm_file, {}, True, SpaceSplitter),
-        (spm_file, {}, False, NoSplitter),
-        (spm_file, {"normalizer": strips}, True, NoSplitter),
-    ]
-    for file, parts, plain, expected in cases:
-        content = read_tokenizer_json(edited(file, tmp_path / "tokenizer.json", **parts))
-        assert isinstance(find_splitter(content, plain), expected), (file, parts, plain)
 
 
 PIECES = [
@@ -139,53 +125,80 @@ PIECES = [
     "\x1c",
     "<s>",
 ]
-LINES = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=60).map("".join)
+# where two libraries may differ: digits, bytes without a token, letters and marks of the newest Unicode versions
+RARE = ["\x04", "²", "٣", "\u0897", "\U00011de3", "\U00016ff4", "\U00032d2b", "\u1acf", "\U0001ccf1"]
+TEXTS = st.lists(st.sampled_from([*PIECES, *RARE]) | st.text(max_size=3), max_size=40).map("".join)
 
 
-@given(text=LINES)
-@settings(max_examples=200, deadline=None)
-def test_parts_of_a_text_have_its_ids_wherever_it_is_split(smollm2_dir: Path, spm_file: Path, text: str) -> None:
-    for file, plain in ((smollm2_dir / "tokenizer.json", False), (spm_file, True)):
-        splitter, whole = loaded(file, plain)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(long_texts, "MIN_PART_CHARACTERS", 1)  # split wherever it is allowed
-            parts = splitter.split(text)
-        ids = [index for part in parts for index in ids_of(whole, part)]
-        assert ids == ids_of(whole, TextPart(text))
-
-
-_LOADED: dict[Path, tuple[long_texts.TextSplitter, Tokenizer]] = {}
-
-
-def loaded(file: Path, plain: bool) -> tuple[long_texts.TextSplitter, Tokenizer]:
-    if file not in _LOADED:
-        whole = Tokenizer.from_file(str(file))
-        whole.encode_special_tokens = plain
-        _LOADED[file] = (find_splitter(read_tokenizer_json(file), plain), whole)
-    return _LOADED[file]
-
-
-def ids_of(whole: Tokenizer, part: TextPart) -> list[int]:
-    return list(whole.encode(part.text, add_special_tokens=False).ids[part.num_dropped :])
-
-
-def test_long_sentencepiece_text_is_split_and_keeps_its_ids(
-    spm_file: Path, spm_tokenizer_model: Path, works: list[str]
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_documents_have_the_tokenizers_ids_alone_and_joined(
+    smollm2_dir: Path, llama3_dir: Path, spm_file: Path, texts: list[str]
 ) -> None:
-    text = "\n".join(works)[:300_000]
-    encoder, _ = open_encoder(spm_file, True)
-    assert len(find_splitter(read_tokenizer_json(spm_file), True).split(text)) > 25
-    (ids,) = encoder.encode_batch([text])
-    library = sentencepiece.SentencePieceProcessor(model_file=str(spm_tokenizer_model))
-    assert ids.tolist() == library.encode(text)
+    for file, plain, bos, eos in (
+        (smollm2_dir / "tokenizer.json", False, 0, 0),
+        (smollm2_dir / "tokenizer.json", True, 1, 2),
+        (llama3_dir / "tokenizer.json", False, 128_000, 128_001),
+        (spm_file, True, 1, 2),
+    ):
+        encoder, reference = loaded(file, plain)
+        expected = reference.encode(texts)
+        assert find_difference_from(texts, expected, encoder.encode_batch(texts)) is None
+        borders = Borders(bos, eos)
+        ids, lengths = encoder.encode_documents([text.encode() for text in texts], borders)
+        documents = np.split(ids, np.cumsum(lengths)[:-1])
+        assert find_different_document(texts, expected, documents, borders) is None
 
 
-def test_long_byte_level_text_is_split_and_keeps_its_ids(smollm2_dir: Path, works: list[str]) -> None:
-    file = smollm2_dir / "tokenizer.json"
-    texts = ["\n".join(works)[:300_000], "", works[0][:100]]
-    by_tokenizers = FastEncoder(file, False, LineSplitter()).encode_batch(texts)
-    by_tiktoken = open_encoder(file, False)[0].encode_batch(texts)
-    assert [ids.tolist() for ids in by_tokenizers] == [ids.tolist() for ids in by_tiktoken]
+@cache
+def loaded(file: Path, plain: bool) -> tuple[TextEncoder, Reference]:
+    encoder, name = open_encoder(file, plain)
+    assert name == "gigatoken"
+    return encoder, Reference(file, plain)
+
+
+def test_the_text_of_bos_and_eos_in_a_document_does_not_end_it(llama3_dir: Path) -> None:
+    encoder, _ = loaded(llama3_dir / "tokenizer.json", False)
+    texts = [b"<|begin_of_text|>one", b"two<|end_of_text|><|end_of_text|>", b"a<|end_of_text|><|begin_of_text|>b", b"c"]
+    ids, lengths = encoder.encode_documents(texts, Borders(128_000, 128_001))
+    assert lengths.tolist() == [3, 3, 6, 3]
+    assert ids[[0, 2, 3, 5, 6, 11, 12, 14]].tolist() == [128_000, 128_001] * 4
+
+
+def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = GigatokenEncoder(llama3_dir / "tokenizer.json", False)
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=200_000)).encode() for _ in range(8)]
+    expected = encoder.encode_documents(texts, Borders(128_000, 128_001))[0]
+    monkeypatch.setattr(gigatoken_encoder, "_MOST_GROWTH", -1 << 40)
+    monkeypatch.setattr(gigatoken_encoder, "_TEXT_BETWEEN_LOOKS", 1)
+    before = encoder._backend
+    assert np.array_equal(encoder.encode_documents(texts, Borders(128_000, 128_001))[0], expected)
+    assert encoder._backend is not before
+
+
+def test_the_libraries_differ_only_in_the_characters_that_are_set_apart() -> None:
+    """Compare what both libraries take for letters and numbers, by the pieces into which they split a text."""
+    pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    codes = [*range(0x80, 0x3000), *range(0xA000, 0xD800, 7), *range(0xE000, 0x20000, 3), *range(0x2A6D0, 0x34000, 41)]
+    known = CharacterFinder(gigatoken_json._NEW_CHARACTERS)
+    for code in {*codes, *gigatoken_json._NEW_CHARACTERS}:
+        letter = chr(code)
+        text = f"a{letter}a1{letter}1.{letter}."
+        if not known.is_in(text.encode()):
+            assert [piece.encode() for piece, _ in split.pre_tokenize_str(text)] == list(pretokenizer(text.encode())), (
+                code
+            )
+
+
+@given(
+    text=st.text(max_size=60), characters=st.sets(st.integers(128, 0xD7FF) | st.integers(0xE000, 0x10FFFF), min_size=1)
+)
+def test_a_character_is_found_wherever_it_is(text: str, characters: set[int]) -> None:
+    finder = CharacterFinder(characters)
+    assert finder.is_in(text.encode()) == any(ord(letter) in characters for letter in text)
+    assert finder.is_in(f"{text}{chr(min(characters))}{text}".encode())
 
 
 @pytest.mark.parametrize(
@@ -203,6 +216,6 @@ def test_long_byte_level_text_is_split_and_keeps_its_ids(smollm2_dir: Path, work
 def test_a_document_begins_with_one_bos_and_ends_with_one_eos(
     ids: list[int], bos: int | None, expected: list[int]
 ) -> None:
-    bordered = add_bos_eos(np.array(ids, np.int32), bos, 2)
+    bordered = add_borders(np.array(ids, np.int32), Borders(bos, 2))
     assert bordered.tolist() == expected
     assert bordered.dtype == np.int32

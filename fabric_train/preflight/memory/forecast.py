@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
-from fabric_train.distributed.resources import process_memory
+from fabric_train.distributed.process_memory import process_memory
 from fabric_train.preflight.memory.activations import Activations, MicroBatch, trace_activations
 from fabric_train.preflight.memory.device_memory import Budget, make_budget
 from fabric_train.preflight.memory.model_layout import Layout, Units, make_layout, offloaded_bytes, read_units

@@ -37,26 +37,25 @@ def check_text_columns(place: str, schema: Any, columns: list[str]) -> None:
             raise InputError(f"{place}: {_not_text(name, kind)}")
 
 
-def text_of(row: Row, column: str, place: Callable[[], str]) -> str | None:
-    """Return the text in ``column``; it is None or blank if the document is empty.
+def text_of(row: Row, column: str, place: Callable[[], str]) -> tuple[str, bytes]:
+    """Return the text in ``column`` and the same in UTF-8; both are empty if there is none.
 
     Raises:
         BadRowError: the column is missing, or holds something that is not text; ``place`` names the row.
     """
-    value = row.get(column)
-    if value is None:
+    text = row.get(column)
+    if text is None:
         if column in row:
-            return None
+            return "", b""
         raise BadRowError(str(missing_column(place(), column, row)))
-    if not isinstance(value, str):
-        raise BadRowError(f"{place()}: {_not_text(column, type(value).__name__)}")
+    if not isinstance(text, str):
+        raise BadRowError(f"{place()}: {_not_text(column, type(text).__name__)}")
     try:
-        value.encode()
+        return text, text.encode()
     except UnicodeEncodeError as error:
         raise BadRowError(
             f"{place()}: column {column!r} holds half a surrogate pair at character {error.start}, which is not text"
         ) from None
-    return value
 
 
 def _not_text(column: str, kind: object) -> str:

@@ -3,20 +3,23 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
+import numpy as np
+
+from fabric_train.tokenization.tokenizers.borders import Borders
+from fabric_train.tokenization.tokenizers.reference import Reference, find_difference, find_different_document
 from fabric_train.tokenization.tokenizers.tokenizer import find_tokenizer_json
 from fabric_train.tokenization.workers import Worker
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-    from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE
+    from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
 
 class ParityCheck:
     """A process that compares an encoder's ids with the tokenizer's; a context manager that ends the process.
 
-    Loading the tokenizer and encoding with it takes longer than everything else before tiktoken encodes the first
+    Loading the tokenizer and encoding with it takes longer than everything else before gigatoken encodes the first
     document. So the process starts as soon as the tokenizer's name is known. Call, in this order: ``start_early`` (if
     the name is known early), ``start``, ``prepare``, ``begin``, ``result``.
 
@@ -57,17 +60,15 @@ class ParityCheck:
         self._sample = sample
         self._worker.send(sample)
 
-    def begin(self, encoder: "ByteBPE", is_long: bool) -> None:
-        """Start to compare the encoder's ids of the same texts, in a long run also those of its quick pattern."""
+    def begin(self, encoder: "TextEncoder", borders: Borders) -> None:
+        """Start to compare the encoder's ids of the same texts, each on its own and all as documents."""
         assert self._worker is not None, "start comes first"
         hard_strings = self._worker.receive()
         assert isinstance(hard_strings, list)
         texts = [*hard_strings, *self._sample]
-        ids = encoder.encode_batch(texts)
-        if is_long:
-            encoder.pieces.use_quick_pattern()
-            ids += encoder.encode_batch(texts)
-        self._worker.send(ids)
+        documents, lengths = encoder.encode_documents([text.encode() for text in texts], borders)
+        split = np.split(documents, np.cumsum(lengths)[:-1])
+        self._worker.send([encoder.encode_batch(texts), split, borders])
 
     def result(self) -> str | None:
         """Wait for the comparison; return where the first difference is, or None."""
@@ -83,7 +84,8 @@ class _Comparison:
 
     1. Given None, load the tokenizer and return its hard strings.
     2. Given a sample, encode the hard strings and the sample; return None.
-    3. Given an encoder's ids of all these texts, once or several times in a row, return the first difference or None.
+    3. Given an encoder's ids of all these texts, the same as documents, and BOS and EOS, return the first difference
+       or None.
     """
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
@@ -102,5 +104,6 @@ class _Comparison:
             self._texts += given
             self._expected = self._reference.encode(self._texts)
             return None
-        times = len(given) // len(self._texts)
-        return find_difference(self._texts * times, self._expected * times, given)
+        ids, documents, borders = given
+        difference = find_difference(self._texts, self._expected, ids)
+        return difference or find_different_document(self._texts, self._expected, documents, borders)

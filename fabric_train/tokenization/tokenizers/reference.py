@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS, special_token_strings
 
 if TYPE_CHECKING:
-    import numpy as np
     from tokenizers import Encoding
 
 _EXCERPT = 30  # characters before and after the place where ids differ
@@ -47,6 +49,23 @@ def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "
     for text, encoding, found in zip(texts, expected, ids, strict=True):
         if found.tolist() != encoding.ids:
             return f"ids differ from the tokenizer's at {_excerpt(text, found.tolist(), encoding)!r}"
+    return None
+
+
+def find_different_document(
+    texts: Iterable[str], expected: "Iterable[Encoding]", documents: "Iterable[np.ndarray]", borders: Borders
+) -> str | None:
+    """Return where documents first differ from the tokenizer's ids with BOS and EOS, or None.
+
+    Args:
+        texts: the texts.
+        expected: the tokenizer's encoding of each text.
+        documents: the encoder's ids of each text with BOS and EOS, int32 [number of tokens].
+        borders: the ids of BOS and EOS.
+    """
+    for text, encoding, found in zip(texts, expected, documents, strict=True):
+        if not np.array_equal(found, add_borders(np.array(encoding.ids, dtype=np.int32), borders)):
+            return f"ids differ from the tokenizer's in the document that begins with {text[:_EXCERPT]!r}"
     return None
 
 

@@ -1,5 +1,5 @@
-"""The reason why tiktoken cannot encode for a tokenizer."""
+"""The reason why gigatoken does not encode for a tokenizer."""
 
 
 class UnsupportedTokenizerError(ValueError):
-    """An error for a tokenizer whose ids tiktoken cannot reproduce; its message is a phrase with the reason."""
+    """An error for a tokenizer that gigatoken does not take; its message is a phrase with the reason."""

@@ -1,0 +1,116 @@
+"""Rewrite a ``tokenizer.json`` that gigatoken refuses, where that does not change ids.
+
+Three things are rewritten. Texts for which the result would be another one are left to the ``tokenizers`` library:
+
+- Special tokens whose text counts as plain text are left out.
+- Bytes without a token get ids after the last one; ``tokenizers`` leaves such bytes out. (SmolLM2 lacks 21 of them.)
+- Digits that are split off one by one, before all else, become added tokens, at which gigatoken splits first, too. It
+  does so for the digits 0 to 9; other characters that are numbers are left to ``tokenizers``. (SmolLM2, StarCoder2.)
+"""
+
+import sys
+import unicodedata
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
+
+# gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
+_NEW_CHARACTERS = (
+    *(0x88F, 0xC5C, 0xCDC, *range(0x1ACF, 0x1AEC), *range(0xA7CE, 0xA7D5), 0xA7F1, *range(0x10940, 0x10960)),
+    *(*range(0x10EC5, 0x10EC8), 0x10EFA, 0x10EFB, *range(0x11B60, 0x11B68), *range(0x11DB0, 0x11DEA)),
+    *(*range(0x16EA0, 0x16ED4), *range(0x16FF2, 0x16FF7), *range(0x187F8, 0x18800), *range(0x18D09, 0x18D1F)),
+    *(*range(0x18D80, 0x18DF3), *range(0x1E6C0, 0x1E700), *range(0x2B73A, 0x2B740), *range(0x2CEA2, 0x2CEAE)),
+    *range(0x323B0, 0x3347A),
+)
+# numbers that are newer than the Unicode version of the oldest supported Python
+_NEWER_NUMBERS = (
+    *(*range(0x10D40, 0x10D4A), *range(0x11BF0, 0x11BFA), *range(0x11F50, 0x11F5A), *range(0x116D0, 0x116E4)),
+    *(*range(0x16130, 0x1613A), *range(0x16D70, 0x16D7A), *range(0x1CCF0, 0x1CCFA), *range(0x1D2C0, 0x1D2D4)),
+    *(*range(0x1E4F0, 0x1E4FA), *range(0x1E5F1, 0x1E5FB)),
+)
+_SPLITS_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+@dataclass(frozen=True)
+class ReadableJson:
+    """A ``tokenizer.json`` for gigatoken.
+
+    Args:
+        content: the JSON.
+        has_all_bytes: whether each byte of UTF-8 has a token.
+        first_unknown_id: if not, a text with this id or a larger one is left to ``tokenizers``.
+        unknown: a text with one of these characters is left to ``tokenizers``.
+        added_tokens: the text of each added token by id, except those whose match depends on what is around them.
+    """
+
+    content: bytes
+    has_all_bytes: bool
+    first_unknown_id: int
+    unknown: CharacterFinder
+    added_tokens: dict[int, bytes]
+
+
+def rewrite_for_gigatoken(content: bytes, special_text_is_plain: bool) -> ReadableJson:
+    """Return the ``tokenizer.json`` for gigatoken.
+
+    Args:
+        content: the ``tokenizer.json``.
+        special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is not a ``tokenizer.json`` of a kind that is known here.
+    """
+    parsed = orjson.loads(content)
+    added = parsed.get("added_tokens") or []
+    vocabulary = parsed["model"]["vocab"]
+    is_changed, characters = False, list(_NEW_CHARACTERS)
+    if special_text_is_plain:
+        parsed["added_tokens"] = added = [token for token in added if not token["special"]]
+        is_changed = True
+    pre_tokenizer = parsed.get("pre_tokenizer") or {}
+    split, *others = pre_tokenizer.get("pretokenizers") or [None]
+    if split == _SPLITS_DIGITS and [one["type"] for one in others] == ["ByteLevel"]:
+        parsed["pre_tokenizer"] = others[0]
+        parsed["added_tokens"] = [*added, *(_added_token(digit, vocabulary[digit]) for digit in "0123456789")]
+        characters += [*_numbers(), *_NEWER_NUMBERS]
+        is_changed = True
+    first_unknown_id = max([*vocabulary.values(), *(token["id"] for token in added)]) + 1
+    is_byte_level = parsed.get("pre_tokenizer") is not None and not parsed["model"].get("byte_fallback")
+    lacking = [letter for letter in _byte_letters() if letter not in vocabulary] if is_byte_level else []
+    if lacking:
+        vocabulary |= {letter: first_unknown_id + number for number, letter in enumerate(lacking)}
+        is_changed = True
+    return ReadableJson(
+        content=orjson.dumps(parsed) if is_changed else content,
+        has_all_bytes=not lacking,
+        first_unknown_id=first_unknown_id,
+        unknown=CharacterFinder(characters),
+        added_tokens={token["id"]: token["content"].encode() for token in added if not _has_conditions(token)},
+    )
+
+
+def _has_conditions(token: dict[str, Any]) -> bool:
+    """Return whether a match of an added token depends on what is around it."""
+    return any(token.get(name) for name in ("single_word", "lstrip", "rstrip"))
+
+
+def _added_token(text: str, token_id: int) -> dict[str, Any]:
+    conditions = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": token_id, "content": text, **conditions}
+
+
+def _numbers() -> list[int]:
+    """Return the characters after ASCII that are numbers in the Unicode version of this Python."""
+    return [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
+
+
+def _byte_letters() -> list[str]:
+    """Return the letter that stands for each byte of UTF-8 in byte-level vocabularies, as GPT-2 introduced them."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in shown}
+    hidden = (byte for byte in range(256) if byte not in letters)
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(hidden)}
+    return [letters[byte] for byte in range(256) if byte < 0xF5 and byte not in (0xC0, 0xC1)]
