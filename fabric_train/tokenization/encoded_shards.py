@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once
-_MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 512 << 10, 256
+_MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 1 << 20, 64
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
 # characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut

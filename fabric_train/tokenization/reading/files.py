@@ -262,6 +262,7 @@ def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
+    compressed = is_compressed(part.path)
     with _opened(part.path) as file:
         position = 0
         if part.start:
@@ -272,7 +273,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
             number += 1
             reader.num_counted = number
             start, position = position, position + len(line)
-            reader.position = _position(file) if is_compressed(part.path) else position - part.start
+            reader.position = _position(file) if compressed else position - part.start
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError:

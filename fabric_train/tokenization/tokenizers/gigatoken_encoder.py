@@ -14,11 +14,10 @@ import numpy as np
 
 from fabric_train.cli.errors import first_line
 from fabric_train.distributed.process_memory import process_memory
-from fabric_train.files.regular_file import open_regular
 from fabric_train.files.rust_panic import panics_as_errors
 from fabric_train.tokenization.tokenizers.borders import Borders, join_documents
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
-from fabric_train.tokenization.tokenizers.gigatoken_json import rewrite_for_gigatoken
+from fabric_train.tokenization.tokenizers.gigatoken_json import read_for_gigatoken
 from fabric_train.tokenization.tokenizers.unsupported import UnsupportedTokenizerError
 
 _MOST_GROWTH = 256 << 20  # bytes of cached pieces in one process
@@ -38,12 +37,10 @@ class GigatokenEncoder:
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
         self._arguments = tokenizer_file, special_text_is_plain
-        with open_regular(tokenizer_file, "fetch the file again") as opened:
-            content = opened.read()
         try:
-            self._json = rewrite_for_gigatoken(content, special_text_is_plain)
+            self._json = read_for_gigatoken(tokenizer_file, special_text_is_plain)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UnsupportedTokenizerError(f"it is not a tokenizer.json: {first_line(error)}") from None
+            raise UnsupportedTokenizerError(f"it is of another kind: {first_line(error)}") from None
         self._load()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,12 +10,14 @@ Three things are rewritten. Texts for which the result would be another one are 
 
 import sys
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
+from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
 
 # gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
 _NEW_CHARACTERS = (
@@ -53,58 +55,48 @@ class ReadableJson:
     added_tokens: dict[int, bytes]
 
 
-def rewrite_for_gigatoken(content: bytes, special_text_is_plain: bool) -> ReadableJson:
-    """Return the ``tokenizer.json`` for gigatoken.
+def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> ReadableJson:
+    """Return the content of a ``tokenizer.json`` for gigatoken.
 
     Args:
-        content: the ``tokenizer.json``.
+        tokenizer_file: the ``tokenizer.json``.
         special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not a ``tokenizer.json`` of a kind that is known here.
+        InputError: it is a pipe, a folder or another kind of file.
+        ValueError: it is not a ``tokenizer.json``.
     """
-    parsed = orjson.loads(content)
-    added = parsed.get("added_tokens") or []
-    vocabulary = parsed["model"]["vocab"]
-    is_changed, characters = False, list(_NEW_CHARACTERS)
-    if special_text_is_plain:
-        parsed["added_tokens"] = added = [token for token in added if not token["special"]]
-        is_changed = True
-    pre_tokenizer = parsed.get("pre_tokenizer") or {}
-    split, *others = pre_tokenizer.get("pretokenizers") or [None]
-    if split == _SPLITS_DIGITS and [one["type"] for one in others] == ["ByteLevel"]:
-        parsed["pre_tokenizer"] = others[0]
-        parsed["added_tokens"] = [*added, *(_added_token(digit, vocabulary[digit]) for digit in "0123456789")]
-        characters += [*_numbers(), *_NEWER_NUMBERS]
-        is_changed = True
-    first_unknown_id = max([*vocabulary.values(), *(token["id"] for token in added)]) + 1
-    is_byte_level = parsed.get("pre_tokenizer") is not None and not parsed["model"].get("byte_fallback")
+    known = read_tokenizer_json(tokenizer_file)
+    raw = tokenizer_file.read_bytes()
+    added = [token for token in known.added_tokens if not (special_text_is_plain and token.special)]
+    vocabulary = known.model["vocab"]
+    changes: dict[str, Any] = {}
+    if len(added) < len(known.added_tokens):
+        changes["added_tokens"] = [asdict(token) for token in added]
+    split, *others = (known.pre_tokenizer or {}).get("pretokenizers") or [None]
+    splits_digits = split == _SPLITS_DIGITS and [one["type"] for one in others] == ["ByteLevel"]
+    if splits_digits:
+        digits = [AddedToken(vocabulary[digit], digit, *[False] * 5) for digit in "0123456789"]
+        changes |= {"pre_tokenizer": others[0], "added_tokens": [asdict(token) for token in (*added, *digits)]}
+    first_unknown_id = max([*vocabulary.values(), *(token.id for token in added)]) + 1
+    is_byte_level = known.pre_tokenizer is not None and not known.model.get("byte_fallback")
     lacking = [letter for letter in _byte_letters() if letter not in vocabulary] if is_byte_level else []
     if lacking:
-        vocabulary |= {letter: first_unknown_id + number for number, letter in enumerate(lacking)}
-        is_changed = True
+        more = {letter: first_unknown_id + number for number, letter in enumerate(lacking)}
+        changes["model"] = {**known.model, "vocab": vocabulary | more}
     return ReadableJson(
-        content=orjson.dumps(parsed) if is_changed else content,
+        content=orjson.dumps({**orjson.loads(raw), **changes}) if changes else raw,
         has_all_bytes=not lacking,
         first_unknown_id=first_unknown_id,
-        unknown=CharacterFinder(characters),
-        added_tokens={token["id"]: token["content"].encode() for token in added if not _has_conditions(token)},
+        unknown=CharacterFinder([*_NEW_CHARACTERS, *(_numbers() if splits_digits else ())]),
+        added_tokens={token.id: token.content.encode() for token in added if not token.has_conditions},
     )
 
 
-def _has_conditions(token: dict[str, Any]) -> bool:
-    """Return whether a match of an added token depends on what is around it."""
-    return any(token.get(name) for name in ("single_word", "lstrip", "rstrip"))
-
-
-def _added_token(text: str, token_id: int) -> dict[str, Any]:
-    conditions = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    return {"id": token_id, "content": text, **conditions}
-
-
 def _numbers() -> list[int]:
-    """Return the characters after ASCII that are numbers in the Unicode version of this Python."""
-    return [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
+    """Return the characters after ASCII that are numbers."""
+    known = [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
+    return [*known, *_NEWER_NUMBERS]
 
 
 def _byte_letters() -> list[str]:
