@@ -1,6 +1,5 @@
-"""Build a token dataset: open the sources, encode, select, pack, and write the manifest."""
+"""Build a token dataset: open the corpus, encode, select, pack, and write the manifest."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,18 +13,9 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
-from fabric_train.tokenization.chats.chosen_template import read_chosen_template
-from fabric_train.tokenization.cleaning.cleaner import open_cleaner
 from fabric_train.tokenization.cleaning.dropped_sample import write_sample
-from fabric_train.tokenization.encoded_shards import HASH_BYTES, SourceFormat
-from fabric_train.tokenization.encoding import (
-    Caps,
-    EncodedSources,
-    available_cores,
-    encode_sources,
-    find_kinds,
-    open_formats,
-)
+from fabric_train.tokenization.encoded_shards import HASH_BYTES
+from fabric_train.tokenization.encoding import EncodedSources
 from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
@@ -36,24 +26,20 @@ from fabric_train.tokenization.manifest import (
     TokenizerRecord,
     write_manifest,
 )
+from fabric_train.tokenization.opened_corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.packing.arrow_folder import check_disk_space, write_dataset_dict, write_split
 from fabric_train.tokenization.packing.document_index import SourceTable, count_sources, write_index
-from fabric_train.tokenization.packing.rows import Packing, RowPlan, plan_rows
+from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.packing.severed_chats import count_severed_chats
-from fabric_train.tokenization.reading.listing import sha256
-from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.source_names import split_names
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
-from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
+from fabric_train.tokenization.sharding import InputSlice
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
-_SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
 
 
@@ -87,104 +73,61 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
-    named = {option: split_names(getattr(arguments, option[2:]) or [], option) for option in _SOURCE_OPTIONS}
-    tokenizer = load_tokenizer(arguments.tokenizer_name)
-    chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
-    num_proc = arguments.num_proc or available_cores()
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
-        train_sources, held_out = _open(named, unfinished / DOWNLOADS, arguments.stream)
-        sources = [*train_sources, *held_out]
-        tokenizer.save(folder / "tokenizer")
-        if chosen is not None:
-            set_chat_template(folder / "tokenizer", chosen)
-        kinds = find_kinds(sources, arguments)
-        default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
-        arguments = replace(arguments, packing=arguments.packing or default)
-        formats = open_formats(kinds, folder / "tokenizer", arguments)
-        cleaner = open_cleaner(arguments, kinds)
-        hashes = {file.name: sha256(file) for file in sorted((folder / "tokenizer").iterdir())}
+        corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
         started = time.monotonic()
-        caps = _caps(arguments)
-        encoded = encode_sources(
-            sources,
-            formats,
-            cleaner,
-            tokenizer,
-            folder / "tokenizer",
-            hashes,
-            unfinished,
-            arguments,
-            num_proc,
-            caps,
-            check,
-        )
+        encoded = corpus.encode(unfinished, check, InputSlice())
         seconds = time.monotonic() - started
-        encoded = _with_names(encoded, [one for given in named.values() for one in given])
-        collections = _collect(encoded, unfinished, sources, arguments, caps)
-        splits = _select(collections, train_sources, arguments)
-        table = SourceTable(encoded.sources)
-        ledgers = _write_splits(splits, folder, tokenizer, formats, table, arguments)
-        write_sample(folder, [one for collection in collections for one in collection.dropped], table)
-        manifest = Manifest(
-            ledger=_ledger(collections, splits, ledgers),
-            sources=tuple(_source_records(encoded, collections, splits, arguments)),
-            tokenizer=_tokenizer_record(tokenizer, hashes, encoded, formats),
-            settings=_settings(arguments),
-            versions={name: version(name) for name in _VERSIONS_OF},
-            has_index=True,
-            cleaning={} if cleaner is None else cleaner.settings(),
-        )
-        write_manifest(folder, manifest)
-    return Outcome(manifest, tuple(_notes(encoded, formats)), seconds, encoded.num_proc)
+        manifest = write_token_dataset(folder, corpus, encoded)
+    return Outcome(manifest, tuple(notes_of(corpus, encoded)), seconds, encoded.num_proc)
 
 
-def _open(named: dict[str, list[tuple[str, str]]], downloads: Path, stream: bool) -> tuple[list[Source], list[Source]]:
-    """Open the sources of --dataset and of --validation_dataset, and print their notes."""
-    train, held_out = (
-        open_sources([place for _, place in given], option, stream, downloads) for option, given in named.items()
+def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
+    """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
+
+    Raises:
+        InputError: a source has no document, a split has less than one row, or the disk has no room for the rows.
+    """
+    arguments = corpus.arguments
+    collections = _collect(corpus, encoded)
+    splits = _select(collections, corpus.train, arguments)
+    sources = corpus.source_records(encoded.files)
+    table = SourceTable(sources)
+    ledgers = _write_splits(splits, folder, corpus, table)
+    write_sample(folder, [one for collection in collections for one in collection.dropped], table)
+    manifest = Manifest(
+        ledger=_ledger(collections, splits, ledgers),
+        sources=tuple(_with_shares(sources, collections, splits, arguments)),
+        tokenizer=_tokenizer_record(corpus, encoded),
+        settings=_settings(arguments),
+        versions={name: version(name) for name in _VERSIONS_OF},
+        has_index=True,
+        cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
     )
-    for source in (*train, *held_out):
-        print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
-    return train, held_out
+    write_manifest(folder, manifest)
+    return manifest
 
 
-def _with_names(encoded: EncodedSources, named: Sequence[tuple[str, str]]) -> EncodedSources:
-    """Give the sources' records the names and places of the command line."""
-    records = [
-        replace(record, name=name, place=redact(place))
-        for record, (name, place) in zip(encoded.sources, named, strict=True)
-    ]
-    return replace(encoded, sources=records)
-
-
-def _caps(arguments: "TokenizeArguments") -> Caps:
-    """Return where reading may stop; --deduplicate and --weights need all documents."""
-    reads_all = arguments.deduplicate or arguments.weights is not None
-    max_tokens = None if reads_all else arguments.max_tokens
-    return Caps(len(arguments.dataset), None if reads_all else arguments.max_documents, max_tokens)
-
-
-def _collect(
-    encoded: EncodedSources, folder: Path, sources: Sequence[Source], arguments: "TokenizeArguments", caps: Caps
-) -> list[Collection]:
+def _collect(corpus: OpenedCorpus, encoded: EncodedSources) -> list[Collection]:
     """Collect the documents of --dataset and, if given, of --validation_dataset.
 
     Raises:
         InputError: a source has no document.
     """
-    _check_not_empty(sources, encoded, caps.num_sources)
+    arguments, sources, num_train = corpus.arguments, corpus.sources, len(corpus.train)
+    _check_not_empty(sources, encoded, num_train)
     max_tokens = None if arguments.weights else arguments.max_tokens
     seen = np.empty((0, HASH_BYTES), dtype=np.uint8) if arguments.deduplicate else None
     collections: list[Collection] = []
     for is_train in (True, False):
-        chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < caps.num_sources) == is_train]
+        chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < num_train) == is_train]
         shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
         if is_train:
             max_documents = arguments.max_documents
-            collections.append(collect(folder, shards, records, sources, max_documents, max_tokens, seen))
+            collections.append(collect(shards, records, sources, max_documents, max_tokens, seen))
             seen = None if seen is None else collections[0].hashes
         elif arguments.validation_dataset:
-            collections.append(collect(folder, shards, records, sources, None, None, seen))
+            collections.append(collect(shards, records, sources, None, None, seen))
     return collections
 
 
@@ -244,16 +187,15 @@ def _select(
 def _write_splits(
     splits: dict[str, _Split],
     folder: Path,
-    tokenizer: CorpusTokenizer,
-    formats: Sequence[SourceFormat],
+    corpus: OpenedCorpus,
     sources: SourceTable,
-    arguments: "TokenizeArguments",
 ) -> dict[str, SplitLedger]:
     """Pack and write each split with its document index, and return its ledger.
 
     Raises:
         InputError: a split has less than one row, or the disk has no room for the rows.
     """
+    arguments, tokenizer = corpus.arguments, corpus.tokenizer
     assert arguments.packing is not None, "the default depends on the sources, which are open"
     plans = {}
     for name, split in splits.items():
@@ -265,7 +207,7 @@ def _write_splits(
     if faults:
         raise InputError(*faults)
     check_disk_space(folder.parent, [(splits[name].collection.documents, plan) for name, plan in plans.items()])
-    is_chat = np.array([format_.chat is not None for format_ in formats])
+    is_chat = np.array([format_.chat is not None for format_ in corpus.formats])
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ledgers = {}
     for name, plan in plans.items():
@@ -328,13 +270,13 @@ def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledger
     )
 
 
-def _source_records(
-    encoded: EncodedSources,
+def _with_shares(
+    sources: Sequence[SourceRecord],
     collections: Sequence[Collection],
     splits: dict[str, _Split],
     arguments: "TokenizeArguments",
 ) -> list[SourceRecord]:
-    """Return each source's record with its documents and tokens, and with its share of the train split."""
+    """Return the sources' records with their documents and tokens, and with their shares of the train split."""
     train = splits["train"]
     tokens_in_train = _tokens_by_source(train.collection, train.order, len(arguments.dataset))
     left_for_train = _tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
@@ -342,7 +284,7 @@ def _source_records(
         if name != "train" and split.collection is collections[0]:
             left_for_train -= _tokens_by_source(split.collection, split.order, len(arguments.dataset))
     records = []
-    for number, record in enumerate(encoded.sources):
+    for number, record in enumerate(sources):
         is_train = number < len(arguments.dataset)
         collection = collections[0] if is_train else collections[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
@@ -372,10 +314,9 @@ def _settings(arguments: "TokenizeArguments") -> Settings:
     return Settings(**values)
 
 
-def _tokenizer_record(
-    tokenizer: CorpusTokenizer, hashes: dict[str, str], encoded: EncodedSources, formats: Sequence[SourceFormat]
-) -> TokenizerRecord:
-    chat = next((format_.chat for format_ in formats if format_.chat is not None), None)
+def _tokenizer_record(corpus: OpenedCorpus, encoded: EncodedSources) -> TokenizerRecord:
+    tokenizer = corpus.tokenizer
+    chat = next((format_.chat for format_ in corpus.formats if format_.chat is not None), None)
     return TokenizerRecord(
         name=tokenizer.name,
         vocab_size=tokenizer.vocab_size,
@@ -383,7 +324,7 @@ def _tokenizer_record(
         eos_token_id=tokenizer.eos_token_id,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
-        sha256=hashes,
+        sha256=corpus.tokenizer_hashes,
         encoder=encoded.encoder,
         chat_template_sha256=None if chat is None else chat.chat_template_sha256,
         end_of_turn_token_id=None if chat is None else chat.end_of_turn_token_id,
@@ -391,9 +332,10 @@ def _tokenizer_record(
     )
 
 
-def _notes(encoded: EncodedSources, formats: Sequence[SourceFormat]) -> list[str]:
+def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
+    """Return lines for the user: why gigatoken was not used, what chats were changed, and the first bad row."""
     notes = [encoded.encoder] if encoded.encoder != "gigatoken" else []
-    for format_ in dict.fromkeys(formats):
+    for format_ in dict.fromkeys(corpus.formats):
         notes += format_.chat.notes if format_.chat is not None else ()
     bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")
     return [*notes, *([f"the first bad row left out: {bad}"] if bad else [])]

@@ -65,6 +65,7 @@ class ShardRecord:
     """What a finished shard holds.
 
     Args:
+        folder: where the shard's files are.
         documents: ENCODED [kept].
         parts: PART [parts of the shard].
         skipped: SKIPPED [rows skipped].
@@ -79,6 +80,7 @@ class ShardRecord:
         turn_ends: int32 [any number], the control tokens with which supervised turns of its chats end.
     """
 
+    folder: Path
     documents: np.ndarray
     parts: np.ndarray
     skipped: np.ndarray
@@ -177,6 +179,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
         return None
     with np.load(file, allow_pickle=False) as stored:
         return ShardRecord(
+            folder=folder,
             documents=stored["documents"],
             parts=stored["parts"],
             skipped=stored["skipped"],

@@ -26,11 +26,12 @@ from fabric_train.tokenization.encoded_shards import (
     remove_outdated_shards,
     split_into_shards,
 )
-from fabric_train.tokenization.manifest import BAD_ROW, SourceRecord
+from fabric_train.tokenization.manifest import BAD_ROW, SourceFile
 from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.columns import missing_column, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.sharding import FilesToHash, InputSlice, digest_of, files_to_hash
 from fabric_train.tokenization.tokenizers.borders import Borders
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
@@ -49,14 +50,17 @@ _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 16
 
 @dataclass(frozen=True)
 class EncodedSources:
-    """The finished shards in the order of the sources, with one record each, and the sources' records for the manifest.
+    """The finished shards in the order of the sources, with one record each, and the hashed files.
 
-    ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have encoded.
+    ``files`` has the files by the numbers of source and file. ``plan`` is the ``digest_of`` all shards, also of those
+    that are in no slice of this task. ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have
+    encoded.
     """
 
     shards: list[Shard]
     records: list[ShardRecord]
-    sources: list[SourceRecord]
+    files: dict[tuple[int, int], SourceFile]
+    plan: str
     encoder: str
     num_proc: int
 
@@ -76,7 +80,7 @@ class _DifferentIdsError(Exception):
 
 _kept_alive: list[EncodingJob] = []  # freeing an encoder takes longer than writing the rows
 
-_Task = Shard | int  # a shard to encode, or the number of a source whose files are to be hashed
+_Task = Shard | FilesToHash
 
 
 def available_cores() -> int:
@@ -176,8 +180,9 @@ def encode_sources(
     num_proc: int,
     caps: Caps,
     check: ParityCheck,
+    input_slice: InputSlice,
 ) -> EncodedSources:
-    """Encode the shards that are not finished yet.
+    """Encode the shards of a slice that are not finished yet.
 
     If gigatoken gives another id than the Hugging Face tokenizer, everything is encoded again with the latter.
 
@@ -193,6 +198,7 @@ def encode_sources(
         num_proc: the most processes that encode.
         caps: where reading may stop.
         check: compares the encoder's ids with the tokenizer's.
+        input_slice: what to encode and hash of the sources.
 
     Raises:
         InputError: a source cannot be read, has a bad row and bad rows are not skipped, or has changed meanwhile.
@@ -215,18 +221,18 @@ def encode_sources(
         progress=None,
     )
     _kept_alive.append(job)
-    settings = _settings(tokenizer_hashes, cleaner, arguments)
+    settings = shard_settings(tokenizer_hashes, cleaner, arguments)
     try:
-        return _encode_all(job, name, settings, check, num_proc, caps)
+        return _encode_all(job, name, settings, check, num_proc, caps, input_slice)
     except _DifferentIdsError as error:
         encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_gigatoken=str(error))
         kinds = [format_.kind for format_ in formats]
         formats = open_formats(kinds, tokenizer_folder, arguments, with_tiktoken=False)
         job = replace(job, encoder=encoder, formats=formats)
-        return _encode_all(job, name, settings, check, num_proc, caps)
+        return _encode_all(job, name, settings, check, num_proc, caps, input_slice)
 
 
-def _settings(tokenizer_hashes: dict[str, str], cleaner: Cleaner | None, arguments: "TokenizeArguments") -> str:
+def shard_settings(tokenizer_hashes: dict[str, str], cleaner: Cleaner | None, arguments: "TokenizeArguments") -> str:
     """Return everything that decides a shard's tokens besides its source and the encoder, as JSON."""
     longest = None if arguments.packing == "concat" else arguments.max_length
     chosen = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, longest)
@@ -234,22 +240,34 @@ def _settings(tokenizer_hashes: dict[str, str], cleaner: Cleaner | None, argumen
     return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate, cleaning], sort_keys=True)
 
 
+def plan_shards(sources: Sequence[Source], settings: str, encoder: str) -> list[Shard]:
+    """Return all shards of the sources; ``settings`` are from ``shard_settings``, ``encoder`` has its name."""
+    return split_into_shards(list(sources), f"{settings} {encoder}")
+
+
 def _encode_all(
-    job: EncodingJob, name: str, settings: str, check: ParityCheck, num_proc: int, caps: Caps
+    job: EncodingJob,
+    name: str,
+    settings: str,
+    check: ParityCheck,
+    num_proc: int,
+    caps: Caps,
+    input_slice: InputSlice,
 ) -> EncodedSources:
     outdated = remove_outdated_shards(job.folder)
     if outdated:
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
-    shards = split_into_shards(job.sources, f"{settings} {name}")
-    job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(shards)))
+    all_shards = plan_shards(job.sources, settings, name)
+    shards, to_hash = input_slice.shards(all_shards), list(files_to_hash(job.sources, input_slice))
+    job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
     for index, record in records.items():
-        done = (shards[index].num_bytes, len(record.documents), record.num_tokens)
+        done = (all_shards[index].num_bytes, len(record.documents), record.num_tokens)
         job.progress[3 * index : 3 * index + 3] = done
-    source_records: dict[int, SourceRecord] = {}
+    files: dict[tuple[int, int], SourceFile] = {}
     total = sum(shard.num_bytes for shard in shards)
-    tasks = chain(range(len(job.sources)), _unfinished_shards(shards, records, caps))
-    num_proc = min(num_proc, len(job.sources) + len(shards) - len(records))
+    tasks = chain(to_hash, unfinished_shards(shards, records, caps))
+    num_proc = min(num_proc, len(to_hash) + len(shards) - len(records))
     with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
@@ -265,32 +283,32 @@ def _encode_all(
                     record = read_record(job.folder, task)
                     assert record is not None, task
                     records[task.index] = record
-                elif result is not None:
-                    source_records[task] = result
+                else:
+                    numbers = range(task.start, task.stop)
+                    files |= {(task.source, number): file for number, file in zip(numbers, result, strict=True)}
             _show(job, show)
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
-    in_order = [source_records[number] for number in range(len(job.sources))]
-    for source, source_record in zip(job.sources, in_order, strict=True):
-        for file, recorded in zip(source.files, source_record.files, strict=True):
-            check_unchanged(file, recorded.sha256)
+    for (source, number), hashed in files.items():
+        check_unchanged(job.sources[source].files[number], hashed.sha256)
     used = [shard for shard in shards if shard.index in records]
-    return EncodedSources(used, [records[shard.index] for shard in used], in_order, name, num_proc)
+    used_records = [records[shard.index] for shard in used]
+    return EncodedSources(used, used_records, files, digest_of(all_shards), name, num_proc)
 
 
-def _run_task(job: EncodingJob, task: _Task) -> SourceRecord | None:
-    """Encode a shard, or return a source's record."""
+def _run_task(job: EncodingJob, task: _Task) -> tuple[SourceFile, ...]:
+    """Encode a shard, or return the hashed files."""
     if isinstance(task, Shard):
         encode_shard(job, task)
-        return None
-    return job.sources[task].record()
+        return ()
+    return job.sources[task.source].hash_files(task.start, task.stop)
 
 
 def _what_is_read(job: EncodingJob, task: _Task) -> str:
     """Return the file or dataset that a task has come to."""
     if not isinstance(task, Shard):
-        return job.sources[task].name
+        return job.sources[task.source].name
     done = job.progress[3 * task.index]
     for part in task.parts:
         if done < part.num_bytes:
@@ -335,14 +353,14 @@ def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     return record
 
 
-def _unfinished_shards(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps) -> Iterator[Shard]:
+def unfinished_shards(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps) -> Iterator[Shard]:
     """Yield the shards without a record, until the finished shards before them reach a cap.
 
-    ``records`` grows while this iterates.
+    ``records``, by the shards' indexes, grows while this iterates.
     """
     num_documents = num_tokens = following = 0
     for shard in shards:
-        while (before := records.get(following)) is not None:
+        while following < len(shards) and (before := records.get(shards[following].index)) is not None:
             if shards[following].source < caps.num_sources:
                 num_documents += len(before.documents)
                 num_tokens += before.num_tokens

@@ -7,7 +7,6 @@ processes or shards.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,6 @@ class Collection:
 
 
 def collect(
-    folder: Path,
     shards: Sequence[Shard],
     records: Sequence[ShardRecord],
     sources: Sequence[Source],
@@ -64,7 +62,6 @@ def collect(
     """Collect the documents of finished shards, and apply deduplication and caps.
 
     Args:
-        folder: the folder of the shards.
         shards: the shards in the order of the sources.
         records: one per shard.
         sources: all sources, by which the files are numbered.
@@ -98,9 +95,7 @@ def collect(
         skipped[DUPLICATE] = num_duplicates
     parts = _parts(shards, records, sources)
     return Collection(
-        documents=SpooledDocuments(
-            lengths, tuple(_spooled(folder, *pair) for pair in zip(shards, records, strict=True))
-        ),
+        documents=SpooledDocuments(lengths, tuple(_spooled(*pair) for pair in zip(shards, records, strict=True))),
         kept=kept,
         characters=documents["characters"].astype(np.int64),
         sources=np.repeat([shard.source for shard in shards], counts),
@@ -169,9 +164,9 @@ def _dropped(
         first_row += record.num_read
 
 
-def _spooled(folder: Path, shard: Shard, record: ShardRecord) -> SpooledFile:
-    masks = folder / f"{shard.key}.masks" if record.has_masks else None
-    return SpooledFile(folder / f"{shard.key}.tokens", masks)
+def _spooled(shard: Shard, record: ShardRecord) -> SpooledFile:
+    masks = record.folder / f"{shard.key}.masks" if record.has_masks else None
+    return SpooledFile(record.folder / f"{shard.key}.tokens", masks)
 
 
 def _is_first(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:

@@ -273,8 +273,8 @@ def test_an_interrupted_run_continues_to_the_same_index(
         arrays = {name: stored[name] for name in stored.files if name != "samples"}
     np.savez(finished[0], **arrays)
     encoded: list[object] = []
-    whole = encoding._unfinished_shards
-    monkeypatch.setattr(encoding, "_unfinished_shards", lambda *given: listed(whole(*given), encoded))
+    whole = encoding.unfinished_shards
+    monkeypatch.setattr(encoding, "unfinished_shards", lambda *given: listed(whole(*given), encoded))
     tokenize(tmp_path / "out", tiny_model_dir, source, **options)
     assert "1 shards that an older version finished are encoded again" in capsys.readouterr().err
     assert len(encoded) == 1

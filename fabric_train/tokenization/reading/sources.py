@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fabric_train.cli.errors import RunError, first_line
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.manifest import SourceRecord
+from fabric_train.tokenization.manifest import SourceFile, SourceRecord
 from fabric_train.tokenization.reading.columns import Row, check_text_columns
 from fabric_train.tokenization.reading.files import FilePart, FileReader, split_file
 from fabric_train.tokenization.reading.hub_names import DatasetName, errors_of_datasets
@@ -38,12 +38,13 @@ class FileSource:
 
     - ``notes``: lines for the user.
     - ``files``: the local files that it consists of, as they were when it was opened.
-    - ``origins``: its files or splits, in the order of ``record()``; each part has the ``origin`` that it is of.
+    - ``origins``: its files or splits, in the order of ``record(files)``; each part has the ``origin`` that it is of.
     - ``num_bytes``: size of the source; 0 if it is unknown.
     - ``parts(part_bytes)``: yields the source's parts in order, each of about ``part_bytes`` bytes if its kind allows.
     - ``reader(part, columns)``: returns an iterable over the rows of a part.
     - ``identity(part)``: returns a string that changes if the part changes; None if there is no such string.
-    - ``record()``: returns the source's record for the manifest.
+    - ``hash_files(start, stop)``: returns the size and SHA-256 of some of its ``files``.
+    - ``record(files)``: returns the source's record for the manifest; ``files`` are all of it, hashed.
     """
 
     name: str
@@ -71,8 +72,10 @@ class FileSource:
         path = os.fsencode(file.path.absolute()).hex()  # a name need not be text
         return f"{path} {file.size} {file.mtime_ns} {file.ctime_ns} {part.start} {part.stop}"
 
-    def record(self) -> SourceRecord:
-        files = hash_files(self.root, self.files)
+    def hash_files(self, start: int, stop: int) -> tuple[SourceFile, ...]:
+        return hash_files(self.root, self.files[start:stop])
+
+    def record(self, files: tuple[SourceFile, ...]) -> SourceRecord:
         folder = None if "://" in self.name else os.fsencode(self.root).decode("utf-8", "backslashreplace")
         return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
@@ -135,11 +138,13 @@ class DatasetSource:
     def identity(self, part: Any) -> str:
         return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
 
-    def record(self) -> SourceRecord:
+    def hash_files(self, start: int, stop: int) -> tuple[SourceFile, ...]:
+        return hash_files(self.root, self.files[start:stop])
+
+    def record(self, files: tuple[SourceFile, ...]) -> SourceRecord:
         if self.hub:
             return _hub_record(self.hub, self.splits)
-        files, splits = hash_files(self.root, self.files), tuple(self.splits)
-        return SourceRecord(name=self.name, kind="saved_dataset", files=files, splits=splits, revision=None)
+        return SourceRecord(name=self.name, kind="saved_dataset", files=files, splits=tuple(self.splits), revision=None)
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,10 @@ class StreamSource:
     def identity(self, _part: Any) -> None:
         return None
 
-    def record(self) -> SourceRecord:
+    def hash_files(self, _start: int, _stop: int) -> tuple[SourceFile, ...]:
+        return ()
+
+    def record(self, _files: tuple[SourceFile, ...]) -> SourceRecord:
         return _hub_record(self.hub, self.splits)
 
 

@@ -1,0 +1,146 @@
+"""Open everything that a command line names, before the first document is encoded."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fabric_train.cli.redaction import redact
+from fabric_train.tokenization.chats.chosen_template import read_chosen_template
+from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
+from fabric_train.tokenization.encoded_shards import Shard, SourceFormat
+from fabric_train.tokenization.encoding import (
+    Caps,
+    EncodedSources,
+    available_cores,
+    encode_sources,
+    find_kinds,
+    open_formats,
+    plan_shards,
+    shard_settings,
+)
+from fabric_train.tokenization.manifest import SourceFile, SourceRecord
+from fabric_train.tokenization.packing.rows import Packing
+from fabric_train.tokenization.reading.listing import sha256
+from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.source_names import split_names
+from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.sharding import InputSlice
+from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
+from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
+from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from arguments import TokenizeArguments
+
+_SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
+
+
+@dataclass(frozen=True)
+class OpenedCorpus:
+    """The sources, the tokenizer, and how documents are cleaned and encoded.
+
+    Args:
+        arguments: the command line of ``tokenize_dataset.py``, with the packing that the sources decide.
+        named: the name and place of each source as given.
+        train: the sources of --dataset.
+        held_out: the sources of --validation_dataset.
+        tokenizer: the tokenizer.
+        tokenizer_folder: the folder that it was saved in, with the chat template that is used.
+        tokenizer_hashes: SHA-256 of each file in that folder.
+        formats: one per source.
+        cleaner: cleans texts before they are encoded; None leaves them as they are.
+    """
+
+    arguments: "TokenizeArguments"
+    named: list[tuple[str, str]]
+    train: list[Source]
+    held_out: list[Source]
+    tokenizer: CorpusTokenizer
+    tokenizer_folder: Path
+    tokenizer_hashes: dict[str, str]
+    formats: list[SourceFormat]
+    cleaner: Cleaner | None
+
+    @property
+    def sources(self) -> list[Source]:
+        """Return all sources, by which shards and files are numbered."""
+        return [*self.train, *self.held_out]
+
+    @property
+    def caps(self) -> Caps:
+        """Return where reading may stop; --deduplicate and --weights need all documents."""
+        given = self.arguments
+        reads_all = given.deduplicate or given.weights is not None
+        caps = (None, None) if reads_all else (given.max_documents, given.max_tokens)
+        return Caps(len(self.train), *caps)
+
+    def encode(self, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
+        """Encode the shards of a slice that are not finished in ``folder``; see ``encode_sources``."""
+        return encode_sources(
+            self.sources,
+            self.formats,
+            self.cleaner,
+            self.tokenizer,
+            self.tokenizer_folder,
+            self.tokenizer_hashes,
+            folder,
+            self.arguments,
+            self.arguments.num_proc or available_cores(),
+            self.caps,
+            check,
+            input_slice,
+        )
+
+    def shards(self, encoder: str) -> list[Shard]:
+        """Return all shards of the sources, as the encoder of this name encodes them."""
+        settings = shard_settings(self.tokenizer_hashes, self.cleaner, self.arguments)
+        return plan_shards(self.sources, settings, encoder)
+
+    def source_records(self, files: dict[tuple[int, int], SourceFile]) -> list[SourceRecord]:
+        """Return the sources' records for the manifest; ``files`` are all files by the numbers of source and file."""
+        records = []
+        for number, (source, (name, place)) in enumerate(zip(self.sources, self.named, strict=True)):
+            record = source.record(tuple(files[number, index] for index in range(len(source.files))))
+            records.append(replace(record, name=name, place=redact(place)))
+        return records
+
+
+def open_corpus(arguments: "TokenizeArguments", tokenizer_folder: Path, downloads: Path) -> OpenedCorpus:
+    """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer.
+
+    Args:
+        arguments: the command line of ``tokenize_dataset.py``.
+        tokenizer_folder: where to save the tokenizer, with the chat template that is used.
+        downloads: folder for the files that URLs name.
+
+    Raises:
+        InputError: a source, the tokenizer, the chat template or a cleaning step cannot be used.
+    """
+    named = {option: split_names(getattr(arguments, option[2:]) or [], option) for option in _SOURCE_OPTIONS}
+    tokenizer = load_tokenizer(arguments.tokenizer_name)
+    chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
+    train, held_out = (
+        open_sources([place for _, place in given], option, arguments.stream, downloads)
+        for option, given in named.items()
+    )
+    for source in (*train, *held_out):
+        print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
+    tokenizer.save(tokenizer_folder)
+    if chosen is not None:
+        set_chat_template(tokenizer_folder, chosen)
+    kinds = find_kinds([*train, *held_out], arguments)
+    default: Packing = "best_fit" if set(kinds) - {"text"} else "concat"  # which would cut chats
+    arguments = replace(arguments, packing=arguments.packing or default)
+    formats = open_formats(kinds, tokenizer_folder, arguments)
+    return OpenedCorpus(
+        arguments=arguments,
+        named=[one for given in named.values() for one in given],
+        train=train,
+        held_out=held_out,
+        tokenizer=tokenizer,
+        tokenizer_folder=tokenizer_folder,
+        tokenizer_hashes={file.name: sha256(file) for file in sorted(tokenizer_folder.iterdir())},
+        formats=formats,
+        cleaner=open_cleaner(arguments, kinds),
+    )

@@ -1,0 +1,75 @@
+"""Divide the shards and the files of the input among the tasks of ``--shard I/N``, by bytes."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fabric_train.tokenization.encoded_shards import Shard
+from fabric_train.tokenization.reading.sources import Source
+
+_BYTES_HASHED_TOGETHER = 256 << 20
+
+
+@dataclass(frozen=True)
+class InputSlice:
+    """Slice ``number`` of ``count``, from 1: what one task reads. 1 of 1 is all of the input."""
+
+    number: int = 1
+    count: int = 1
+
+    def has(self, sizes: Sequence[int]) -> np.ndarray:
+        """Return which of consecutive items are in this slice, bool [items]: those whose middle is.
+
+        Slices have as many bytes each as the items allow, and every item is in one slice.
+
+        Args:
+            sizes: bytes of each item.
+        """
+        ends = np.cumsum(sizes, dtype=np.int64)
+        total = max(1, int(ends[-1])) if len(ends) else 1
+        slices = ((ends - np.asarray(sizes) / 2) * self.count / total).astype(np.int64)
+        return np.minimum(slices, self.count - 1) == self.number - 1
+
+    def shards(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Return those of all shards that are in this slice."""
+        is_in = self.has([shard.num_bytes for shard in shards])
+        return [shard for shard, chosen in zip(shards, is_in.tolist(), strict=True) if chosen]
+
+
+@dataclass(frozen=True)
+class FilesToHash:
+    """The files ``start`` to ``stop - 1`` of source ``source``, which one process hashes."""
+
+    source: int
+    start: int
+    stop: int
+
+
+def files_to_hash(sources: Sequence[Source], input_slice: InputSlice) -> Iterator[FilesToHash]:
+    """Yield the files of a slice, in groups of about 256 MiB; the slices of files are not those of shards.
+
+    A file is hashed by one process, so that SHA-256 of it is as for the whole file.
+    """
+    is_in = input_slice.has([file.size for source in sources for file in source.files]).tolist()
+    first = 0
+    for number, source in enumerate(sources):
+        start, num_bytes = 0, 0
+        for index, file in enumerate(source.files):
+            num_bytes += file.size if is_in[first + index] else 0
+            if not is_in[first + index]:
+                if start < index:
+                    yield FilesToHash(number, start, index)
+                start, num_bytes = index + 1, 0
+            elif num_bytes >= _BYTES_HASHED_TOGETHER:
+                yield FilesToHash(number, start, index + 1)
+                start, num_bytes = index + 1, 0
+        if start < len(source.files):
+            yield FilesToHash(number, start, len(source.files))
+        first += len(source.files)
+
+
+def digest_of(shards: Sequence[Shard]) -> str:
+    """Return a hash that is the same for tasks whose input, settings and encoder are the same."""
+    return hashlib.sha256("\n".join(shard.key for shard in shards).encode()).hexdigest()
