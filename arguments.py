@@ -32,6 +32,7 @@ from fabric_train.cli.fields import POSITIONAL
 from fabric_train.cli.language_codes import is_language_code
 from fabric_train.cli.launcher import launcher_arguments
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.redaction import redact
 from fabric_train.cli.shares import Shares
 from fabric_train.files.sizes import parse_size
 
@@ -722,6 +723,10 @@ class TokenizeArguments(PushArguments):
     """Read hub datasets as a stream instead of downloading them first."""
     num_proc: NumProcesses | None = None
     """Processes that encode; default: one per core."""
+    shard: str | None = None
+    """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
+    python -m fabric_train.tokenization.merge of their folders give what one run gives.
+    """
     seed: NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""
     max_documents: PositiveInt64 | None = None
@@ -746,6 +751,27 @@ class TokenizeArguments(PushArguments):
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
+        return [*faults, *self._faults_of_shard()]
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The two numbers of --shard; None without it."""
+        found = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", self.shard or "")
+        numbers = (int(found[1]), int(found[2])) if found else None
+        return numbers if numbers and numbers[0] <= numbers[1] else None
+
+    def _faults_of_shard(self) -> list[str]:
+        if self.shard is None:
+            return []
+        faults = [] if self.part else [f"--shard: expected I/N such as 3/64, from 1/64 to 64/64, got {self.shard!r}"]
+        if self.push_to_hub is not None:
+            faults.append("--push_to_hub and --shard: merge the slices, then give this command without --shard to push")
+        urls = [place for place in (*self.dataset, *(self.validation_dataset or ())) if "://" in place]
+        faults += [
+            f"--shard: every task would download {redact(url)}; download it once, and give its path" for url in urls
+        ]
+        if self.stream:
+            faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
         return faults
 
     def _without_sources(self) -> list[str]:
@@ -1024,23 +1050,17 @@ class InspectArguments:
 
 @dataclass(frozen=True)
 class MergeArguments:
-    """Merge token datasets that were made with the same tokenizer and --max_length
+    """Merge token datasets that were made with the same tokenizer and --max_length, or the slices of --shard
 
     PROGRAM data/part-1 data/part-2 --output_dir data/whole
     PROGRAM data/ca data/es data/en --output_dir data/mixed
-    PROGRAM --dataset_dirs data/part-1 data/part-2 --output_dir data/whole
+    PROGRAM slices/* --output_dir data/tokens
     """
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
-    """Token datasets, in the order of their rows in the result."""
+    """Token datasets, in the order of their rows in the result; or all slices made by --shard, in any order."""
     output_dir: str
     """Token dataset to write; must not exist yet."""
-
-    def faults(self) -> list[str]:
-        """Return a single token dataset."""
-        if len(self.dataset_dirs) < 2:
-            return ["--dataset_dirs: give two token datasets or more"]
-        return []
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,10 @@ def main(argv: list[str] | None = None) -> None:
         _publish(arguments, finished)
         return
 
+    if arguments.shard is not None:
+        _encode_slice(arguments)
+        return
+
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
     with _terminated_as_interrupted(), ParityCheck() as check:
@@ -53,6 +57,29 @@ def main(argv: list[str] | None = None) -> None:
     _print_summary(arguments, outcome)
     if arguments.push_to_hub:
         _publish(arguments, outcome.manifest)
+
+
+def _encode_slice(arguments: "TokenizeArguments") -> None:
+    """Encode the slice of --shard, unless it is there already, and print a summary."""
+    from fabric_train.tokenization.encoded_slices import encode_slice, find_finished_slice
+    from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
+
+    if find_finished_slice(arguments):
+        print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
+        return
+    with _terminated_as_interrupted(), ParityCheck() as check:
+        check.start_early(arguments.tokenizer_name)
+        outcome = encode_slice(arguments, check)
+    speed = outcome.num_tokens / outcome.seconds
+    print(
+        f"slice      {arguments.shard}: {outcome.num_shards:,} shards, {outcome.num_documents:,} documents, "
+        f"{outcome.num_tokens:,} tokens",
+        f"speed      {speed:,.0f} tokens/s, {outcome.seconds:.1f} s with {outcome.num_proc} processes",
+        *(f"note       {note}" for note in outcome.notes),
+        f"written    {arguments.output_dir}",
+        "next       when all slices are there: python -m fabric_train.tokenization.merge SLICES --output_dir DIR",
+        sep="\n",
+    )
 
 
 def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.columns import missing_column, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.sharding import FilesToHash, InputSlice, digest_of, files_to_hash
+from fabric_train.tokenization.sharding import FilesToHash, InputSlice, files_to_hash
 from fabric_train.tokenization.tokenizers.borders import Borders
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
@@ -52,15 +52,13 @@ _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 16
 class EncodedSources:
     """The finished shards in the order of the sources, with one record each, and the hashed files.
 
-    ``files`` has the files by the numbers of source and file. ``plan`` is the ``digest_of`` all shards, also of those
-    that are in no slice of this task. ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have
-    encoded.
+    ``files`` has the files by the numbers of source and file. ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``.
+    ``num_proc`` processes have encoded.
     """
 
     shards: list[Shard]
     records: list[ShardRecord]
     files: dict[tuple[int, int], SourceFile]
-    plan: str
     encoder: str
     num_proc: int
 
@@ -258,7 +256,8 @@ def _encode_all(
     if outdated:
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
     all_shards = plan_shards(job.sources, settings, name)
-    shards, to_hash = input_slice.shards(all_shards), list(files_to_hash(job.sources, input_slice))
+    shards = list(compress(all_shards, input_slice.of([shard.num_bytes for shard in all_shards])))
+    to_hash = list(files_to_hash(job.sources, input_slice))
     job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
     for index, record in records.items():
@@ -293,8 +292,7 @@ def _encode_all(
     for (source, number), hashed in files.items():
         check_unchanged(job.sources[source].files[number], hashed.sha256)
     used = [shard for shard in shards if shard.index in records]
-    used_records = [records[shard.index] for shard in used]
-    return EncodedSources(used, used_records, files, digest_of(all_shards), name, num_proc)
+    return EncodedSources(used, [records[shard.index] for shard in used], files, name, num_proc)
 
 
 def _run_task(job: EncodingJob, task: _Task) -> tuple[SourceFile, ...]:

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Merge token datasets into one:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
+"""Merge token datasets, or slices, into one:  python -m fabric_train.tokenization.merge DIR DIR ... --output_dir OUT"""
 
 import hashlib
 import json
@@ -19,8 +19,10 @@ from fabric_train.cli.errors import InputError, run_program
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
+from fabric_train.tokenization.encoded_slices import is_slice
 from fabric_train.tokenization.manifest import Manifest, MergedPart, changed_tokenizer, write_manifest
 from fabric_train.tokenization.merged_manifest import MergeInput, merge_manifests, open_inputs
+from fabric_train.tokenization.merged_slices import merge_slices
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, read_arrow
 
@@ -32,11 +34,17 @@ def main(argv: list[str] | None = None) -> None:
         InputError: the token datasets cannot be merged; nothing has been written.
     """
     arguments = parse(MergeArguments, argv)
-    manifest, notes = merge([Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir))
+    folders, target = [Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir)
+    are_slices = any(is_slice(folder) for folder in folders)
+    if not are_slices and len(folders) < 2:
+        raise InputError("--dataset_dirs: give two token datasets or more")
+    manifest, notes = merge_slices(folders, target) if are_slices else merge(folders, target)
     console = Console()
+    merged = f"{len(folders):,} slices" if are_slices else ", ".join(part.name for part in manifest.parts)
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
-    lines = (f"merged   {', '.join(part.name for part in manifest.parts)}", f"written  {arguments.output_dir}: {rows}")
-    for line in (*lines, *(f"note     {note}" for note in notes)):
+    lines = [f"merged   {merged}", *(f"note     {note}" for note in notes)]
+    lines += [f"warning  {loss}" for loss in manifest.losses()] if are_slices else []
+    for line in (*lines, f"written  {target}: {rows}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,12 +1,10 @@
 """Divide the shards and the files of the input among the tasks of ``--shard I/N``, by bytes."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fabric_train.tokenization.encoded_shards import Shard
 from fabric_train.tokenization.reading.sources import Source
 
 _BYTES_HASHED_TOGETHER = 256 << 20
@@ -19,23 +17,24 @@ class InputSlice:
     number: int = 1
     count: int = 1
 
-    def has(self, sizes: Sequence[int]) -> np.ndarray:
-        """Return which of consecutive items are in this slice, bool [items]: those whose middle is.
+    def of(self, sizes: Sequence[int]) -> list[bool]:
+        """Return which of consecutive items of these sizes in bytes are in this slice."""
+        return [number == self.number for number in slice_numbers(sizes, self.count)]
 
-        Slices have as many bytes each as the items allow, and every item is in one slice.
 
-        Args:
-            sizes: bytes of each item.
-        """
-        ends = np.cumsum(sizes, dtype=np.int64)
-        total = max(1, int(ends[-1])) if len(ends) else 1
-        slices = ((ends - np.asarray(sizes) / 2) * self.count / total).astype(np.int64)
-        return np.minimum(slices, self.count - 1) == self.number - 1
+def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the slice, from 1 to ``count``, of each of consecutive items: the one that its middle byte is in.
 
-    def shards(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return those of all shards that are in this slice."""
-        is_in = self.has([shard.num_bytes for shard in shards])
-        return [shard for shard, chosen in zip(shards, is_in.tolist(), strict=True) if chosen]
+    Slices have as many bytes each as the items allow.
+
+    Args:
+        sizes: bytes of each item.
+        count: number of slices.
+    """
+    ends = np.cumsum(sizes, dtype=np.int64)
+    total = max(1, int(ends[-1])) if len(ends) else 1
+    numbers = 1 + ((ends - np.asarray(sizes) / 2) * count / total).astype(np.int64)
+    return [min(number, count) for number in numbers.tolist()]
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def files_to_hash(sources: Sequence[Source], input_slice: InputSlice) -> Iterato
 
     A file is hashed by one process, so that SHA-256 of it is as for the whole file.
     """
-    is_in = input_slice.has([file.size for source in sources for file in source.files]).tolist()
+    is_in = input_slice.of([file.size for source in sources for file in source.files])
     first = 0
     for number, source in enumerate(sources):
         start, num_bytes = 0, 0
@@ -68,8 +67,3 @@ def files_to_hash(sources: Sequence[Source], input_slice: InputSlice) -> Iterato
         if start < len(source.files):
             yield FilesToHash(number, start, len(source.files))
         first += len(source.files)
-
-
-def digest_of(shards: Sequence[Shard]) -> str:
-    """Return a hash that is the same for tasks whose input, settings and encoder are the same."""
-    return hashlib.sha256("\n".join(shard.key for shard in shards).encode()).hexdigest()

@@ -246,6 +246,23 @@ def test_a_job_on_one_node_saves_and_its_checkpoints_are_items(
     assert [Path(source.name).name for source in sources] == ["a.jsonl", "b.jsonl"]
 
 
+def test_slices_of_an_array_are_merged_into_one_run(
+    cluster: SlurmCluster, settings: Path, tiny_model_dir: Path
+) -> None:
+    for name in ("a", "b"):
+        write_jsonl(cluster.folder / f"{name}.jsonl")
+    tokenize = [sys.executable, ROOT / "tokenize_dataset.py", "--dataset", "a.jsonl", "b.jsonl"]
+    tokenize += ["--tokenizer_name", tiny_model_dir, "--max_length", "64", "--deduplicate", "true"]
+    run_items(cluster, settings, 1, 2, 3, "--", *tokenize, "--shard", "{}/3", "--output_dir", "slices/{}")
+    merge = [sys.executable, "-m", "fabric_train.tokenization.merge", *(f"slices/{number}" for number in (1, 2, 3))]
+    (log,) = run_items(cluster, settings, "tokens", "--", *merge, "--output_dir", "{}")
+    assert "merged   3 slices" in log
+    cluster.command(*tokenize, "--output_dir", "one", environment={"PYTHONPATH": str(ROOT)})
+    assert manifest_of(cluster.folder / "tokens") == manifest_of(cluster.folder / "one")
+    for file in cluster.folder.glob("one/**/*.*"):
+        assert (cluster.folder / "tokens" / file.relative_to(cluster.folder / "one")).read_bytes() == file.read_bytes()
+
+
 @pytest.fixture
 def podman_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An image with nothing but links to /usr, in a storage of its own, and settings that a plain machine takes."""

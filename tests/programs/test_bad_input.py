@@ -284,6 +284,14 @@ CASES: dict[str, Case] = {
         "--num_tokens 256",
         "the prompt has … tokens, which with --num_tokens 256 exceed the model's 256 positions: …",
     ),
+    "a slice that there is not": Case(
+        "tokenize", "--shard 5/4", "--shard: expected I/N such as 3/64, from 1/64 to 64/64, got '5/4'"
+    ),
+    "a slice of what every task would download": Case(
+        "tokenize",
+        "--shard 1/4 --dataset https://example.org/a.jsonl",
+        "--shard: every task would download https://example.org/a.jsonl; download it once, and give its path",
+    ),
     "one token dataset to merge": Case("merge", "tokens", "--dataset_dirs: give two token datasets or more"),
     "a token dataset and itself": Case("merge", "tokens tokens", "tokens is given twice, so its documents …"),
     "a row beyond the last": Case(

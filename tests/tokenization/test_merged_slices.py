@@ -1,0 +1,239 @@
+"""Tasks with --shard I/N and one merge give the token dataset of one run, or one error line and nothing."""
+
+import gzip
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import tokenize_dataset
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization import encoded_shards, encoded_slices, encoding, merge, unfinished
+from fabric_train.tokenization.reading.listing import list_file
+from fabric_train.tokenization.reading.sources import FileSource
+from fabric_train.tokenization.sharding import InputSlice, files_to_hash, slice_numbers
+from tests.support.token_datasets import TEXTS, write_jsonl
+
+NUM_TASKS = 3
+CASES = {
+    "concat with caps, duplicates and a split": "--packing concat --deduplicate true --max_tokens 3000 --overlap 3",
+    "best_fit with weights": "--packing best_fit --weights 1 3 --deduplicate true --seed 5",
+    "documents capped before all are read": "--packing none --max_documents 50",
+    "chats and a validation dataset": "--dataset texts/en chats=chats.jsonl --validation_dataset texts/es --num_proc 2",
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of several kinds and sizes, with duplicates within and across sources, and chats."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "texts" / "es" / "sub").mkdir(parents=True)
+    (folder / "texts" / "en").mkdir()
+    write_jsonl(folder / "texts" / "es" / "a.jsonl", [*TEXTS, "Todo otra vez. " * 30, *TEXTS[:7], " "])
+    (folder / "texts" / "es" / "sub" / "b.txt").write_text("Un texto más largo que los otros. " * 40, encoding="utf-8")
+    with gzip.open(folder / "texts" / "es" / "c.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text[::-1]}) + "\n" for text in TEXTS)
+    write_jsonl(folder / "texts" / "en" / "d.jsonl", [f"{text} In English." for text in TEXTS] + TEXTS[5:9])
+    turns = [("user", "How many?"), ("assistant", "Some."), ("user", "And now?"), ("assistant", "More than some.")]
+    chats = [[{"role": role, "content": f"{content} {n}"} for role, content in turns[: 2 + n % 3]] for n in range(30)]
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (folder / "chats.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_small_shards(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(corpus)
+    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 600)
+    monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
+
+
+def run(tokenizer: Path, output: Path, words: str = "") -> Path:
+    line = f"--dataset es=texts/es en=texts/en --tokenizer_name {tokenizer} --max_length 64 --num_proc 1 {words}"
+    tokenize_dataset.main([*line.split(), "--output_dir", str(output)])
+    return output
+
+
+def run_tasks(tokenizer: Path, folder: Path, words: str = "", count: int = NUM_TASKS) -> list[Path]:
+    tasks = range(1, count + 1)
+    return [run(tokenizer, folder / str(number), f"{words} --shard {number}/{count}") for number in tasks]
+
+
+def run_merge(slices: Sequence[Path], output: Path) -> Path:
+    merge.main([*map(str, slices), "--output_dir", str(output)])
+    return output
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_slices_are_one_run_byte_for_byte(tmp_path: Path, chatml_dir: Path, case: str) -> None:
+    one = run(chatml_dir, tmp_path / "one", CASES[case])
+    slices = run_tasks(chatml_dir, tmp_path, CASES[case], count=1 if "max_documents" in CASES[case] else NUM_TASKS)
+    assert content(run_merge(slices[::-1], tmp_path / "merged")) == content(one)
+    assert sum(len(list(folder.glob("*.npz"))) for folder in slices) > 4
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 40])
+def test_slices_are_consecutive_and_balanced_by_bytes(count: int) -> None:
+    sizes = [10 + 7 * (number % 9) for number in range(200)]
+    numbers = slice_numbers(sizes, count)
+    assert numbers == sorted(numbers)
+    of_each = [
+        sum(size for size, number in zip(sizes, numbers, strict=True) if number == n) for n in range(1, count + 1)
+    ]
+    assert max(abs(num_bytes - sum(sizes) / count) for num_bytes in of_each) <= max(sizes)
+    assert slice_numbers([0, 0], count) == [1, 1]
+    assert slice_numbers([], count) == []
+
+
+def test_groups_of_files_cover_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fabric_train.tokenization.sharding._BYTES_HASHED_TOGETHER", 100)
+    paths = [tmp_path / f"{number}.txt" for number in range(20)]
+    for number, path in enumerate(paths):
+        path.write_text("x" * (7 * number % 90))
+    files = tuple(map(list_file, paths))
+    sources = [FileSource("a", tmp_path, files[:8]), FileSource("b", tmp_path, files[8:])]
+    groups = [group for number in (1, 2, 3) for group in files_to_hash(sources, InputSlice(number, 3))]
+    assert len(groups) > 6
+    assert all(sum(file.size for file in sources[g.source].files[g.start : g.stop - 1]) < 100 for g in groups)
+    covered = Counter((group.source, index) for group in groups for index in range(group.start, group.stop))
+    assert covered == Counter([(0, index) for index in range(8)] + [(1, index) for index in range(12)])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_model_dir: Path) -> Path:
+    """A folder with three slices, 1 to 3."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(corpus)
+        patched.setattr(encoded_shards, "_MIN_SHARD_BYTES", 600)
+        run_tasks(tiny_model_dir, folder)
+    return folder
+
+
+def slices_of(made: Path, folder: Path) -> list[Path]:
+    return [Path(shutil.copytree(made / str(n), folder / f"s{n}")) for n in range(1, NUM_TASKS + 1)]
+
+
+def test_each_file_is_hashed_by_one_task(made: Path) -> None:
+    slices = [made / str(number) for number in range(1, NUM_TASKS + 1)]
+    hashed = [
+        [file["hashed"]["path"] for file in json.loads((one / "slice.json").read_text())["files"]] for one in slices
+    ]
+    assert sorted(path for paths in hashed for path in paths) == ["a.jsonl", "c.jsonl.gz", "d.jsonl", "sub/b.txt"]
+    assert max(map(len, hashed)) < 4
+    shards = Counter(file.name for one in slices for file in one.glob("*.npz"))
+    assert set(shards.values()) == {1}
+
+
+def test_a_merge_needs_each_slice_of_one_run_once(tmp_path: Path, made: Path, tiny_model_dir: Path) -> None:
+    first, second, third = slices_of(made, tmp_path)
+    other, half = tmp_path / "other", tmp_path / "half"
+    run(tiny_model_dir, other, "--shard 2/3 --seed 7")
+    run(tiny_model_dir, half, "--shard 2/2")
+    (tmp_path / "tokens").mkdir()
+    faults = {
+        (first, third): r"of 3 slices these are missing: 2; run their tasks, such as --shard 2/3, to their end, and …",
+        (first, other, third): f"{first} was made with --seed 0, and {other} not; remove it, and run its task again",
+        (first, second, half): f"{half} is slice 2/2, and {first} 1/3; remove it, and run its task again",
+        (first, second, third, made / "3"): f"{made / '3'} and {third} are both slice 3/3; remove it, and …",
+        (first, second, tmp_path / "tokens"): f"{tmp_path / 'tokens'} is no slice made with --shard, as {first} is; …",
+    }
+    for folders, fault in faults.items():
+        with pytest.raises(InputError) as raised:
+            run_merge(folders, tmp_path / "merged")
+        begin, _, end = fault.partition("…")
+        assert str(raised.value).startswith(begin)
+        assert str(raised.value).endswith(end)
+
+
+def test_a_damaged_slice_is_one_line_and_nothing_is_written(tmp_path: Path, made: Path) -> None:
+    slices = slices_of(made, tmp_path)
+    tokens = max(slices[1].glob("*.tokens"))
+    os.truncate(tokens, tokens.stat().st_size - 4)
+    (slices[2] / "config.yaml").unlink()
+    with pytest.raises(InputError, match=r"config\.yaml"):
+        run_merge(slices, tmp_path / "merged")
+    shutil.copy(made / "3" / "config.yaml", slices[2])
+    with pytest.raises(InputError, match=rf"s2: {tokens.name} has .* bytes instead of .*; remove it, and run its task"):
+        run_merge(slices, tmp_path / "merged")
+    tokens.unlink()
+    with pytest.raises(InputError, match=rf"s2: {tokens.name} is missing; remove it, and run its task again"):
+        run_merge(slices, tmp_path / "merged")
+    assert sorted(os.listdir(tmp_path)) == ["s1", "s2", "s3"]
+
+
+def test_slices_with_relative_paths_are_merged_where_they_were_made(
+    tmp_path: Path, made: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = slices_of(made, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"s1 was made in {corpus}, where texts/es is; merge there"):
+        run_merge(slices, tmp_path / "merged")
+
+
+def test_only_the_tasks_of_a_changed_file_run_again(
+    tmp_path: Path, corpus: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(corpus / "texts", tmp_path / "texts")
+    monkeypatch.chdir(tmp_path)
+    slices = run_tasks(tiny_model_dir, tmp_path)
+    write_jsonl(Path("texts/en/d.jsonl"), [f"{text} in English!" for text in TEXTS])
+    with pytest.raises(InputError) as raised:
+        run_merge(slices, tmp_path / "merged")
+    stale = [number for number, one in enumerate(slices, 1) if str(one) in str(raised.value)]
+    assert str(raised.value).startswith("texts/en/d.jsonl has changed since the tasks ran; remove ")
+    assert 1 not in stale
+    assert stale
+    for number in stale:
+        shutil.rmtree(slices[number - 1])
+        run(tiny_model_dir, slices[number - 1], f"--shard {number}/{NUM_TASKS}")
+    merged = run_merge(slices, tmp_path / "merged")
+    assert content(merged) == content(run(tiny_model_dir, tmp_path / "one"))
+
+
+def listed(items: Iterator[object], into: list[object]) -> Iterator[object]:
+    for item in items:
+        into.append(item)
+        yield item
+
+
+def test_a_task_that_was_stopped_continues_and_a_finished_one_does_nothing(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(encoded_slices, "dump", interrupt)  # when the shards are in their place
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny_model_dir, tmp_path / "s", "--shard 2/3")
+    assert os.listdir(tmp_path) == [".s.unfinished"]
+    encoded: list[object] = []
+    whole = encoding.unfinished_shards
+    monkeypatch.setattr(encoding, "unfinished_shards", lambda *given: listed(whole(*given), encoded))
+    run(tiny_model_dir, tmp_path / "s", "--shard 2/3")
+    assert not encoded
+    assert os.listdir(tmp_path) == ["s"]
+    before = content(tmp_path / "s")
+    run(tiny_model_dir, tmp_path / "s", "--shard 2/3 --num_proc 2")
+    assert "has slice 2/3 already: nothing to do" in capsys.readouterr().out
+    assert content(tmp_path / "s") == before
+    for words, made_with in {"--shard 1/3": "--shard 2/3", "--shard 2/3 --seed 1": "--seed 0"}.items():
+        with pytest.raises(InputError, match=f"s was made with {made_with}; choose another folder, or remove it"):
+            run(tiny_model_dir, tmp_path / "s", words)
+
+
+def test_two_tasks_of_one_slice_at_a_time_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with (
+        unfinished.unfinished_folder(tmp_path / "s"),
+        pytest.raises(InputError, match="another process is tokenizing into it"),
+    ):
+        run(tiny_model_dir, tmp_path / "s", "--shard 2/3")
