@@ -49,6 +49,7 @@ Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
 DecayForm = Literal["1-sqrt", "linear", "cosine"]
 _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 _BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
+_LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
@@ -717,6 +718,12 @@ class TokenizeArguments(PushArguments):
     """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
     deduplicate: bool = False
     """Leave out documents with the same content as an earlier one."""
+    language: str | None = None
+    """Keep the documents of text in these languages, such as es,ca: ISO 639 codes, and va, which is Valencian. A number
+    may follow, as in es,ca:0.8: the least probability at which the identifier is certain; default: 0.65.
+    """
+    language_by: Literal["document", "paragraph"] = "document"
+    """With --language: leave out documents in other languages, or remove paragraphs in other languages first."""
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
@@ -746,6 +753,10 @@ class TokenizeArguments(PushArguments):
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         faults += _not_language_codes("card_language", self.card_language)
+        if self.language is not None and not re.fullmatch(_LANGUAGES, self.language):
+            faults.append(f"--language: expected codes such as es,ca or es,ca:0.8, got {self.language!r}")
+        if self.language is None and self.language_by != "document":
+            faults.append(f"--language_by {self.language_by} needs --language: the codes to keep, such as es,ca")
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]

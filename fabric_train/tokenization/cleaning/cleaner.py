@@ -74,6 +74,10 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         InputError: a switch cannot be used, or a source has chats.
     """
     steps: dict[str, CleaningStep] = {}
+    if arguments.language is not None:
+        from fabric_train.tokenization.cleaning.language_filter import open_language_filter
+
+        steps["language"] = open_language_filter(arguments.language, arguments.language_by)
     chats = [kind for kind in kinds if kind != "text"]
     if steps and chats:
         given = ", ".join(f"--{name}" for name in steps)
