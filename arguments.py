@@ -50,6 +50,7 @@ DecayForm = Literal["1-sqrt", "linear", "cosine"]
 _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 _BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
+_QUALITY_RULES = ("gopher", "c4", "fineweb")
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
@@ -724,6 +725,10 @@ class TokenizeArguments(PushArguments):
     """
     language_by: Literal["document", "paragraph"] = "document"
     """With --language: leave out documents in other languages, or remove paragraphs in other languages first."""
+    quality: str | None = None
+    """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
+    as gopher,fineweb. Those of c4 also remove lines.
+    """
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
@@ -757,6 +762,10 @@ class TokenizeArguments(PushArguments):
             faults.append(f"--language: expected codes such as es,ca or es,ca:0.8, got {self.language!r}")
         if self.language is None and self.language_by != "document":
             faults.append(f"--language_by {self.language_by} needs --language: the codes to keep, such as es,ca")
+        if self.quality is not None and not set(self.quality.split(",")) <= set(_QUALITY_RULES):
+            faults.append(
+                f"--quality: expected {', '.join(_QUALITY_RULES)} or several with commas, got {self.quality!r}"
+            )
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]

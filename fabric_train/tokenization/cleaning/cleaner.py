@@ -78,6 +78,10 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         from fabric_train.tokenization.cleaning.language_filter import open_language_filter
 
         steps["language"] = open_language_filter(arguments.language, arguments.language_by)
+    if arguments.quality is not None:
+        from fabric_train.tokenization.cleaning.quality.quality_filter import open_quality_filter
+
+        steps["quality"] = open_quality_filter(arguments.quality)
     chats = [kind for kind in kinds if kind != "text"]
     if steps and chats:
         given = ", ".join(f"--{name}" for name in steps)

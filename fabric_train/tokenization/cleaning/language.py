@@ -10,7 +10,7 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError
 
-PIECES, PIECE_CHARACTERS = 3, 200
+PIECES, PIECE_CHARACTERS = 3, 150
 """At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end."""
 
 
