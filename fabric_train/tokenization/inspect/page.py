@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from fabric_train.tokenization.inspect.length_distribution import histograms, length_facts
 from fabric_train.tokenization.inspect.report import (
     DatasetReport,
     TextTable,
+    dropped_title,
     facts,
-    histogram,
     ledger_table,
-    length_facts,
     length_notes,
     source_table,
     success_line,
@@ -29,6 +29,7 @@ def to_html(report: DatasetReport) -> str:
             "<h2>Ledger</h2>",
             *html_table(ledger_table(report)),
             *_sources(report),
+            *_dropped(report),
             f"<h2>Document lengths in {escape(report.split)}</h2>",
             *_lengths(report),
             *_rows(report),
@@ -91,12 +92,23 @@ def html_table(table: TextTable) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
+def _dropped(report: DatasetReport) -> Iterator[str]:
+    if report.dropped:
+        yield "<h2>Some of the documents left out</h2>"
+    for reason, documents in report.dropped.items():
+        yield f"<details class=dropped><summary>{escape(visible(dropped_title(report, reason)))}</summary>"
+        for document in documents:
+            yield f"<h3>{escape(visible(document.detail))} <small>{escape(visible(document.place))}</small></h3>"
+            yield f'<p class="tokens" dir="auto">{marked(document.text)}</p>'
+        yield "</details>"
+
+
 def _lengths(report: DatasetReport) -> Iterator[str]:
     counts = report.counts[report.split]
     if counts.lengths is None:
         yield "<p>Unknown: this dataset does not store where documents begin.</p>"
         return
-    bars = histogram(counts)
+    (bars,) = histograms(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
     yield '<div class="bars">'
     for bar in bars:
@@ -104,7 +116,9 @@ def _lengths(report: DatasetReport) -> Iterator[str]:
         width = f'<b style="width:{100 * bar.count / most:.2f}%"></b>' if bar.count else ""
         yield f"<span>{name}</span><div>{width}<em>{bar.count:,}</em></div>"
     yield "</div>"
-    values = "".join(f"<div><dt>{escape(name)}</dt><dd>{value:,}</dd></div>" for name, value in length_facts(counts))
+    values = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{value:,}</dd></div>" for name, value in length_facts(counts.lengths)
+    )
     yield f'<dl class="percentiles">{values}</dl>'
     yield f"<p class=note>{escape(' '.join(('Lengths are in tokens.', *length_notes(report))))}</p>"
 
@@ -219,6 +233,8 @@ th.number, td.number { text-align: right; white-space: nowrap; padding-left: 1.6
 .percentiles dt { color: var(--soft); font-size: .85rem; }
 .percentiles dd { margin: 0; font-variant-numeric: tabular-nums; }
 .note { color: var(--soft); font-size: .9rem; max-width: 46rem; margin: .6rem 0; }
+.dropped summary { cursor: pointer; padding: .2rem 0; }
+.dropped h3 { margin: .9rem 0 0; } .dropped .tokens { border-left: 4px solid var(--line); padding-left: .8rem; }
 .row { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .9rem 1rem;
   margin: 1rem 0; }
 .piece { border-left: 4px solid var(--bar); padding-left: .8rem; margin: .6rem 0; }

@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.inspect.dropped_documents import SampledDrop, read_dropped
 from fabric_train.tokenization.inspect.index_check import IndexCheck
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
 from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
@@ -17,13 +17,14 @@ from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
-PERCENTILES = (5, 25, 50, 75, 95)
-_BARS = 10
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """The counts and problems of a token dataset; ``split`` is the one whose ``rows`` and lengths are shown."""
+    """The counts and problems of a token dataset; ``split`` is the one whose ``rows`` and lengths are shown.
+
+    ``dropped`` are some of the documents that were left out, by reason.
+    """
 
     folder: Path
     manifest: Manifest | None
@@ -32,6 +33,7 @@ class DatasetReport:
     problems: list[Problem]
     split: str
     rows: list[RowView]
+    dropped: dict[str, list[SampledDrop]]
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,6 @@ class TextTable:
     lines: tuple[tuple[str, ...], ...]
     depth: tuple[int, ...]
     num_words: int = 1
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar of the histogram: the number of documents of ``low`` to ``high`` tokens."""
-
-    low: int
-    high: int
-    count: int
 
 
 def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, int], None]) -> DatasetReport:
@@ -76,7 +69,8 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
-    problems = _file_problems(folder, manifest)
+    dropped, problems = read_dropped(folder, manifest)
+    problems += _file_problems(folder, manifest)
     views: list[RowView] = []
     and_next = range(rows.start, rows.stop + 1) if rows else rows
     done = 0
@@ -105,7 +99,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     if manifest:
         problems += _ledger_problems(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
-    return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views)
+    return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views, dropped)
 
 
 def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[DocumentIndex | None, list[Problem]]:
@@ -219,6 +213,7 @@ def facts(report: DatasetReport) -> list[tuple[str, str]]:
         ("documents", f"data format {setting('data_format')}; text {begin} and ends with {tokenizer.eos_token}"),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, encoded by {tokenizer.encoder}"),
     ]
+    lines += [(f"--{name}", _setting_text(settings)) for name, settings in manifest.cleaning.items()]
     if not manifest.has_index:
         lines.append(("document index", "none: an older version wrote this dataset, or a part of it"))
     if tokenizer.chat_template_sha256:
@@ -254,19 +249,21 @@ def ledger_table(report: DatasetReport) -> TextTable:
         names = tuple(name for name in names if name in ledger.splits)
         line(0, "documents read", ledger.documents_read)
         for reason, count in ledger.documents_skipped.items():
-            line(1, f"skipped: {_words(reason)}", count)
+            line(1, f"skipped: {words_of(reason)}", count)
         line(1, "kept", ledger.documents_kept)
         if ledger.documents_repeated or ledger.documents_unsampled:
             line(1, "repeated by --weights", ledger.documents_repeated)
             line(1, "left out by --weights", ledger.documents_unsampled)
+        for kind, count in ledger.edits.items():
+            line(0, f"changed by cleaning: {words_of(kind)}", count)
         for reason, count in ledger.tokens_cut.items():
-            line(0, f"tokens cut off chats: {_words(reason)}", count)
+            line(0, f"tokens cut off chats: {words_of(reason)}", count)
         summed(0, "documents in the split", [split.documents for split in splits])
         summed(0, "characters", [split.characters for split in splits])
         summed(0, "tokens in", [split.tokens_in for split in splits])
         summed(1, "repeated for --overlap", [split.tokens_repeated for split in splits])
         for reason in sorted({reason for split in splits for reason in split.tokens_dropped}):
-            summed(1, f"dropped: {_words(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
+            summed(1, f"dropped: {words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
         summed(0, "tokens in rows", [split.tokens_in_rows for split in splits])
         summed(1, "supervised", [split.tokens_supervised for split in splits])
         summed(0, "padding", [split.tokens_padding for split in splits])
@@ -280,7 +277,7 @@ def source_table(manifest: Manifest) -> TextTable:
     lines = tuple(
         (
             source.name,
-            _words(source.kind),
+            words_of(source.kind),
             f"{len(source.files):,}" if source.files else "",
             f"{source.documents:,}",
             f"{source.tokens:,}",
@@ -290,42 +287,6 @@ def source_table(manifest: Manifest) -> TextTable:
         for source in manifest.sources
     )
     return TextTable(columns, lines, (0,) * len(lines), num_words=2)
-
-
-def histogram(counts: Counts) -> list[Bar]:
-    """Return the documents by length: in powers of two if lengths differ widely, else in ten equal steps."""
-    lengths = counts.lengths
-    if not lengths:
-        return []
-    low, high = min(lengths), max(lengths)
-    if high >= 32 * max(low, 1):
-        edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
-    else:
-        width = -(-(high - low + 1) // _BARS)
-        edges = list(range(low, high + 1 + width, width))
-    numbers = np.array(list(lengths))
-    weights = np.array(list(lengths.values()))
-    found, _ = np.histogram(numbers, bins=edges, weights=weights)
-    bars = zip(edges, edges[1:], found, strict=False)
-    return [Bar(first, min(stop - 1, high), int(count)) for first, stop, count in bars if first <= high]
-
-
-def length_facts(counts: Counts) -> list[tuple[str, int]]:
-    """Return shortest, percentiles, longest and mean of the documents' lengths in tokens."""
-    if not counts.lengths or not counts.documents:
-        return []
-    numbers = np.array(sorted(counts.lengths))
-    running = np.cumsum([counts.lengths[int(number)] for number in numbers])
-    ranks = [max(1, -(-counts.documents * percentile // 100)) for percentile in PERCENTILES]
-    at = [int(numbers[np.searchsorted(running, rank)]) for rank in ranks]
-    total = sum(length * count for length, count in counts.lengths.items())
-    names = [f"{percentile} %" for percentile in PERCENTILES]
-    return [
-        ("shortest", int(numbers[0])),
-        *zip(names, at, strict=True),
-        ("longest", int(numbers[-1])),
-        ("mean", round(total / counts.documents)),
-    ]
 
 
 def length_notes(report: DatasetReport) -> list[str]:
@@ -341,7 +302,24 @@ def length_notes(report: DatasetReport) -> list[str]:
     return notes
 
 
-def _words(reason: str) -> str:
+def dropped_title(report: DatasetReport, reason: str) -> str:
+    """Return a reason with how many documents were left out for it, and how many of them are shown."""
+    shown = len(report.dropped[reason])
+    total = report.manifest.ledger.documents_skipped.get(reason, 0) if report.manifest else 0
+    return f"{words_of(reason)}: {shown:,} of {total:,} documents"
+
+
+def _setting_text(settings: Any) -> str:
+    """Return the settings of a cleaning step in one line: names with numbers, words or lists of them."""
+    if isinstance(settings, dict):
+        return ", ".join(f"{words_of(str(name))} {_setting_text(value)}" for name, value in settings.items())
+    if isinstance(settings, list):
+        return " ".join(map(_setting_text, settings))
+    return str(settings)
+
+
+def words_of(reason: str) -> str:
+    """Return a reason, or another key of the manifest, as words."""
     return reason.replace("_", " ")
 
 

@@ -4,16 +4,17 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.tokenization.inspect.length_distribution import histograms, length_facts
 from fabric_train.tokenization.inspect.report import (
     DatasetReport,
     TextTable,
+    dropped_title,
     facts,
-    histogram,
     ledger_table,
-    length_facts,
     length_notes,
     source_table,
     success_line,
@@ -24,6 +25,7 @@ _BAR_WIDTH = 40
 _LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
 _SHOWN_BEFORE, _SHOWN_AFTER = 250, 50
 _SHOWN_ORIGINS = 12  # documents of a row
+_SHOWN_DROPPED, _DROPPED_CHARACTERS = 3, 160  # of a reason, and of each document
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow"}
 _BORDER = "bold cyan"
 _SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
@@ -36,6 +38,7 @@ def print_report(report: DatasetReport, console: Console) -> None:
     console.print(_rich_table(ledger_table(report)))
     if report.manifest and report.manifest.sources:
         console.print(_rich_table(source_table(report.manifest)))
+    _print_dropped(report, console)
     _print_lengths(report, console)
     if report.rows:
         _print_legend(console)
@@ -74,20 +77,31 @@ def _rich_table(table: TextTable) -> Table:
     return shown
 
 
+def _print_dropped(report: DatasetReport, console: Console) -> None:
+    if report.dropped:
+        console.rule(Text("some of the documents left out; --html shows more"), align="left", style="dim")
+    for reason, documents in report.dropped.items():
+        console.print(Text(visible(dropped_title(report, reason)), style="bold"), soft_wrap=True)
+        for document in documents[:_SHOWN_DROPPED]:
+            head = f"  {document.place}: {document.detail}" if document.detail else f"  {document.place}"
+            console.print(Text(visible(head), style=_UNSUPERVISED), soft_wrap=True)
+            console.print(Padding(Text(visible(document.text[:_DROPPED_CHARACTERS])), (0, 0, 0, 4)))
+
+
 def _print_lengths(report: DatasetReport, console: Console) -> None:
     counts = report.counts[report.split]
     console.rule(Text(f"document lengths in {report.split}, in tokens"), align="left", style="dim")
     if counts.lengths is None:
         console.print("unknown: this dataset does not store where documents begin")
         return
-    bars = histogram(counts)
+    (bars,) = histograms(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
     names = [f"{bar.low:,}–{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in bars]
     name_width = max((len(name) for name in names), default=0)
     for bar, name in zip(bars, names, strict=True):
         block = "█" * max(round(_BAR_WIDTH * bar.count / most), 1 if bar.count else 0)
         console.print(Text(f"{name:>{name_width}} ").append(block, "cyan").append(f" {bar.count:,}"), soft_wrap=True)
-    percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts))
+    percentiles = "   ".join(f"{name} {value:,}" for name, value in length_facts(counts.lengths))
     for line in (percentiles, *length_notes(report)):
         console.print(Text(line))
 
