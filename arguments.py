@@ -1045,15 +1045,19 @@ class BundleArguments:
 class InspectArguments:
     """Show what is in a token dataset; the exit code is 0, or 1 if there are problems
 
-    PROGRAM data/tokens
-    PROGRAM data/tokens --split validation --rows 10 --start 100
     PROGRAM data/tokens --html tokens.html
+    PROGRAM data/tokens --split validation --rows 10 --start 100
+    PROGRAM --compare data/before data/after --html compared.html
     """
 
-    dataset_dir: str = field(metadata=POSITIONAL)
+    dataset_dir: str | None = field(default=None, metadata=POSITIONAL)
     """Token dataset: a folder written by tokenize_dataset.py."""
+    compare: list[str] | None = None
+    """Two token datasets to compare, instead of one to show: sources, languages, lengths, tokens per byte, and the
+    words that each has more often. Their tokenizers may differ.
+    """
     split: Literal["train", "validation"] = "train"
-    """Split whose document lengths and rows are shown; all splits are checked."""
+    """Split whose document lengths and rows are shown, or that is compared; of one dataset, all splits are checked."""
     rows: NonNegativeInt = 3
     """Number of rows to show."""
     start: NonNegativeInt64 = 0
@@ -1062,10 +1066,19 @@ class InspectArguments:
     """Also write everything to this file as an HTML page."""
 
     def faults(self) -> list[str]:
-        """Return an --html that cannot be a file."""
+        """Return datasets that are not one, or two to compare, and an --html that cannot be a file."""
+        faults = []
+        if self.compare is None and self.dataset_dir is None:
+            faults.append("DATASET_DIR is required; give --dataset_dir DIR, or --compare A B")
+        if self.compare is not None and self.dataset_dir is not None:
+            faults.append(f"--compare takes both token datasets: write --compare {self.dataset_dir} OTHER")
+        elif self.compare is not None and len(self.compare) != 2:
+            faults.append(f"--compare: expected two token datasets, got {len(self.compare)}")
+        if self.compare is not None and self.start:
+            faults.append("--compare shows no rows; leave out --start")
         if self.html and (os.path.isdir(self.html) or not os.path.isdir(os.path.dirname(self.html) or ".")):
-            return [f"--html {self.html}: expected a file in an existing folder, such as page.html"]
-        return []
+            faults.append(f"--html {self.html}: expected a file in an existing folder, such as page.html")
+        return faults
 
 
 @dataclass(frozen=True)

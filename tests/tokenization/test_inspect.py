@@ -418,7 +418,7 @@ def test_folder_can_be_anywhere_on_the_command_line(line: str) -> None:
     "line, fault",
     [
         ("", "DATASET_DIR is required"),
-        ("DIR OTHER", "--dataset_dir: expected text, got 'DIR OTHER'; put a value with spaces in quotes"),
+        ("DIR OTHER", "--dataset_dir: expected text or null, got 'DIR OTHER'; put a value with spaces in quotes"),
         ("DIR --row 2", "--row: no such argument; did you mean --rows?"),
         ("DIR --html nowhere/page.html", "--html nowhere/page.html: expected a file in an existing folder"),
     ],

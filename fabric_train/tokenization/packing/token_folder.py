@@ -65,6 +65,23 @@ class Split:
                     row += len(part.offsets) - 1
                     yield part
 
+    def read_rows(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the ``input_ids`` of some rows, whose numbers ascend; the others are not read.
+
+        Raises:
+            InputError: a file is damaged.
+        """
+        first = 0
+        for file in self.files:
+            with _naming(file):
+                table, _ = map_table(file)
+            for batch in table.select(["input_ids"]).to_batches():
+                inside = rows[slice(*np.searchsorted(rows, (first, first + batch.num_rows)))] - first
+                if len(inside):
+                    ids, offsets = _flat(batch.take(pa.array(inside)), "input_ids", file)
+                    yield from np.split(ids, offsets[1:-1])
+                first += batch.num_rows
+
 
 def open_splits(folder: Path) -> dict[str, Split]:
     """Return the splits of a token dataset by name, in the order of ``dataset_dict.json``.
