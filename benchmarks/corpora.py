@@ -9,7 +9,7 @@ from pathlib import Path
 from sample_data import real_data
 
 DOCUMENT_CHARACTERS = 5_000
-_SHIFT = 577  # offset of each copy in characters, coprime to DOCUMENT_CHARACTERS
+_SHIFT = 577  # offset of each copy in characters; a prime number
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,18 @@ def whole_documents() -> list[str]:
     return texts
 
 
-def cut_documents(texts: Iterable[str], num_copies: int | None = None) -> Iterator[str]:
-    """Join the texts and yield them as documents of ``DOCUMENT_CHARACTERS``, ``num_copies`` times or endlessly.
+def cut_documents(
+    texts: Iterable[str], num_copies: int | None = None, num_characters: int = DOCUMENT_CHARACTERS
+) -> Iterator[str]:
+    """Join the texts and yield them as documents of ``num_characters``, ``num_copies`` times or endlessly.
 
     Each copy is split at other offsets, so that no two documents are the same. No text is lost.
     """
     joined = "\n".join(texts)
     for copy in range(num_copies) if num_copies is not None else count():
-        first = copy * _SHIFT % DOCUMENT_CHARACTERS
-        for start in chain([first - DOCUMENT_CHARACTERS], range(first, len(joined), DOCUMENT_CHARACTERS)):
-            if document := joined[max(start, 0) : start + DOCUMENT_CHARACTERS]:
+        first = copy * _SHIFT % num_characters
+        for start in chain([first - num_characters], range(first, len(joined), num_characters)):
+            if document := joined[max(start, 0) : start + num_characters]:
                 yield document
 
 

@@ -1,4 +1,4 @@
-"""Measure text to rows of Llama-3 tokens on disk: ``tokenize_dataset.py``, its peers and bare tiktoken."""
+"""Measure text to rows of Llama-3 tokens on disk: ``tokenize_dataset.py``, its peers, bare gigatoken and tiktoken."""
 
 import json
 import shutil
@@ -19,6 +19,7 @@ from benchmarks.report import Report
 from benchmarks.tokenization_systems import (
     BARE,
     DATATROVE,
+    GIGATOKEN,
     MAX_LENGTH,
     NUM_PROC,
     OURS,
@@ -33,8 +34,8 @@ from sample_data import real_data
 
 REPETITIONS = 3
 COPIES = 10  # of the text in the larger set
-REPETITIONS_OF_LARGER = {OURS: 2, BARE: 2, DATATROVE: 2, RECIPE: 1}
-BASELINES = (BARE, RECIPE, DATATROVE)  # the table shows every system's speed relative to these
+REPETITIONS_OF_LARGER = {OURS: 2, GIGATOKEN: 2, BARE: 2, DATATROVE: 2, RECIPE: 1}
+BASELINES = (GIGATOKEN, BARE, RECIPE, DATATROVE)  # the table shows every system's speed relative to these
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class TokenizationRun:
 
     Attributes:
         tokens_per_second: the documents' tokens over the whole command's time.
-        encoding_tokens_per_second: the same over the time inside ``encode_ordinary_batch``; bare tiktoken only.
-        padding_share: padding relative to all positions in the rows; None for bare tiktoken, which writes no rows.
-        left_out_share: tokens in no row relative to the documents' tokens; None for bare tiktoken.
+        encoding_tokens_per_second: the same over the time inside the library's call; bare loops only.
+        padding_share: padding relative to all positions in the rows; None for bare loops, which write no rows.
+        left_out_share: tokens in no row relative to the documents' tokens; None for bare loops.
     """
 
     seconds: float
@@ -186,8 +187,8 @@ def _run_once(name: str, command: Command, given: _Input, work: Path) -> Tokeniz
     for leftover in (work / name, work / "cache"):
         shutil.rmtree(ROOT / leftover, ignore_errors=True)
     measured = run(command)
-    if name == BARE:
-        return _run_of_bare(measured, given)
+    if name in (GIGATOKEN, BARE):
+        return _run_of_bare(name, measured, given)
     rows = read_rows(name, ROOT / work / name)
     if not np.array_equal(rows.first, given.first):
         raise ChildProcessError(f"{OURS} and {name} write different rows, so their speeds cannot be compared")
@@ -203,10 +204,10 @@ def _run_once(name: str, command: Command, given: _Input, work: Path) -> Tokeniz
     )
 
 
-def _run_of_bare(measured: Measurement, given: _Input) -> TokenizationRun:
+def _run_of_bare(name: str, measured: Measurement, given: _Input) -> TokenizationRun:
     printed = json.loads(measured.output.splitlines()[-1])
     if printed["tokens"] != given.num_tokens - 2 * given.corpus.num_documents:  # it adds neither BOS nor EOS
-        raise ChildProcessError(f"{OURS} and {BARE} count different tokens, so their speeds cannot be compared")
+        raise ChildProcessError(f"{OURS} and {name} count different tokens, so their speeds cannot be compared")
     return TokenizationRun(
         seconds=measured.seconds,
         tokens_per_second=printed["tokens"] / measured.seconds,
@@ -223,8 +224,9 @@ def _summarize(given: _Input, runs: Mapping[str, Sequence[TokenizationRun]]) -> 
     systems = {name: _summarize_system(of_system) for name, of_system in runs.items()}
     ours = systems[OURS].tokens_per_second.median
     ratios = {name: ours / system.tokens_per_second.median for name, system in systems.items() if name != OURS}
-    encoding = spread([run.encoding_tokens_per_second for run in runs[BARE] if run.encoding_tokens_per_second])
-    ratios[f"{BARE}, encoding alone"] = ours / encoding.median
+    for name in (GIGATOKEN, BARE):
+        encoding = spread([run.encoding_tokens_per_second for run in runs[name] if run.encoding_tokens_per_second])
+        ratios[f"{name}, encoding alone"] = ours / encoding.median
     return CorpusSummary(
         num_documents=given.corpus.num_documents,
         num_characters=given.corpus.num_characters,
