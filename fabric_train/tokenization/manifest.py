@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from fabric_train.cli.errors import InputError
 from fabric_train.files.safe_paths import check_file_name
 from fabric_train.files.typed_json import parse_json, read_json
@@ -317,7 +319,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     content["ledger"] = {**content["ledger"].pop("splits"), **content["ledger"]}
     if not manifest.parts:
         del content["parts"]
-    (folder / FILE_NAME).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    (folder / FILE_NAME).write_bytes(orjson.dumps(content, option=options))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,7 +135,8 @@ def memory_errors_name(place: str) -> Iterator[None]:
 
 def file_suffix(path: Path) -> str:
     """Return the lower-case suffix that names the kind of file, without that of a compression."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in _COMPRESSIONS else path.suffix.lower()
+    stem, suffix = os.path.splitext(path.name.lower())
+    return os.path.splitext(stem)[1] if suffix in _COMPRESSIONS else suffix
 
 
 def is_readable(path: Path) -> bool:
@@ -144,7 +146,7 @@ def is_readable(path: Path) -> bool:
 
 def is_compressed(path: Path) -> bool:
     """Return whether the name is that of a gzip or zstandard file."""
-    return path.suffix.lower() in _COMPRESSIONS
+    return os.path.splitext(path.name.lower())[1] in _COMPRESSIONS
 
 
 def readable_suffixes() -> str:
