@@ -729,6 +729,10 @@ class TokenizeArguments(PushArguments):
     """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
     as gopher,fineweb. Those of c4 also remove lines.
     """
+    near_duplicates: PositiveShare | None = None
+    """Leave out texts that nearly repeat an earlier one, of any source: the smallest share of 5-grams of words, such as
+    0.8, that they have in common (estimated by MinHash).
+    """
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False

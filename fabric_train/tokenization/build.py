@@ -14,7 +14,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.cleaning.dropped_sample import write_sample
-from fabric_train.tokenization.encoded_shards import HASH_BYTES
+from fabric_train.tokenization.cleaning.near_duplicate_sample import sample_near_duplicates
+from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
+from fabric_train.tokenization.encoded_shards import HASH_BYTES, signatures_file
 from fabric_train.tokenization.encoding import EncodedSources
 from fabric_train.tokenization.manifest import (
     Ledger,
@@ -89,12 +91,20 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
         InputError: a source has no document, a split has less than one row, or the disk has no room for the rows.
     """
     arguments = corpus.arguments
-    collections = _collect(corpus, encoded)
+    near = None
+    if arguments.near_duplicates is not None:
+        finished = zip(encoded.shards, encoded.records, strict=True)
+        files = [signatures_file(record.folder, shard) for shard, record in finished]
+        near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
+    collections = _collect(corpus, encoded, near)
     splits = _select(collections, corpus.train, arguments)
     sources = corpus.source_records(encoded.files)
     table = SourceTable(sources)
     ledgers = _write_splits(splits, folder, corpus, table)
-    write_sample(folder, [one for collection in collections for one in collection.dropped], table)
+    dropped = [one for collection in collections for one in collection.dropped]
+    if near is not None:
+        dropped += sample_near_duplicates(near, collections, table, corpus.tokenizer_folder)
+    write_sample(folder, dropped, table)
     manifest = Manifest(
         ledger=_ledger(collections, splits, ledgers),
         sources=tuple(_with_shares(sources, collections, splits, arguments)),
@@ -108,7 +118,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     return manifest
 
 
-def _collect(corpus: OpenedCorpus, encoded: EncodedSources) -> list[Collection]:
+def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
     """Collect the documents of --dataset and, if given, of --validation_dataset.
 
     Raises:
@@ -122,12 +132,14 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources) -> list[Collection]:
     for is_train in (True, False):
         chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < num_train) == is_train]
         shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
+        first = sum(len(collection.characters) for collection in collections)
+        repeats = None if near is None else near.repeats[first : first + sum(len(one.documents) for one in records)]
         if is_train:
             max_documents = arguments.max_documents
-            collections.append(collect(shards, records, sources, max_documents, max_tokens, seen))
+            collections.append(collect(shards, records, sources, max_documents, max_tokens, seen, repeats))
             seen = None if seen is None else collections[0].hashes
         elif arguments.validation_dataset:
-            collections.append(collect(shards, records, sources, None, None, seen))
+            collections.append(collect(shards, records, sources, None, None, seen, repeats))
     return collections
 
 

@@ -5,6 +5,7 @@ the range that was read, and the settings. So a restarted run reuses the finishe
 
     .NAME.unfinished/3f2a….tokens   int32, the tokens of all documents, joined
                      3f2a….masks    uint8, 1 where the token is supervised; absent if all are
+                     3f2a….signatures   uint32 [documents, 112], with --near_duplicates
                      3f2a….npz      written last: one record per document and per part, and the rows that were skipped
 """
 
@@ -195,6 +196,11 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
         )
 
 
+def signatures_file(folder: Path, shard: Shard) -> Path:
+    """Return the file with the signatures of a shard's documents."""
+    return folder / f"{shard.key}.signatures"
+
+
 def remove_outdated_shards(folder: Path) -> int:
     """Remove the finished shards that an older version wrote, and return their number."""
     outdated = []
@@ -203,7 +209,7 @@ def remove_outdated_shards(folder: Path) -> int:
             if "samples" not in stored.files:
                 outdated.append(file)
     for file in outdated:
-        for suffix in (".tokens", ".masks", ".npz"):
+        for suffix in (".tokens", ".masks", ".signatures", ".npz"):
             file.with_suffix(suffix).unlink(missing_ok=True)
     return len(outdated)
 
@@ -219,7 +225,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
     tokens = job.folder / f"{shard.key}.tokens"
     masks = job.folder / f"{shard.key}.masks"
     with tokens.open("wb") as file:
-        writer = _Writer(file, masks, job, shard.index)
+        writer = _Writer(file, masks, signatures_file(job.folder, shard), job, shard.index)
         try:
             for part in shard.parts:
                 _encode_part(job, shard, part, writer)
@@ -287,6 +293,7 @@ def _encode_texts(job: EncodingJob, reader: PartReader, column: str, writer: "_W
                 writer.drop(ordinal, row_number, result, text)
                 continue
             writer.count_edits(ordinal, result.edits)
+            writer.sign(result.signature)
             text, data = result.text, result.text.encode()
         texts.append(data)
         counts.append((ordinal, row_number, len(text), len(data)))
@@ -333,7 +340,7 @@ def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") ->
 class _Writer:
     """A writer of a shard's tokens and masks, which keeps the record of its documents."""
 
-    def __init__(self, tokens: BinaryIO, masks: Path, job: EncodingJob, index: int) -> None:
+    def __init__(self, tokens: BinaryIO, masks: Path, signatures: Path, job: EncodingJob, index: int) -> None:
         self.documents: list[np.ndarray] = []
         self.parts: list[tuple[int, int]] = []
         self.skipped: list[tuple[int, int, int]] = []
@@ -349,6 +356,8 @@ class _Writer:
         self._masks_path = masks
         self._masks: BinaryIO | None = None
         masks.unlink(missing_ok=True)
+        is_signed = job.cleaner is not None and job.cleaner.near_duplicates is not None
+        self._signatures = signatures.open("wb") if is_signed else None
         self._num_dropped: Counter[str] = Counter()
         self._bytes_before = self._num_tokens = self._num_documents = self._documents_before = 0
 
@@ -381,6 +390,12 @@ class _Writer:
         """Record what cleaning changed in a document."""
         for kind, count in edits.items():
             self.edits.append((ordinal, self.kinds.setdefault(kind, len(self.kinds)), count))
+
+    def sign(self, signature: np.ndarray | None) -> None:
+        """Write the signature of the next document, if documents have one."""
+        if self._signatures is not None:
+            assert signature is not None
+            self._signatures.write(signature.data)
 
     def skip_bad_row(self, ordinal: int, error: BadRowError) -> None:
         """Record a bad row as skipped.
@@ -421,9 +436,10 @@ class _Writer:
         self._show(position)
 
     def close(self) -> None:
-        """Close the file of masks."""
-        if self._masks is not None:
-            self._masks.close()
+        """Close the files of masks and signatures."""
+        for file in (self._masks, self._signatures):
+            if file is not None:
+                file.close()
 
     def _show(self, position: int) -> None:
         done = (self._bytes_before + position, self._num_documents, self._num_tokens)

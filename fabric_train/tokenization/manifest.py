@@ -22,6 +22,7 @@ LAST_INCOMPLETE_ROW = "last_incomplete_row"
 EMPTY = "empty"
 BAD_ROW = "bad_row"
 DUPLICATE = "duplicate"
+NEAR_DUPLICATE = "near_duplicate"
 TOO_LONG = "too_long"
 NOTHING_SUPERVISED = "nothing_supervised"
 
@@ -148,6 +149,7 @@ class Settings:
     max_documents: int | None
     max_tokens: int | None
     chat_template: str | None = None
+    near_duplicates: float | None = None
 
 
 @dataclass(frozen=True)

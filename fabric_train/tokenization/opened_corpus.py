@@ -69,9 +69,9 @@ class OpenedCorpus:
 
     @property
     def caps(self) -> Caps:
-        """Return where reading may stop; --deduplicate and --weights need all documents."""
+        """Return where reading may stop; --deduplicate, --near_duplicates and --weights need all documents."""
         given = self.arguments
-        reads_all = given.deduplicate or given.weights is not None
+        reads_all = given.deduplicate or given.near_duplicates is not None or given.weights is not None
         caps = (None, None) if reads_all else (given.max_documents, given.max_tokens)
         return Caps(len(self.train), *caps)
 

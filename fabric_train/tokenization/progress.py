@@ -8,6 +8,7 @@ from contextlib import contextmanager
 _SECONDS_BETWEEN_LINES = 3.0
 
 ShowProgress = Callable[[int, int, int], None]  # bytes, documents and tokens done
+ShowShare = Callable[[float], None]  # of the work
 
 
 @contextmanager
@@ -19,6 +20,26 @@ def progress(total: int) -> Iterator[ShowProgress]:
     """
     with _bar(total) if sys.stderr.isatty() else _lines(total) as show:
         yield show
+
+
+@contextmanager
+def progress_of(what: str) -> Iterator[ShowShare]:
+    """Yield the function that shows which share of a step is done; call it often.
+
+    Args:
+        what: the step, such as ``near duplicates``.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=1)
+            yield lambda share: bar.update(task, completed=share)
+    else:
+        log = ThrottledLog()
+        yield lambda share: log(f"{what}: {share:.0%}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.dropped_sample import DroppedDocument
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, Shard, ShardRecord
-from fabric_train.tokenization.manifest import DUPLICATE, TOO_LONG
+from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.reading.sources import Source
@@ -35,6 +35,7 @@ class Collection:
         tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
         edits: kind → what cleaning changed in the rows read.
         dropped: some of the documents that cleaning dropped.
+        near_duplicates: int64 [any number], documents that were left out because they nearly repeat another.
         hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
     """
 
@@ -48,6 +49,7 @@ class Collection:
     tokens_cut: dict[str, int]
     edits: dict[str, int]
     dropped: list[DroppedDocument]
+    near_duplicates: np.ndarray
     hashes: np.ndarray
 
 
@@ -58,6 +60,7 @@ def collect(
     max_documents: int | None,
     max_tokens: int | None,
     seen: np.ndarray | None,
+    is_near_duplicate: np.ndarray | None,
 ) -> Collection:
     """Collect the documents of finished shards, and apply deduplication and caps.
 
@@ -68,6 +71,7 @@ def collect(
         max_documents: keep at most this many documents.
         max_tokens: stop after the document that reaches this many tokens.
         seen: uint8 [n, 16], hashes of documents that were read before these; None to keep duplicates.
+        is_near_duplicate: bool [documents], whether each nearly repeats an earlier one; None to keep near duplicates.
     """
     documents = np.concatenate([record.documents for record in records])
     first_rows = np.cumsum([0, *(record.num_read for record in records)])
@@ -76,7 +80,8 @@ def collect(
     lengths = documents["length"].astype(np.int64)
     hashes = np.concatenate([record.hashes for record in records])
     is_kept = np.ones(len(documents), dtype=bool) if seen is None else _is_first(hashes, seen)
-    kept = np.flatnonzero(is_kept)
+    is_near = is_kept & (False if is_near_duplicate is None else is_near_duplicate)
+    kept = np.flatnonzero(is_kept & ~is_near)
     last = _last_within_caps(lengths[kept], max_documents, max_tokens)
     num_read = int(first_rows[-1]) if last == len(kept) else int(rows[kept[last - 1]])
     kept = kept[:last]
@@ -93,6 +98,9 @@ def collect(
     num_duplicates = int((~is_kept & (rows <= num_read)).sum())
     if num_duplicates:
         skipped[DUPLICATE] = num_duplicates
+    near_duplicates = np.flatnonzero(is_near & (rows <= num_read))
+    if len(near_duplicates):
+        skipped[NEAR_DUPLICATE] = len(near_duplicates)
     parts = _parts(shards, records, sources)
     return Collection(
         documents=SpooledDocuments(lengths, tuple(_spooled(*pair) for pair in zip(shards, records, strict=True))),
@@ -105,6 +113,7 @@ def collect(
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
         edits=dict(edits),
         dropped=list(_dropped(parts, records, num_read)),
+        near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
     )
 

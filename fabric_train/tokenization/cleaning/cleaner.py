@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.cleaning import minhash
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
@@ -26,10 +29,17 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A document that is kept: its text, and the number of changes by kind, such as ``redacted email``."""
+    """A document that is kept.
+
+    Args:
+        text: what the steps have left of it.
+        edits: the number of changes by kind, such as ``redacted email``.
+        signature: its MinHash signature, uint32 [112]; None without --near_duplicates.
+    """
 
     text: str
     edits: dict[str, int]
+    signature: np.ndarray | None
 
 
 class CleaningStep(Protocol):
@@ -44,9 +54,13 @@ class CleaningStep(Protocol):
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Steps by the names of their switches, in the order in which they are applied."""
+    """Steps by the names of their switches, in the order in which they are applied; then documents get a signature.
+
+    ``near_duplicates`` is the smallest similarity of near duplicates; None for no signatures.
+    """
 
     steps: dict[str, CleaningStep]
+    near_duplicates: float | None
 
     def clean(self, text: str) -> Cleaned | Dropped:
         """Return the text that all steps leave, or why one of them drops it; the first that does decides."""
@@ -56,11 +70,15 @@ class Cleaner:
             if isinstance(result, Dropped):
                 return result
             text = result
-        return Cleaned(text, dict(edits))
+        signature = None if self.near_duplicates is None else minhash.signature(text)
+        return Cleaned(text, dict(edits), signature)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of each step, by switch."""
-        return {name: step.settings() for name, step in self.steps.items()}
+        settings = {name: step.settings() for name, step in self.steps.items()}
+        if self.near_duplicates is not None:
+            settings["near_duplicates"] = minhash.settings(self.near_duplicates)
+        return settings
 
 
 def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleaner | None:
@@ -83,7 +101,9 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
 
         steps["quality"] = open_quality_filter(arguments.quality)
     chats = [kind for kind in kinds if kind != "text"]
-    if steps and chats:
-        given = ", ".join(f"--{name}" for name in steps)
+    cleaner = Cleaner(steps, arguments.near_duplicates)
+    switches = cleaner.settings()
+    if switches and chats:
+        given = ", ".join(f"--{name}" for name in switches)
         raise InputError(f"{given}: cleaning is for text, and a source has {chats[0]}; tokenize it without, then merge")
-    return Cleaner(steps) if steps else None
+    return cleaner if switches else None

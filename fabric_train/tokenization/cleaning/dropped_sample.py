@@ -12,7 +12,7 @@ FILE_NAME = "dropped.jsonl"
 TEXT_CHARACTERS = 500
 PER_SHARD = 3
 """Documents that a shard keeps for each reason."""
-_PER_REASON = 20
+PER_REASON = 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: Sour
     lines = []
     for reason in sorted(by_reason):
         found = by_reason[reason]
-        count = min(len(found), _PER_REASON)
+        count = min(len(found), PER_REASON)
         for document in (found[number * len(found) // count] for number in range(count)):
             place = sources.place(document.file, document.row)
             content = {"reason": reason, "detail": document.detail, "place": place, "text": document.text}

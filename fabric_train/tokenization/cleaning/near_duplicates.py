@@ -1,0 +1,203 @@
+"""Find the documents that nearly repeat an earlier one, from the signatures of all documents on disk.
+
+Documents with the same hash of a band (``minhash.choose_bands``) are candidates. A candidate pair counts if its whole
+signatures are similar enough. Pairs are joined to clusters, so a document can be in a cluster through another one, as
+in FineWeb and in Lee et al., Deduplicating training data makes language models better, arXiv:2107.06499.
+
+Memory does not grow with the text. Besides 8 bytes a document for the clusters it is a fixed amount: the hashes of a
+band are written to disk in ranges of hashes, and one range is read at a time, in pieces.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from fabric_train.tokenization.cleaning.minhash import (
+    NO_WORDS,
+    NUM_HASHES,
+    SIGNATURE_BYTES,
+    band_hashes,
+    choose_bands,
+    similarities,
+)
+from fabric_train.tokenization.progress import ShowShare, progress_of
+
+_SIGNATURES_AT_ONCE = 1 << 15  # 14 MiB
+_RECORDS_AT_ONCE = 1 << 22  # 64 MiB
+_NEIGHBOURS = 16  # earlier candidates that each is compared with, besides the first one
+_RECORD = np.dtype([("hash", np.uint64), ("document", np.int64)])
+
+
+class SignatureFiles:
+    """The signatures of all documents, numbered in the order of the files, which hold uint32 [documents, 112] each."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        counts = [file.stat().st_size // SIGNATURE_BYTES for file in files]
+        self._firsts = np.cumsum([0, *counts])
+        self.num_documents = int(self._firsts[-1])
+
+    def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first document's number and the signatures, uint32 [documents, 112], of one chunk after another."""
+        for first, file in zip(self._firsts.tolist(), self._files, strict=False):
+            for values in _read_pieces(file, np.dtype((np.uint32, NUM_HASHES)), _SIGNATURES_AT_ONCE):
+                yield first, values
+                first += len(values)
+
+    def similarities(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """Return the estimated Jaccard similarity of each pair of documents, float64 [pairs].
+
+        Args:
+            left: int64 [pairs], numbers of documents.
+            right: int64 [pairs].
+        """
+        documents, places = np.unique(np.concatenate([left, right]), return_inverse=True)
+        signatures = np.empty((len(documents), NUM_HASHES), dtype=np.uint32)
+        borders = np.searchsorted(documents, self._firsts)
+        for file, first, (start, end) in zip(self._files, self._firsts, pairwise(borders), strict=False):
+            if start < end:
+                mapped = np.memmap(file, np.uint32, "r").reshape(-1, NUM_HASHES)
+                signatures[start:end] = mapped[documents[start:end] - first]
+        return similarities(signatures[places[: len(left)]], signatures[places[len(left) :]])
+
+
+class _Clusters:
+    """Disjoint sets of documents; the root of each is its first document."""
+
+    def __init__(self, num_documents: int) -> None:
+        self._parents = np.arange(num_documents)
+
+    def roots(self, documents: np.ndarray) -> np.ndarray:
+        """Return the first document of each one's cluster, int64 like ``documents``."""
+        roots = self._parents[documents]
+        while ((above := self._parents[roots]) != roots).any():
+            roots = above
+        self._parents[documents] = roots
+        return roots
+
+    def join(self, left: np.ndarray, right: np.ndarray) -> None:
+        """Join the clusters of each pair of documents, int64 [pairs] each."""
+        while len(left):
+            left, right = self.roots(left), self.roots(right)
+            differ = left != right
+            left, right = left[differ], right[differ]
+            # a parent is never above its child, so no cycle can arise
+            np.minimum.at(self._parents, np.maximum(left, right), np.minimum(left, right))
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """The first document of each document's cluster, int64 [documents]; of most documents it is itself."""
+
+    firsts: np.ndarray
+    signatures: SignatureFiles
+
+    @property
+    def repeats(self) -> np.ndarray:
+        """Whether each document nearly repeats an earlier one, bool [documents]."""
+        return self.firsts != np.arange(len(self.firsts))
+
+
+def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) -> NearDuplicates:
+    """Find the documents that nearly repeat an earlier one.
+
+    Args:
+        files: the signatures of all documents, see ``SignatureFiles``.
+        threshold: smallest estimated Jaccard similarity of near duplicates.
+        folder: for the bands; it is created, and removed at the end.
+    """
+    folder.mkdir()
+    signatures = SignatureFiles(files)
+    with progress_of("near duplicates") as show:
+        clusters = _find_clusters(signatures, threshold, folder, show)
+    shutil.rmtree(folder)
+    return NearDuplicates(clusters.roots(np.arange(signatures.num_documents)), signatures)
+
+
+def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, show: ShowShare) -> _Clusters:
+    bands, rows = choose_bands(threshold)
+    num_documents = signatures.num_documents
+    num_ranges = -(-num_documents // _RECORDS_AT_ONCE)
+    clusters = _Clusters(num_documents)
+    for first, values in signatures.chunks():
+        _write_bands(folder, first, values, bands, rows, num_ranges)
+        show((first + len(values)) / num_documents / (1 + bands))
+    files = [_band_file(folder, band, number) for band in range(bands) for number in range(num_ranges)]
+    for done, file in enumerate(files):
+        if file.exists():
+            for left, right in _candidates(file):
+                _join_similar(clusters, signatures, left, right, threshold)
+        show((1 + (done + 1) / num_ranges) / (1 + bands))
+    return clusters
+
+
+def _band_file(folder: Path, band: int, number: int) -> Path:
+    return folder / f"{band}-{number}"
+
+
+def _write_bands(folder: Path, first: int, signatures: np.ndarray, bands: int, rows: int, num_ranges: int) -> None:
+    """Append the hashes of each band to the files of their ranges."""
+    with_words = np.flatnonzero((signatures != NO_WORDS).any(axis=1))
+    hashes = band_hashes(signatures[with_words], bands, rows)
+    for band in range(bands):
+        records = np.empty(len(with_words), dtype=_RECORD)
+        records["hash"], records["document"] = hashes[:, band], with_words + first
+        ranges = (records["hash"] >> np.uint64(32)) * np.uint64(num_ranges) >> np.uint64(32)
+        order = np.argsort(ranges, kind="stable")
+        borders = np.searchsorted(ranges[order], np.arange(num_ranges + 1))
+        for number, (start, end) in enumerate(pairwise(borders)):
+            if start < end:
+                with _band_file(folder, band, number).open("ab") as file:
+                    file.write(records[order[start:end]].data)
+
+
+def _candidates(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pairs of documents with the same hash, int64 [pairs] each: the earlier ones and the later ones.
+
+    Each document is paired with the first one that has its hash and with some that are shortly before it: all pairs of
+    a large group would be too many. A later piece of the file starts with the first documents of those before it.
+    """
+    first_ones = np.empty(0, dtype=_RECORD)
+    for piece in _read_pieces(file, _RECORD, _RECORDS_AT_ONCE):
+        records = np.concatenate([first_ones, piece])
+        records = records[np.argsort(records["hash"], kind="stable")]  # so documents of one hash stay in order
+        is_first = np.concatenate([[True], records["hash"][1:] != records["hash"][:-1]])
+        first_ones = records[is_first]
+        grouped = ~is_first
+        grouped[:-1] |= ~is_first[1:]
+        yield from _pairs(records["document"][grouped], is_first[grouped])
+
+
+def _pairs(documents: np.ndarray, is_first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the pairs of documents that are ordered by groups; ``is_first`` is True where a group begins."""
+    places = np.arange(len(documents))
+    begins = np.maximum.accumulate(np.where(is_first, places, 0))
+    yield documents[begins[~is_first]], documents[~is_first]
+    for distance in range(1, _NEIGHBOURS + 1):
+        later = np.flatnonzero(places - distance > begins)
+        if not len(later):
+            return
+        yield documents[later - distance], documents[later]
+
+
+def _join_similar(
+    clusters: _Clusters, signatures: SignatureFiles, left: np.ndarray, right: np.ndarray, threshold: float
+) -> None:
+    """Join the pairs that are similar enough and not in one cluster already."""
+    for start in range(0, len(left), _SIGNATURES_AT_ONCE):
+        ours, others = left[start : start + _SIGNATURES_AT_ONCE], right[start : start + _SIGNATURES_AT_ONCE]
+        differ = clusters.roots(ours) != clusters.roots(others)
+        ours, others = ours[differ], others[differ]
+        similar = signatures.similarities(ours, others) >= threshold
+        clusters.join(ours[similar], others[similar])
+
+
+def _read_pieces(file: Path, dtype: np.dtype, count: int) -> Iterator[np.ndarray]:
+    """Yield the content of a file as arrays of up to ``count`` elements."""
+    with file.open("rb") as opened:
+        while len(piece := np.fromfile(opened, dtype, count)):
+            yield piece
