@@ -733,6 +733,10 @@ class TokenizeArguments(PushArguments):
     """Leave out texts that nearly repeat an earlier one, of any source: the smallest share of 5-grams of words, such as
     0.8, that they have in common (estimated by MinHash).
     """
+    boilerplate: PositiveInt64 | None = None
+    """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
+    10 for a small corpus, 1000 for millions of documents. Sources are read twice.
+    """
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
@@ -759,6 +763,10 @@ class TokenizeArguments(PushArguments):
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        if self.boilerplate == 1:
+            faults.append("--boilerplate 1 removes every line: give 2 or more")
+        if self.boilerplate is not None and self.stream:
+            faults.append("--boilerplate reads sources twice, which --stream would download twice: leave out --stream")
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         faults += _not_language_codes("card_language", self.card_language)
@@ -794,6 +802,10 @@ class TokenizeArguments(PushArguments):
         faults += [
             f"--shard: every task would download {redact(url)}; download it once, and give its path" for url in urls
         ]
+        if self.boilerplate is not None:
+            faults.append(
+                "--boilerplate counts lines of the whole input, and a task of --shard has a part: leave out one"
+            )
         if self.stream:
             faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
         return faults

@@ -14,10 +14,11 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.cleaning.dropped_sample import write_sample
+from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicate_sample import sample_near_duplicates
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, signatures_file
-from fabric_train.tokenization.encoding import EncodedSources
+from fabric_train.tokenization.encoding import EncodedSources, available_cores
 from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
@@ -77,11 +78,26 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
     check_not_taken(target)
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
         corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
+        corpus = _count_boilerplate(corpus, unfinished)
         started = time.monotonic()
         encoded = corpus.encode(unfinished, check, InputSlice())
         seconds = time.monotonic() - started
         manifest = write_token_dataset(folder, corpus, encoded)
     return Outcome(manifest, tuple(notes_of(corpus, encoded)), seconds, encoded.num_proc)
+
+
+def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
+    """Give the cleaner the lines that --boilerplate removes, which are known once all documents have been read.
+
+    Raises:
+        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
+    """
+    given = corpus.arguments
+    if corpus.cleaner is None or given.boilerplate is None:
+        return corpus
+    skips_bad_rows, num_proc = given.on_bad_rows == "skip", given.num_proc or available_cores()
+    step = find_boilerplate(corpus.sources, given.text_column, given.boilerplate, skips_bad_rows, folder, num_proc)
+    return replace(corpus, cleaner=replace(corpus.cleaner, steps={**corpus.cleaner.steps, "boilerplate": step}))
 
 
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:

@@ -150,6 +150,7 @@ class Settings:
     max_tokens: int | None
     chat_template: str | None = None
     near_duplicates: float | None = None
+    boilerplate: int | None = None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            num_finished = len(list(folder.glob("*.npz")))
+            num_finished = sum(file.suffix in (".npz", ".lines") for file in folder.glob("*"))
             downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != PART]
             if _is_worth_keeping(folder, num_finished, downloads):
                 kept = f"{num_finished:,} finished shards" + (f" and {len(downloads):,} downloads" if downloads else "")

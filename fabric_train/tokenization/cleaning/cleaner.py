@@ -92,6 +92,10 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         InputError: a switch cannot be used, or a source has chats.
     """
     steps: dict[str, CleaningStep] = {}
+    if arguments.boilerplate is not None:
+        from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
+
+        steps["boilerplate"] = Boilerplate(arguments.boilerplate)
     if arguments.language is not None:
         from fabric_train.tokenization.cleaning.language_filter import open_language_filter
 

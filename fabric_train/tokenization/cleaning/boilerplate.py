@@ -1,0 +1,88 @@
+"""Remove lines that are in many documents: headers, footers, navigation, notices.
+
+CCNet (arXiv:1911.00359) removes paragraphs that repeat, and C4 (arXiv:1910.10683) spans of sentences. Here a line is
+removed from all documents if at least ``num_documents`` of them have it. ``line_counts.py`` counts before.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from fabric_train.tokenization.cleaning.cleaner import Dropped
+
+MIN_LETTERS = 15
+"""Letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed."""
+_COUNTS = re.compile(rf"(?:[\W_]*[^\W_]){{{MIN_LETTERS}}}")
+_EDIT = "boilerplate lines"
+_REASON = "only_boilerplate"
+_FORMAT = 1  # raise it when the hashes or the rule change
+
+
+@dataclass(frozen=True)
+class Boilerplate:
+    """The cleaning step.
+
+    Args:
+        num_documents: a line in as many documents is removed.
+        hashes: uint64 [lines], sorted, of the lines to remove.
+    """
+
+    num_documents: int
+    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
+
+    def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
+        """Return the text without the repeated lines, and without the blank lines that they leave.
+
+        A blank line after a removed line is removed too if a blank line or nothing is before; so are blank lines at the
+        end after which there was only boilerplate.
+        """
+        lines = text.split("\n")
+        places = self._find(lines)
+        if not places:
+            return text
+        edits[_EDIT] += len(places)
+        kept = list[str]()
+        after_removed = False
+        for place, line in enumerate(lines):
+            if place in places:
+                after_removed = True
+            elif line.strip():
+                kept.append(line)
+                after_removed = False
+            elif not after_removed or (kept and kept[-1].strip()):
+                kept.append(line)
+        while after_removed and kept and not kept[-1].strip():
+            kept.pop()
+        return "\n".join(kept) if kept else Dropped(_REASON, f"{len(places)} lines")
+
+    def _find(self, lines: list[str]) -> set[int]:
+        """Return the places of the lines to remove."""
+        if not len(self.hashes):
+            return set()
+        hashed = np.array(list(hash_lines(lines)), dtype=np.uint64).reshape(-1, 2)
+        found = np.searchsorted(self.hashes, hashed[:, 1])
+        is_repeated = self.hashes[np.minimum(found, len(self.hashes) - 1)] == hashed[:, 1]
+        return set(hashed[is_repeated, 0].tolist())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, and the lines found by their number and the SHA-256 of their hashes."""
+        return {
+            "num_documents": self.num_documents,
+            "min_letters": MIN_LETTERS,
+            "lines": len(self.hashes),
+            "sha256": hashlib.sha256(self.hashes.tobytes()).hexdigest(),
+            "format": _FORMAT,
+        }
+
+
+def hash_lines(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield place and 64-bit hash of each line with 15 letters or digits or more; white space counts as one space."""
+    for place, line in enumerate(lines):
+        if _COUNTS.match(line):
+            yield place, xxhash.xxh3_64_intdigest(" ".join(line.split()).encode("utf-8", "surrogatepass"))

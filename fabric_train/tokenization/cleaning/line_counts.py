@@ -1,0 +1,136 @@
+"""Count in how many documents each line is, before --boilerplate removes those that repeat.
+
+Each shard is counted by itself, in any process, into a file that a restart uses again::
+
+    .NAME.unfinished/77ab….lines   LINE, sorted by hash: each line of the shard, and how many of its documents have it
+
+Then the files are added up, one range of hashes at a time. Memory is a fixed amount besides the hashes of the lines
+that repeat: 8 bytes each.
+"""
+
+import json
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
+from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.encoded_shards import Shard, part_name, split_into_shards
+from fabric_train.tokenization.progress import progress_of
+from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.reading.files import memory_errors_name
+from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.workers import WorkerPool
+
+LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
+_LINES_AT_ONCE = 1 << 23  # 100 MB
+_TICK_SECONDS = 0.2
+_FORMAT = 1  # of the files
+
+
+def find_boilerplate(
+    sources: Sequence[Source], column: str, num_documents: int, skips_bad_rows: bool, folder: Path, num_proc: int
+) -> Boilerplate:
+    """Count the lines of all documents, and return the step that removes those that repeat.
+
+    Args:
+        sources: all sources, of text.
+        column: has the text.
+        num_documents: a line in as many documents, of all sources together, is removed.
+        skips_bad_rows: leave bad rows out; otherwise the first one ends the run.
+        folder: where the counts of shards are written.
+        num_proc: the most processes that count.
+
+    Raises:
+        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
+        ChildProcessError: a process was killed.
+    """
+    shards = split_into_shards(list(sources), json.dumps(["lines", _FORMAT, column, skips_bad_rows]))
+    files = [folder / f"{shard.key}.lines" for shard in shards]
+    left = [shard for shard, file in zip(shards, files, strict=True) if not file.exists()]
+    count = partial(_count_shard, folder, list(sources), column, skips_bad_rows)
+    with progress_of("counting lines") as show:
+        total = sum(shard.num_bytes for shard in shards)
+        done = total - sum(shard.num_bytes for shard in left)
+        with WorkerPool(count, min(num_proc, len(left)), partial(_what_is_read, list(sources))) as workers:
+            for finished in workers.run(iter(left), _TICK_SECONDS):
+                done += 0 if finished is None else finished[0].num_bytes
+                show(done / max(total, 1))
+    return Boilerplate(num_documents, _find_repeated(files, num_documents))
+
+
+def _what_is_read(sources: Sequence[Source], shard: Shard) -> str:
+    return part_name(sources[shard.source], shard.parts[0])
+
+
+def _count_shard(folder: Path, sources: list[Source], column: str, skips_bad_rows: bool, shard: Shard) -> None:
+    """Write the lines of a shard."""
+    counted = np.empty(0, dtype=LINE)
+    hashes = array("Q")
+    for text in _texts(sources[shard.source], shard, column, skips_bad_rows):
+        hashes.extend({hashed for _, hashed in hash_lines(text.split("\n"))})
+        if len(hashes) >= _LINES_AT_ONCE:
+            counted, hashes = _add_up([counted, _once(hashes)]), array("Q")
+    partial_file = folder / f"{shard.key}.lines_partial"
+    _add_up([counted, _once(hashes)]).tofile(partial_file)
+    partial_file.rename(folder / f"{shard.key}.lines")
+
+
+def _texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> Iterator[str]:
+    for part in shard.parts:
+        reader: Any = source.reader(part, (column,))
+        with memory_errors_name(part_name(source, part)):
+            for number, row in reader:
+                try:
+                    if isinstance(row, BadRowError):
+                        raise row
+                    yield text_of(row, column, partial(reader.place, number))[0]
+                except BadRowError as error:
+                    if not skips_bad_rows:
+                        raise error.fault() from None
+
+
+def _once(hashes: "array[int]") -> np.ndarray:
+    lines = np.empty(len(hashes), dtype=LINE)
+    lines["hash"], lines["documents"] = np.frombuffer(hashes, np.uint64), 1
+    return lines
+
+
+def _add_up(counts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return each line once with the sum of its documents, LINE [lines], sorted by hash.
+
+    Args:
+        counts: LINE arrays in any order.
+    """
+    lines = np.concatenate(counts)
+    lines = lines[np.argsort(lines["hash"])]
+    firsts = np.flatnonzero(np.concatenate([[True], lines["hash"][1:] != lines["hash"][:-1]])[: len(lines)])
+    summed = lines[firsts]
+    if len(lines):
+        summed["documents"] = np.add.reduceat(lines["documents"], firsts)
+    return summed
+
+
+def _find_repeated(files: Sequence[Path], num_documents: int) -> np.ndarray:
+    """Return the hashes of the lines that are in ``num_documents`` documents or more, uint64, sorted."""
+    num_ranges = sum(file.stat().st_size for file in files) // LINE.itemsize // _LINES_AT_ONCE + 1
+    limits = [(number << 64) // num_ranges for number in range(1, num_ranges)]
+    repeated = [np.empty(0, dtype=np.uint64)]
+    for first, last in zip([0, *limits], [*(limit - 1 for limit in limits), (1 << 64) - 1], strict=True):
+        lines = _add_up([_read_range(file, first, last) for file in files])
+        repeated.append(lines["hash"][lines["documents"] >= num_documents])
+    return np.concatenate(repeated)
+
+
+def _read_range(file: Path, first: int, last: int) -> np.ndarray:
+    """Return the lines of a file with hashes from ``first`` to ``last``, LINE [lines]."""
+    if not file.stat().st_size:
+        return np.empty(0, dtype=LINE)
+    lines = np.memmap(file, LINE, "r")
+    hashes = lines["hash"]  # searched with bisect, because numpy would first copy all of it
+    return np.array(lines[bisect_left(hashes, first) : bisect_right(hashes, last)])
