@@ -96,7 +96,15 @@ def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
     if corpus.cleaner is None or given.boilerplate is None:
         return corpus
     skips_bad_rows, num_proc = given.on_bad_rows == "skip", given.num_proc or available_cores()
-    step = find_boilerplate(corpus.sources, given.text_column, given.boilerplate, skips_bad_rows, folder, num_proc)
+    step = find_boilerplate(
+        corpus.sources,
+        given.text_column,
+        given.boilerplate,
+        skips_bad_rows,
+        folder,
+        num_proc,
+        corpus.cleaner.redact,
+    )
     return replace(corpus, cleaner=replace(corpus.cleaner, steps={**corpus.cleaner.steps, "boilerplate": step}))
 
 

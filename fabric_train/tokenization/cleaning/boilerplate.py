@@ -31,10 +31,12 @@ class Boilerplate:
     Args:
         num_documents: a line in as many documents is removed.
         hashes: uint64 [lines], sorted, of the lines to remove.
+        most_frequent: the lines that most documents have, as far as they are to be shown, and the number of documents.
     """
 
     num_documents: int
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
+    most_frequent: tuple[tuple[str, int], ...] = ()
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text without the repeated lines, and without the blank lines that they leave.
@@ -71,12 +73,13 @@ class Boilerplate:
         return set(hashed[is_repeated, 0].tolist())
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings, and the lines found by their number and the SHA-256 of their hashes."""
+        """Return the settings, the SHA-256 of the lines' hashes, and some of the lines."""
         return {
             "num_documents": self.num_documents,
             "min_letters": MIN_LETTERS,
             "lines": len(self.hashes),
             "sha256": hashlib.sha256(self.hashes.tobytes()).hexdigest(),
+            "most_frequent": [{"line": line, "documents": count} for line, count in self.most_frequent],
             "format": _FORMAT,
         }
 

@@ -11,7 +11,7 @@ that repeat: 8 bytes each.
 import json
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,19 @@ from fabric_train.tokenization.workers import WorkerPool
 
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
 _LINES_AT_ONCE = 1 << 23  # 100 MB
+_SHOWN_LINES, _SHOWN_CHARACTERS = 10, 100
 _TICK_SECONDS = 0.2
 _FORMAT = 1  # of the files
 
 
 def find_boilerplate(
-    sources: Sequence[Source], column: str, num_documents: int, skips_bad_rows: bool, folder: Path, num_proc: int
+    sources: Sequence[Source],
+    column: str,
+    num_documents: int,
+    skips_bad_rows: bool,
+    folder: Path,
+    num_proc: int,
+    redact: Callable[[str], str],
 ) -> Boilerplate:
     """Count the lines of all documents, and return the step that removes those that repeat.
 
@@ -45,6 +52,7 @@ def find_boilerplate(
         skips_bad_rows: leave bad rows out; otherwise the first one ends the run.
         folder: where the counts of shards are written.
         num_proc: the most processes that count.
+        redact: takes personal data from the lines that are shown.
 
     Raises:
         InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
@@ -61,7 +69,29 @@ def find_boilerplate(
             for finished in workers.run(iter(left), _TICK_SECONDS):
                 done += 0 if finished is None else finished[0].num_bytes
                 show(done / max(total, 1))
-    return Boilerplate(num_documents, _find_repeated(files, num_documents))
+    lines = _find_repeated(files, num_documents)
+    order = np.lexsort([lines["hash"], -lines["documents"].astype(np.int64)])[:_SHOWN_LINES]
+    documents = dict(lines[order].tolist())
+    texts = _find_texts(sources, shards, files, column, documents)
+    shown = tuple((redact(texts[hashed])[:_SHOWN_CHARACTERS], count) for hashed, count in documents.items())
+    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), shown)
+
+
+def _find_texts(
+    sources: Sequence[Source], shards: Sequence[Shard], files: Sequence[Path], column: str, hashes: Collection[int]
+) -> dict[int, str]:
+    """Return the lines with these hashes, as they are where they come first."""
+    texts = dict[int, str]()
+    for shard, file in zip(shards, files, strict=True):
+        wanted = {hashed for hashed in hashes if hashed not in texts and len(_read_range(file, hashed, hashed))}
+        for text in _texts(sources[shard.source], shard, column, skips_bad_rows=True) if wanted else ():
+            lines = text.split("\n")
+            found = {hashed: lines[place] for place, hashed in hash_lines(lines) if hashed in wanted}
+            texts |= found
+            wanted -= found.keys()
+            if not wanted:
+                break
+    return texts
 
 
 def _what_is_read(sources: Sequence[Source], shard: Shard) -> str:
@@ -117,13 +147,13 @@ def _add_up(counts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _find_repeated(files: Sequence[Path], num_documents: int) -> np.ndarray:
-    """Return the hashes of the lines that are in ``num_documents`` documents or more, uint64, sorted."""
+    """Return the lines that are in ``num_documents`` documents or more, LINE [lines], sorted by hash."""
     num_ranges = sum(file.stat().st_size for file in files) // LINE.itemsize // _LINES_AT_ONCE + 1
     limits = [(number << 64) // num_ranges for number in range(1, num_ranges)]
-    repeated = [np.empty(0, dtype=np.uint64)]
+    repeated = []
     for first, last in zip([0, *limits], [*(limit - 1 for limit in limits), (1 << 64) - 1], strict=True):
         lines = _add_up([_read_range(file, first, last) for file in files])
-        repeated.append(lines["hash"][lines["documents"] >= num_documents])
+        repeated.append(lines[lines["documents"] >= num_documents])
     return np.concatenate(repeated)
 
 
