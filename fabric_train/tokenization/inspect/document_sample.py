@@ -21,14 +21,12 @@ class SampledDocument:
     """A document of the sample.
 
     Args:
-        source: the name of its source.
         tokens: of the whole document, BOS and EOS included.
         bytes: of the whole document's text.
         text: its beginning, without special tokens.
         tokens_read: tokens of that beginning, BOS and EOS included.
     """
 
-    source: str
     tokens: int
     bytes: int
     text: str
@@ -69,14 +67,12 @@ def sample_documents(
     ids = _read_beginnings(index, split, chosen, limit, advance)
     if not all(min(own) >= 0 and max(own) < vocabulary.size for own in ids.values() if own):
         raise InputError("rows have tokens that the tokenizer does not have; tokenize again")
-    sources = index.source_numbers(chosen).tolist()
     for first in range(0, len(chosen), _DOCUMENTS_PER_DECODING):
         part = slice(first, first + _DOCUMENTS_PER_DECODING)
         beginnings = [ids[document] for document in chosen[part].tolist()]
         texts = vocabulary.tokenizer.decode_batch(beginnings, skip_special_tokens=True)
-        for source, record, text, own in zip(sources[part], records[part], texts, beginnings, strict=True):
-            name = index.sources.names[source]
-            yield SampledDocument(name, int(record["tokens"]), int(record["bytes"]), text, len(own))
+        for record, text, own in zip(records[part], texts, beginnings, strict=True):
+            yield SampledDocument(int(record["tokens"]), int(record["bytes"]), text, len(own))
 
 
 def _spread(total: int, count: int) -> np.ndarray:
