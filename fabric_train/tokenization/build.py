@@ -82,8 +82,9 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
         started = time.monotonic()
         encoded = corpus.encode(unfinished, check, InputSlice())
         seconds = time.monotonic() - started
+        notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
-    return Outcome(manifest, tuple(notes_of(corpus, encoded)), seconds, encoded.num_proc)
+    return Outcome(manifest, tuple(notes), seconds, encoded.num_proc)
 
 
 def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
@@ -111,16 +112,20 @@ def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
     """Select the documents of each split, pack them into rows, and write all but the tokenizer into ``folder``.
 
+    ``encoded`` has no records afterwards.
+
     Raises:
         InputError: a source has no document, a split has less than one row, or the disk has no room for the rows.
     """
     arguments = corpus.arguments
+    tokenizer = _tokenizer_record(corpus, encoded)
     near = None
     if arguments.near_duplicates is not None:
         finished = zip(encoded.shards, encoded.records, strict=True)
         files = [signatures_file(record.folder, shard) for shard, record in finished]
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
+    encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed
     splits = _select(collections, corpus.train, arguments)
     sources = corpus.source_records(encoded.files)
     table = SourceTable(sources)
@@ -132,7 +137,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     manifest = Manifest(
         ledger=_ledger(collections, splits, ledgers),
         sources=tuple(_with_shares(sources, collections, splits, arguments)),
-        tokenizer=_tokenizer_record(corpus, encoded),
+        tokenizer=tokenizer,
         settings=_settings(arguments),
         versions={name: version(name) for name in _VERSIONS_OF},
         has_index=True,
@@ -248,7 +253,7 @@ def _write_splits(
     ledgers = {}
     for name, plan in plans.items():
         collection = splits[name].collection
-        num_supervised, checksums = write_split(folder / name, collection.documents, plan, padding)
+        num_supervised, checksums = write_split(folder / name, collection.documents, plan, padding, corpus.num_proc)
         num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
         documents = collection.places[plan.order]
         write_index(folder / name, plan, documents, checksums)

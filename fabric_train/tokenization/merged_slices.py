@@ -44,11 +44,12 @@ def merge_slices(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[
     slices = _open_all(folders)
     _check_working_folder(slices)
     with complete_folder(target) as folder:
-        arguments = replace(slices[0].arguments, shard=None, output_dir=str(target))
+        arguments = replace(slices[0].arguments, shard=None, output_dir=str(target), num_proc=None)
         corpus = open_corpus(arguments, folder / "tokenizer", folder / DOWNLOADS)
         encoded = _join(corpus, slices)
+        notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
-    return manifest, notes_of(corpus, encoded)
+    return manifest, notes
 
 
 def _open_all(folders: Sequence[Path]) -> list[EncodedSlice]:

@@ -68,6 +68,11 @@ class OpenedCorpus:
         return [*self.train, *self.held_out]
 
     @property
+    def num_proc(self) -> int:
+        """Return the number of processes that may work at a time."""
+        return self.arguments.num_proc or available_cores()
+
+    @property
     def caps(self) -> Caps:
         """Return where reading may stop; --deduplicate, --near_duplicates and --weights need all documents."""
         given = self.arguments
@@ -86,7 +91,7 @@ class OpenedCorpus:
             self.tokenizer_hashes,
             folder,
             self.arguments,
-            self.arguments.num_proc or available_cores(),
+            self.num_proc,
             self.caps,
             check,
             input_slice,

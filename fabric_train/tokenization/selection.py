@@ -27,8 +27,8 @@ class Collection:
     Args:
         documents: all documents on disk, including those that are not kept.
         kept: int64 [kept], the documents left after caps and deduplication, in the order of the sources.
-        characters: int64 [documents], code points of each document.
-        sources: int64 [documents], the number of each document's source.
+        characters: uint32 [documents], code points of each document.
+        sources: uint32 [documents], the number of each document's source.
         places: DOCUMENT [documents], the file, the row in it, tokens and bytes of each document.
         num_read: rows read, up to the row at which a cap was reached.
         skipped: reason → rows skipped among those.
@@ -105,8 +105,8 @@ def collect(
     return Collection(
         documents=SpooledDocuments(lengths, tuple(_spooled(*pair) for pair in zip(shards, records, strict=True))),
         kept=kept,
-        characters=documents["characters"].astype(np.int64),
-        sources=np.repeat([shard.source for shard in shards], counts),
+        characters=documents["characters"].copy(),
+        sources=np.repeat(np.array([shard.source for shard in shards], dtype=np.uint32), counts),
         places=_places(documents, parts, records),
         num_read=num_read,
         skipped=dict(skipped),

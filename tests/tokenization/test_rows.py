@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from fabric_train.tokenization.manifest import LAST_INCOMPLETE_ROW
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_split
+from fabric_train.tokenization.packing.row_checksums import row_checksum
 from fabric_train.tokenization.packing.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
 
@@ -373,11 +374,21 @@ def test_files_equal_those_that_datasets_writes(tmp_path: Path, overlap: int) ->
         assert len({json.dumps({k: v for k, v in t.items() if k not in leave_out}, sort_keys=True) for t in texts}) == 1
 
 
-def test_rows_continue_in_the_next_file_when_one_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def row_checksums_of(split: Path) -> list[int]:
+    rows = datasets.load_from_disk(split).to_list()
+    return [row_checksum(np.int32(row["input_ids"]), None, np.int32(row["document_starts"])) for row in rows]
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_rows_continue_in_the_next_file_when_one_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_proc: int
+) -> None:
     monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._TOKENS_PER_BATCH", 8)
     monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._BYTES_PER_FILE", 64)
     documents = spool(tmp_path, [44], [])
-    write_split(tmp_path / "train", documents, plan_rows(documents.lengths, np.arange(1), "concat", 4, 0), PAD)
+    plan = plan_rows(documents.lengths, np.arange(1), "concat", 4, 0)
+    num_supervised, checksums = write_split(tmp_path / "train", documents, plan, PAD, num_proc)
+    assert (num_supervised, checksums.tolist()) == (44, row_checksums_of(tmp_path / "train"))
     names = [f"data-0000{index}-of-00003.arrow" for index in range(3)]
     assert sorted(path.name for path in tmp_path.glob("train/*.arrow")) == names
     assert np.concatenate(datasets.load_from_disk(tmp_path / "train")["input_ids"][:]).tolist() == list(range(44))

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from fabric_train.tokenization.packing.row_checksums import CHECKSUM, row_checks
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
 from fabric_train.tokenization.packing.spooled import PiecesToCopy, SpooledDocuments, SpoolReader
 from fabric_train.tokenization.progress import ThrottledLog
+from fabric_train.tokenization.workers import WorkerPool
 
 if TYPE_CHECKING:
     import pyarrow
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _IGNORED_LABEL = -100
 _TOKENS_PER_BATCH = 1 << 18
 _BYTES_PER_FILE = 512 << 20
+_TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowP
         )
 
 
-def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int) -> tuple[int, np.ndarray]:
+def write_split(
+    folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_token_id: int, num_proc: int = 1
+) -> tuple[int, np.ndarray]:
     """Write the planned rows into the new folder ``folder``, in files of about 512 MiB.
 
     The columns of a row of ``max_length`` tokens:
@@ -123,43 +128,78 @@ def write_split(folder: Path, documents: SpooledDocuments, plan: RowPlan, pad_to
         documents: the documents of the plan.
         plan: the rows to write.
         pad_token_id: the id of padding.
+        num_proc: processes that write, each a file at a time.
 
     Returns:
         The number of tokens whose label is not -100, and the checksums of the rows, CHECKSUM [rows].
     """
-    import pyarrow
-
     folder.mkdir()
     with_labels = _has_labels(documents, plan)
     features = _features(plan.max_length, with_labels)
-    schema = _schema(features)
-    rows_per_batch = max(1, _TOKENS_PER_BATCH // plan.max_length)
     rows_per_file = max(1, _BYTES_PER_FILE // (4 * plan.max_length * (1 + with_labels)))
     num_files = max(1, -(-plan.num_rows // rows_per_file))  # datasets does not load a folder without a file
     names = [f"data-{index:05d}-of-{num_files:05d}.arrow" for index in range(num_files)]
     filler = RowFiller(plan, SpoolReader(documents), pad_token_id, with_labels)
-    digest = xxh3_64(json.dumps(features).encode())
-    num_supervised = 0
+    files = _SplitFiles(folder, names, rows_per_file, filler, features)
+    num_supervised = num_written = 0
     checksums = np.empty(plan.num_rows, dtype=CHECKSUM)
     log = ThrottledLog()
-    for index, name in enumerate(names):
-        first, last = index * rows_per_file, min((index + 1) * rows_per_file, plan.num_rows)
-        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-            for begin in range(first, last, rows_per_batch):
-                end = min(begin + rows_per_batch, last)
-                batch = filler.fill(begin, end)
-                writer.write_batch(_record_batch(batch, schema))
-                for column in (batch.input_ids, batch.labels, batch.document_starts, batch.offsets):
-                    if column is not None:
-                        digest.update(column.data)
-                checksums[begin:end] = row_checksums(
-                    batch.input_ids, batch.labels, batch.document_starts, batch.offsets
-                )
-                num_supervised += batch.num_supervised
-                log(f"writing {folder.name}: {begin:,} of {plan.num_rows:,} rows")
+    for index, (count, of_rows) in _write_files(files, num_proc):
+        num_supervised += count
+        num_written += len(of_rows)
+        checksums[index * rows_per_file :][: len(of_rows)] = of_rows
+        log(f"writing {folder.name}: {num_written:,} of {plan.num_rows:,} rows")
+    digest = xxh3_64(json.dumps(features).encode())
+    digest.update(checksums.data)
     _write_json(folder / "dataset_info.json", _dataset_info(features))
     _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
     return num_supervised, checksums
+
+
+@dataclass(frozen=True)
+class _SplitFiles:
+    """The files of a split, each of which a process can write on its own."""
+
+    folder: Path
+    names: list[str]
+    rows_per_file: int
+    filler: RowFiller
+    features: dict[str, Any]
+
+    def write(self, index: int) -> tuple[int, np.ndarray]:
+        """Write a file; return the number of supervised tokens, and the checksums of its rows, CHECKSUM [rows]."""
+        import pyarrow
+
+        plan, schema = self.filler.plan, _schema(self.features)
+        first, last = index * self.rows_per_file, min((index + 1) * self.rows_per_file, plan.num_rows)
+        rows_per_batch = max(1, _TOKENS_PER_BATCH // plan.max_length)
+        num_supervised = 0
+        checksums = np.empty(last - first, dtype=CHECKSUM)
+        path = str(self.folder / self.names[index])
+        with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+            for begin in range(first, last, rows_per_batch):
+                end = min(begin + rows_per_batch, last)
+                batch = self.filler.fill(begin, end)
+                writer.write_batch(_record_batch(batch, schema))
+                content = batch.input_ids, batch.labels, batch.document_starts, batch.offsets
+                checksums[begin - first : end - first] = row_checksums(*content)
+                num_supervised += batch.num_supervised
+        return num_supervised, checksums
+
+    def describe(self, index: int) -> str:
+        """Return what a process reads to write a file."""
+        return f"the tokens for {self.names[index]}"
+
+
+def _write_files(files: _SplitFiles, num_proc: int) -> Iterator[tuple[int, tuple[int, np.ndarray]]]:
+    """Write all files of a split, and yield the number of each with what ``write`` returns."""
+    num_files = len(files.names)
+    if min(num_proc, num_files) == 1 or sys.platform != "linux":  # elsewhere each process would get a copy of the plan
+        yield from ((index, files.write(index)) for index in range(num_files))
+        return
+    with WorkerPool(files.write, min(num_proc, num_files), files.describe) as workers:
+        finished = workers.run(iter(range(num_files)), _TICK_SECONDS)
+        yield from (result for result in finished if result is not None)
 
 
 def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
