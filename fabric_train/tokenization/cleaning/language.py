@@ -8,24 +8,27 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
 
 PIECES, PIECE_CHARACTERS = 3, 150
 """At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end."""
 
 
+@lru_cache(maxsize=1)  # several steps ask for the same document
 def identify(text: str) -> tuple[str, float]:
     """Return the most likely language of a text, and its probability between 0 and 1.
 
     The language is an ISO 639-1 code, or one of ISO 639-3 where there is none; ``zxx`` is no language. Valencian is
     ``ca``. A text without letters has a probability near 0.
     """
-    return next(iter(language_probabilities(text).items()))
+    language, probability = _identifier().classify(_sample(text))
+    return language, probability
 
 
-@lru_cache(maxsize=1)  # several steps ask for the same document
 def language_probabilities(text: str) -> dict[str, float]:
-    """Return the probability of each language that the identifier knows, the most likely one first."""
+    """Return the probability of each language that the identifier knows."""
     return dict(_identifier().rank(_sample(text)))
 
 
@@ -55,7 +58,9 @@ def load_identifier(option: str) -> None:
 def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    identifier.nb_ptc = identifier.nb_ptc.astype(np.float32)  # as float16, it would be converted for every text
+    return identifier
 
 
 def _sample(text: str) -> str:

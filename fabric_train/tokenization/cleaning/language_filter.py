@@ -50,12 +50,11 @@ class LanguageFilter:
                 return Dropped(OTHER, "every paragraph")
         language, probability = identify(text)
         found = f"{language} {probability:.2f}"
-        if not self._accepts(language):
-            return Dropped(OTHER if probability >= self.threshold else UNCERTAIN, found)
-        probabilities = language_probabilities(text)
-        if sum(probabilities[code] for code in probabilities if self._accepts(code)) < self.threshold:
+        if probability >= self.threshold and not self._accepts(language):
+            return Dropped(OTHER, found)
+        if probability < self.threshold and self._probability_to_keep(text) < self.threshold:
             return Dropped(UNCERTAIN, found)
-        if language in self.languages:
+        if language != "ca" or "ca" in self.languages or "va" not in self.languages:
             return text
         valencian, general = count_forms(text)
         if valencian > general:
@@ -78,6 +77,9 @@ class LanguageFilter:
             else:
                 kept += pieces[number : number + 2]
         return text if len(kept) == len(pieces) else "".join(kept).strip()
+
+    def _probability_to_keep(self, text: str) -> float:
+        return sum(value for code, value in language_probabilities(text).items() if self._accepts(code))
 
     def _accepts(self, language: str) -> bool:
         return language in self.languages or (language == "ca" and "va" in self.languages)

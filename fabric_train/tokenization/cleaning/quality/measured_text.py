@@ -25,7 +25,7 @@ class MeasuredText:
     @cached_property
     def lines(self) -> list[str]:
         """Return the lines that are not blank, without white space at their ends."""
-        return [line.rstrip() for line in self.text.split("\n") if line and not line.isspace()]
+        return [line for line in map(str.rstrip, self.text.split("\n")) if line]
 
     @cached_property
     def words(self) -> list[str]:

@@ -55,7 +55,7 @@ def _fault_of_top_n_grams(measured: MeasuredText) -> Fault | None:
         n_gram, count = Counter(_n_grams(measured.words, n)).most_common(1)[0]
         share = count * len(" ".join(n_gram)) / len(measured.text)
         if share > LIMITS[rule]:
-            return Fault(rule, f"{share:.0%}: {' '.join(n_gram)!r} {count} times")
+            return Fault(rule, f"{share:.0%}, {count} times")
     return None
 
 
