@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from benchmarks import (
     chats,
     checkpoint,
+    cleaning,
     export,
     faults,
     first_hour,
@@ -51,6 +52,7 @@ BENCHMARKS = {
     "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
     "chats": Benchmark(chats.measure, chats.table),
+    "cleaning": Benchmark(cleaning.measure, cleaning.table),
     "loss": Benchmark(loss.measure, loss.table),
     "overhead": Benchmark(overhead.measure, overhead.table),
     "checkpoint": Benchmark(checkpoint.measure, checkpoint.table),
