@@ -51,6 +51,7 @@ _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 _BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
 _QUALITY_RULES = ("gopher", "c4", "fineweb")
+_PERSONAL_DATA = ("email", "phone", "iban", "dni", "ip")
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
 
 
@@ -737,6 +738,10 @@ class TokenizeArguments(PushArguments):
     """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
     10 for a small corpus, 1000 for millions of documents. Sources are read twice.
     """
+    redact: str | None = None
+    """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
+    email and ip need pip install 'fabric-train[cleaning]'.
+    """
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
@@ -778,6 +783,8 @@ class TokenizeArguments(PushArguments):
             faults.append(
                 f"--quality: expected {', '.join(_QUALITY_RULES)} or several with commas, got {self.quality!r}"
             )
+        if self.redact is not None and not set(self.redact.split(",")) <= set(_PERSONAL_DATA):
+            faults.append(f"--redact: expected {', '.join(_PERSONAL_DATA)} or several with commas, got {self.redact!r}")
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]

@@ -384,7 +384,9 @@ class _Writer:
         self._num_dropped[dropped.reason] += 1
         if self._num_dropped[dropped.reason] <= PER_SHARD:
             place = (ordinal, len(self.parts), row)
-            self.samples.append(DroppedRow(*place, dropped.reason, dropped.detail, text[:TEXT_CHARACTERS]))
+            assert self._job.cleaner is not None
+            shown = self._job.cleaner.redact(text)[:TEXT_CHARACTERS]
+            self.samples.append(DroppedRow(*place, dropped.reason, dropped.detail, shown))
 
     def count_edits(self, ordinal: int, edits: dict[str, int]) -> None:
         """Record what cleaning changed in a document."""

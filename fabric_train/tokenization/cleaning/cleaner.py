@@ -111,6 +111,10 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         from fabric_train.tokenization.cleaning.quality.quality_filter import open_quality_filter
 
         steps["quality"] = open_quality_filter(arguments.quality)
+    if arguments.redact is not None:
+        from fabric_train.tokenization.cleaning.personal_data import open_redaction
+
+        steps["redact"] = open_redaction(arguments.redact.split(","))
     chats = [kind for kind in kinds if kind != "text"]
     cleaner = Cleaner(steps, arguments.near_duplicates)
     switches = cleaner.settings()

@@ -1,0 +1,232 @@
+"""Replace personal data by placeholders: e-mail addresses, IBANs, telephone numbers, Spanish DNI and NIE, IP addresses.
+
+Each kind has a pattern for candidates and a check that ordinary numbers fail: check digits (IBAN, DNI, NIE), numbering
+plans (telephone), public addresses (IP). Not found are addresses in words (``ana at example dot com``) or in escapes
+(``ana%40example.com``), accounts without IBAN, telephone numbers in the national form of other countries than Spain and
+those of +1, names, and postal addresses.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from ipaddress import ip_address
+from typing import Any
+
+from fabric_train.cli.errors import InputError
+
+_Span = tuple[int, int]  # the first character, and the one after the last
+
+PLACEHOLDERS = {"email": "<EMAIL>", "iban": "<IBAN>", "phone": "<PHONE>", "dni": "<DNI>", "ip": "<IP>"}
+"""By kind, in the order in which they are replaced.
+
+They are ordinary text for common tokenizers, in the form of StarCoder's data (arXiv:2305.06161). FineWeb has valid
+addresses instead, which nothing tells from those of the text; Dolma's ``|||EMAIL_ADDRESS|||`` is a special token of the
+first OLMo tokenizer.
+"""
+_PACKAGES = {"iban": "python-stdnum", "phone": "phonenumbers", "dni": "python-stdnum"}
+_MODULES = {"python-stdnum": "stdnum", "phonenumbers": "phonenumbers"}
+_RULES = 1  # the version of what follows; shards that were finished with another are not reused
+
+_SPACE = " \u00a0\u202f"
+# where telephone and identity numbers can be: this is several times as fast as a pattern that begins by looking behind
+_DIGITS = re.compile(r"[0-9](?:[^0-9\n]{0,3}[0-9]){6,}")
+_AROUND = 5  # characters before and after the digits that belong to a number, or decide that there is none
+
+# RFC 5321: at most 64 characters before the @, 63 in a label; RFC 6531: letters of any script. Left out are those of
+# scripts without spaces (CJK), where words would run into the address, and | ' / and others that RFC 5322 allows, but
+# that stand beside addresses in tables, quotes and links.
+_LETTER = r"[^\W\u2e80-\ud7ff]"
+_LOCAL_PART = re.compile(rf"(?:{_LETTER}|[%+-])+(?:\.(?:{_LETTER}|[%+-])+)*\Z")
+_DOMAIN = re.compile(r"@(?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8}(?:xn--[a-z0-9-]{2,59}|[^\W\d_]{2,24})(?!\w)")
+_NO_ADDRESS = re.compile(r"@[0-9]x\.", re.IGNORECASE)  # logo@2x.png
+_NO_PERSON = "git"  # git@github.com:owner/name
+
+# ISO 13616: a country, two check digits and 11 to 30 letters or digits, often in groups of four
+_IBAN = re.compile(
+    rf"(?<![\w-])[A-Z]{{2}}[0-9]{{2}}(?:[{_SPACE}-]?[A-Z0-9]{{4}}){{2,7}}(?:[{_SPACE}-]?[A-Z0-9]{{1,3}})?(?!\w)"
+)
+_LAST_GROUP = re.compile(rf"[{_SPACE}./-]+\(?[^{_SPACE}./-]*\Z")
+
+# The groups of Spanish numbers. Nine digits may be anything, 612.345.678 an amount, 91.234.56.78 an IP address: these
+# need a word for telephone before them. Numbers of +1 in the national form have groups that no other numbers have.
+_PHONE = re.compile(
+    rf"""(?<![\w+$€£¥#=-]) (?<![$€£¥#][ ]) (?<![0-9][{_SPACE}.,:-]) (?:
+      (?P<international> \(?(?: \+[1-9][0-9]{{0,2}} | 00[1-9][0-9]{{0,2}}(?=[{_SPACE})-]) )
+                         (?: [{_SPACE}.()/-]{{0,2}}[0-9] ){{6,14}} ) (?![0-9])
+    | (?: (?P<spanish> [67][0-9]{{2}} ([{_SPACE}-])[0-9]{{3}} \3(?!000)[0-9]{{3}}
+                     | [89][0-9]{{2}} ([{_SPACE}-])[0-9]{{3}} \4(?!000)[0-9]{{3}}
+                     | [6-9][0-9]{{2}} ([{_SPACE}-])[0-9]{{2}} \5[0-9]{{2}} \5[0-9]{{2}}
+                     | [89][0-9] ([{_SPACE}-])[0-9]{{3}} \6[0-9]{{2}} \6?[0-9]{{2}}
+                     | \([89][0-9]{{1,2}}\) (?:[{_SPACE}.-]?[0-9]{{2,3}}){{3}} )
+        | (?P<unclear> [6-9][0-9]{{8}} | [6-9][0-9]{{2}}[{_SPACE}][0-9]{{6}}
+                     | [6-9][0-9]{{2}}\.[0-9]{{3}}\.[0-9]{{3}} | [6-9][0-9]{{2}}(?:\.[0-9]{{2}}){{3}}
+                     | [89][0-9]\.[0-9]{{3}}\.[0-9]{{2}}\.[0-9]{{2}} )
+        | (?P<of_plus_1> (?:1[ .-])? (?:\([2-9][0-9]{{2}}\)[ ]? | [2-9][0-9]{{2}}[.-]) [2-9][0-9]{{2}}[.-][0-9]{{4}} )
+      ) (?!\w) (?![{_SPACE}.,-][0-9]) (?![{_SPACE}]?[%€$£¥])
+    )""",
+    re.VERBOSE,
+)
+_TELEPHONE = re.compile(
+    r"\b(?:tel|tlf|tfno|tfn|m[oó]v|m[oò]bil|phone|mobile|cell|fax|wh?ats?app|wasap|llam|truca|truqu|call\b|contact)|[☎☏📞📱]",
+    re.IGNORECASE,
+)
+_CONTEXT = 40  # characters before a number in which such a word is looked for
+
+# Real Decreto 1553/2005 (DNI), 557/2011 (NIE): eight digits, or X, Y or Z and seven, and a letter that is a check digit
+_DNI = re.compile(
+    rf"""(?<![\w.,+-]) (?: [0-9]{{8}} | [0-9]{{2}}\.[0-9]{{3}}\.[0-9]{{3}}
+                         | [XYZxyz][ -]?(?:[0-9]{{7}} | [0-9]\.[0-9]{{3}}\.[0-9]{{3}}) )
+         (?: (?:[{_SPACE}]?[–-][{_SPACE}]?)?[A-Za-z] | [{_SPACE}][A-Z] ) (?![\w-])""",
+    re.VERBOSE,
+)
+
+_IPV4 = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}(?!\w|\.[0-9])")
+_IPV6 = re.compile(
+    r"[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{1,33}(?:[0-9A-Fa-f]|::)(?!\w|:[\w:])"
+)  # RFC 4291: public is 2000::/3
+_WITHIN_IP = re.compile(r"(?:[\w.]|::|[0-9A-Fa-f]{4}:)\Z")
+_VERSION = re.compile(r"(?:\b(?:v|ver|versi[oóò]n?|release|build|firmware)[.:]?\s?|[^\W\d_]/)\Z", re.IGNORECASE)
+_SMALL = 32  # four numbers below it are taken for a version or a section: 0.02 % of the addresses
+
+
+@dataclass(frozen=True)
+class Redaction:
+    """The step that replaces personal data of some ``kinds``, in the order of PLACEHOLDERS."""
+
+    kinds: tuple[str, ...]
+
+    def clean(self, text: str, edits: Counter[str]) -> str:
+        """Return the text with placeholders, and count them in ``edits`` as ``redacted KIND``."""
+        for kind in self.kinds:
+            spans = list(_FINDERS[kind](text))
+            if spans:
+                edits[f"redacted {kind}"] += len(spans)
+                text = _replaced(text, spans, PLACEHOLDERS[kind])
+        return text
+
+    def settings(self) -> dict[str, Any]:
+        """Return the kinds, the version of the rules and those of the packages that check numbers."""
+        packages = sorted({_PACKAGES[kind] for kind in self.kinds if kind in _PACKAGES})
+        return {"kinds": list(self.kinds), "rules": _RULES, "versions": {name: version(name) for name in packages}}
+
+
+def open_redaction(kinds: Sequence[str]) -> Redaction:
+    """Return the step for ``kinds``, keys of PLACEHOLDERS.
+
+    Raises:
+        InputError: a package that checks numbers is not installed.
+    """
+    needed = {_PACKAGES[kind]: kind for kind in kinds if kind in _PACKAGES}
+    for package, kind in needed.items():
+        try:
+            import_module(_MODULES[package])
+        except ImportError:
+            raise InputError(f"--redact {kind} needs {package}: pip install 'fabric-train[cleaning]'") from None
+    return Redaction(tuple(kind for kind in PLACEHOLDERS if kind in kinds))
+
+
+def _replaced(text: str, spans: Sequence[_Span], placeholder: str) -> str:
+    pieces, end = [], 0
+    for start, after in spans:
+        pieces += [text[end:start], placeholder]
+        end = after
+    return "".join([*pieces, text[end:]])
+
+
+def _find_emails(text: str) -> Iterator[_Span]:
+    last = 0
+    for domain in _DOMAIN.finditer(text):
+        at = domain.start()
+        local = _LOCAL_PART.search(text, max(last, at - 64), at)
+        if local and local[0] != _NO_PERSON and not _NO_ADDRESS.match(text, at):
+            last = domain.end()
+            yield local.start(), last
+
+
+def _find_ibans(text: str) -> Iterator[_Span]:
+    from stdnum import iban
+
+    for found in _IBAN.finditer(text):
+        length = _longest(found[0], iban.is_valid)
+        if length:
+            yield found.start(), found.start() + length
+
+
+def _longest(candidate: str, is_valid: Callable[[str], bool]) -> int:
+    """Return the length of the longest valid beginning that ends at a separator; words may follow a number."""
+    while candidate and not is_valid(candidate):
+        shorter = _LAST_GROUP.search(candidate)
+        candidate = candidate[: shorter.start()] if shorter else ""
+    return len(candidate)
+
+
+def _near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    for digits in _DIGITS.finditer(text):
+        yield from pattern.finditer(text, max(0, digits.start() - _AROUND), digits.end() + _AROUND)
+
+
+def _find_phones(text: str) -> Iterator[_Span]:
+    for found in _near_digits(_PHONE, text):
+        start, kind = found.start(), found.lastgroup
+        if kind == "unclear" and not _TELEPHONE.search(text, max(0, start - _CONTEXT), start):
+            continue
+        if kind == "international":
+            length = _longest(found[0], _is_phone)
+            if length:
+                yield start, start + length
+        elif _is_phone(found[0], "US" if kind == "of_plus_1" else "ES"):
+            yield found.span()
+
+
+def _is_phone(number: str, region: str = "ES") -> bool:
+    """Return whether the numbering plans of libphonenumber have this number; ``region`` is for the national form."""
+    import phonenumbers
+
+    try:
+        return phonenumbers.is_valid_number(phonenumbers.parse(number, region))
+    except phonenumbers.NumberParseException:
+        return False
+
+
+def _find_identity_numbers(text: str) -> Iterator[_Span]:
+    from stdnum.es import dni, nie
+
+    for found in _near_digits(_DNI, text):
+        number = re.sub(r"\W", "", found[0])
+        if dni.is_valid(number) or nie.is_valid(number):
+            yield found.span()
+
+
+def _find_ips(text: str) -> Iterator[_Span]:
+    found = [one for one in _IPV4.finditer(text) if not _is_version(one)]
+    found += _IPV6.finditer(text)
+    for one in sorted(found, key=re.Match.start):
+        if _is_public(one[0]) and not _WITHIN_IP.search(text, max(0, one.start() - 5), one.start()):
+            yield one.span()
+
+
+def _is_version(address: re.Match[str]) -> bool:
+    """Return whether four numbers are taken for a version or a section: 1.2.3.4, v91.0.9.11 or Edge/91.0.1.2."""
+    start = address.start()
+    are_small = all(int(number) < _SMALL for number in address[0].split("."))
+    return are_small or _VERSION.search(address.string, max(0, start - _CONTEXT), start) is not None
+
+
+def _is_public(address: str) -> bool:
+    """Return whether this is an address that identifies somebody's connection: not private, local or for documents."""
+    try:
+        return ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+_FINDERS: dict[str, Callable[[str], Iterator[_Span]]] = {
+    "email": _find_emails,
+    "iban": _find_ibans,
+    "phone": _find_phones,
+    "dni": _find_identity_numbers,
+    "ip": _find_ips,
+}
