@@ -742,6 +742,12 @@ class TokenizeArguments(PushArguments):
     """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
     email and ip need pip install 'fabric-train[cleaning]'.
     """
+    decontaminate: list[str] | None = None
+    """Files with the items of evaluation tasks, as JSON lines such as lm_eval's samples: documents with 13 words in a
+    row that an item has too are left out (docs/decontamination.md).
+    """
+    contaminated: Literal["drop", "mark"] = "drop"
+    """With --decontaminate: leave these documents out, or only list them in contamination.jsonl."""
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
@@ -788,6 +794,10 @@ class TokenizeArguments(PushArguments):
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
+        if self.decontaminate == []:
+            faults.append("--decontaminate names nothing: give the files of the tasks")
+        if self.decontaminate is None and self.contaminated != "drop":
+            faults.append("--contaminated needs --decontaminate: give the files of the tasks")
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
         return [*faults, *self._faults_of_shard()]

@@ -153,6 +153,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
     lines = (
         f"read       {ledger.documents_read:,} documents{_parts(ledger.documents_skipped, 'left out')}"
         + _parts(ledger.edits, "changed")
+        + "".join(f"; {count:,} share words with {task}" for task, count in ledger.contaminated.items())
         + _parts(ledger.tokens_cut, "tokens cut off"),
         *(f"source     {_describe(source)}" for source in outcome.manifest.sources),
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "

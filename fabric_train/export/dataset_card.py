@@ -2,6 +2,7 @@
 
 from huggingface_hub import DatasetCardData
 
+from fabric_train.export.model_card.card_cleaning import cleaning
 from fabric_train.export.model_card.markdown import code, table
 from fabric_train.tokenization.manifest import Manifest, SourceRecord
 
@@ -41,6 +42,7 @@ def dataset_card(manifest: Manifest, repository: str, license: str | None, langu
         "## Rows\n\n" + _splits(manifest),
         "## Sources\n\n" + _sources(manifest),
         "## Ledger\n\nEvery document that was read is in a split, or counted here:\n\n" + _ledger(manifest),
+        *(["## Cleaning", *cleaned] if (cleaned := cleaning(manifest)) else []),
         _tokenizer(manifest),
         "## Settings\n\n" + _settings(manifest),
         "## Versions\n\n"

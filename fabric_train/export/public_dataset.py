@@ -9,7 +9,10 @@ from tempfile import TemporaryDirectory
 
 from fabric_train.export.dataset_card import dataset_card
 from fabric_train.export.model_card.public_names import PublicNames, last_part, public_value
+from fabric_train.tokenization.cleaning import contamination, dropped_sample
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, Settings, SourceRecord, write_manifest
+
+_PRIVATE = (dropped_sample.FILE_NAME, contamination.FILE_NAME)  # texts that were left out, and places
 
 
 @contextmanager
@@ -28,7 +31,7 @@ def public_copy(
     with TemporaryDirectory(prefix="fabric-train-push-") as place:
         copy = Path(place)
         for file in folder.rglob("*"):
-            if file.is_file() and file.name not in (FILE_NAME, "README.md"):
+            if file.is_file() and file.name not in (FILE_NAME, "README.md", *_PRIVATE):
                 link = copy / file.relative_to(folder)
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(os.path.abspath(file))

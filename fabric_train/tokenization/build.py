@@ -13,6 +13,7 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
+from fabric_train.tokenization.cleaning.contamination import count_by_task, write_hits
 from fabric_train.tokenization.cleaning.dropped_sample import write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicate_sample import sample_near_duplicates
@@ -134,6 +135,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     if near is not None:
         dropped += sample_near_duplicates(near, collections, table, corpus.tokenizer_folder)
     write_sample(folder, dropped, table)
+    write_hits(folder, [one for collection in collections for one in collection.hits], table)
     manifest = Manifest(
         ledger=_ledger(collections, splits, ledgers),
         sources=tuple(_with_shares(sources, collections, splits, arguments)),
@@ -308,6 +310,7 @@ def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledger
         documents_unsampled=num_kept - num_distinct,
         tokens_cut=dict(tokens_cut),
         edits=dict(edits),
+        contaminated=count_by_task([one for collection in collections for one in collection.hits]),
     )
 
 

@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
+from fabric_train.tokenization.cleaning.contamination import TaskHit
 from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.columns import text_of
@@ -45,7 +47,7 @@ PART = np.dtype([("documents", "u4"), ("rows", "u4")])  # documents kept, and ro
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
-_FORMAT = 4  # of the files of a shard
+_FORMAT = 5  # of the files of a shard
 
 _Place = tuple[int, int]  # number and row of a document, see ENCODED
 
@@ -74,6 +76,7 @@ class ShardRecord:
         edits: EDIT [any number], what cleaning changed.
         kinds: of the edits, as in the ledger.
         samples: a few of the documents that cleaning dropped.
+        hits: what documents share with evaluation tasks.
         hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
         num_read: rows read.
         has_masks: whether there is a file of masks.
@@ -89,6 +92,7 @@ class ShardRecord:
     edits: np.ndarray
     kinds: tuple[str, ...]
     samples: tuple["DroppedRow", ...]
+    hits: tuple["ContaminatedRow", ...]
     hashes: np.ndarray
     num_read: int
     has_masks: bool
@@ -111,6 +115,16 @@ class DroppedRow:
     reason: str
     detail: str
     text: str
+
+
+@dataclass(frozen=True)
+class ContaminatedRow:
+    """A document that shares words with an evaluation task: its place in the shard, see ENCODED, and what it shares."""
+
+    number: int
+    part: int
+    row: int
+    hit: TaskHit
 
 
 @dataclass(frozen=True)
@@ -188,6 +202,10 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
             edits=stored["edits"],
             kinds=tuple(stored["kinds"].tolist()),
             samples=tuple(DroppedRow(**sample) for sample in json.loads(str(stored["samples"]))),
+            hits=tuple(
+                ContaminatedRow(number, part, row, TaskHit(*hit))
+                for number, part, row, *hit in json.loads(str(stored["hits"]))
+            ),
             hashes=stored["hashes"],
             num_read=int(stored["num_read"]),
             has_masks=(folder / f"{shard.key}.masks").exists(),
@@ -206,7 +224,7 @@ def remove_outdated_shards(folder: Path) -> int:
     outdated = []
     for file in folder.glob("*.npz"):
         with np.load(file, allow_pickle=False) as stored:
-            if "samples" not in stored.files:
+            if "hits" not in stored.files:
                 outdated.append(file)
     for file in outdated:
         for suffix in (".tokens", ".masks", ".signatures", ".npz"):
@@ -242,6 +260,7 @@ def encode_shard(job: EncodingJob, shard: Shard) -> None:
             edits=np.array(writer.edits, dtype=EDIT),
             kinds=np.array(list(writer.kinds), dtype=str),
             samples=json.dumps([asdict(sample) for sample in writer.samples]),
+            hits=json.dumps([(row.number, row.part, row.row, *astuple(row.hit)) for row in writer.hits]),
             hashes=np.frombuffer(b"".join(writer.hashes), np.uint8).reshape(-1, HASH_BYTES),
             num_read=writer.num_read,
             first_bad_row=writer.first_bad_row,
@@ -289,6 +308,7 @@ def _encode_texts(job: EncodingJob, reader: PartReader, column: str, writer: "_W
             continue
         if job.cleaner is not None:
             result = job.cleaner.clean(text)
+            writer.list_hits(ordinal, row_number, result.hits)
             if isinstance(result, Dropped):
                 writer.drop(ordinal, row_number, result, text)
                 continue
@@ -348,6 +368,7 @@ class _Writer:
         self.edits: list[tuple[int, int, int]] = []
         self.kinds: dict[str, int] = {}
         self.samples: list[DroppedRow] = []
+        self.hits: list[ContaminatedRow] = []
         self.hashes: list[bytes] = []
         self.num_read = 0
         self.first_bad_row = ""
@@ -387,6 +408,10 @@ class _Writer:
             assert self._job.cleaner is not None
             shown = self._job.cleaner.redact(text)[:TEXT_CHARACTERS]
             self.samples.append(DroppedRow(*place, dropped.reason, dropped.detail, shown))
+
+    def list_hits(self, ordinal: int, row: int, hits: Sequence[TaskHit]) -> None:
+        """Record what a document shares with evaluation tasks, whether it is kept or not."""
+        self.hits += [ContaminatedRow(ordinal, len(self.parts), row, hit) for hit in hits]
 
     def count_edits(self, ordinal: int, edits: dict[str, int]) -> None:
         """Record what cleaning changed in a document."""

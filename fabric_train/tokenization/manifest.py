@@ -212,7 +212,8 @@ class Ledger:
     With --weights, ``documents_repeated`` counts the times that a document comes again, and ``documents_unsampled``
     the documents in no split. ``tokens_cut`` counts the tokens of turns removed from chats, and of chats skipped for
     the same reason, by reason; no split includes them. ``edits`` counts what cleaning changed in the documents read, by
-    kind, such as ``redacted email``.
+    kind, such as ``redacted email``; ``contaminated`` the documents read that share words with evaluation tasks, by
+    task: each is skipped too, or kept, as ``--contaminated`` says.
     """
 
     splits: dict[str, SplitLedger]
@@ -223,6 +224,7 @@ class Ledger:
     documents_unsampled: int
     tokens_cut: dict[str, int]
     edits: dict[str, int] = field(default_factory=dict)
+    contaminated: dict[str, int] = field(default_factory=dict)
 
     def imbalances(self, max_length: int) -> list[str]:
         """Return one line for each sum that does not balance.
@@ -267,13 +269,17 @@ def _sums_of_sources(name: str, split: SplitLedger) -> list[tuple[str, int, int]
 
 @dataclass(frozen=True)
 class MergedPart:
-    """A token dataset that was merged into this one; ``rows`` has its number of rows in each split."""
+    """A token dataset that was merged into this one; ``rows`` has its number of rows in each split.
+
+    ``cleaning`` is that of its manifest.
+    """
 
     name: str
     manifest_sha256: str
     rows: dict[str, int]
     settings: Settings
     versions: dict[str, str]
+    cleaning: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -282,7 +288,8 @@ class Manifest:
 
     A merged token dataset has ``parts``, in the order of their rows; its ``settings`` are those of the first part.
     ``has_index`` says whether each split has a document index (``packing/document_index.py``); older versions wrote
-    none. ``cleaning`` has the settings of each cleaning step by switch, such as thresholds and hashes of files.
+    none. ``cleaning`` has the settings of each cleaning step by switch, such as thresholds and hashes of files; after a
+    merge, each part has its own.
     """
 
     ledger: Ledger

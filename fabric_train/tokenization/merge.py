@@ -19,6 +19,7 @@ from fabric_train.cli.errors import InputError, run_program
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
+from fabric_train.tokenization.cleaning import contamination
 from fabric_train.tokenization.encoded_slices import is_slice
 from fabric_train.tokenization.manifest import Manifest, MergedPart, changed_tokenizer, write_manifest
 from fabric_train.tokenization.merged_manifest import MergeInput, merge_manifests, open_inputs
@@ -80,6 +81,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
             if manifest.has_index:
                 _join_indexes(merged, name, folder / name)
         _write_json(folder / "dataset_dict.json", {"splits": list(manifest.ledger.splits)})
+        _join_lists([dataset.folder for dataset in merged], folder, contamination.FILE_NAME)
         write_manifest(folder, manifest)
     notes = [
         f"{folder} has no document index, because an older version wrote it, so {target} has none; tokenize it again "
@@ -127,6 +129,13 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
         if (index := open_index(dataset.folder, dataset.manifest, split)) is not None
     ]
     join_indexes(folder, [index for index, _ in opened], [first for _, first in opened])
+
+
+def _join_lists(folders: Sequence[Path], target: Path, name: str) -> None:
+    """Write the lines of the files ``name`` of all folders in order; no file if none of them has one."""
+    lists = [(folder / name).read_bytes() for folder in folders if (folder / name).exists()]
+    if lists:
+        (target / name).write_bytes(b"".join(lists))
 
 
 def _settings_that_differ(parts: Iterable[MergedPart]) -> Iterator[str]:

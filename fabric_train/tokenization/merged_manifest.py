@@ -44,6 +44,7 @@ class MergeInput:
                 rows={name: split.num_rows for name, split in self.splits.items()},
                 settings=self.manifest.settings,
                 versions=self.manifest.versions,
+                cleaning=self.manifest.cleaning,
             ),
         )
 

@@ -7,17 +7,20 @@ processes or shards.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.cleaning.contamination import ContaminatedDocument
 from fabric_train.tokenization.cleaning.dropped_sample import DroppedDocument
-from fabric_train.tokenization.encoded_shards import HASH_BYTES, Shard, ShardRecord
+from fabric_train.tokenization.encoded_shards import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.reading.sources import Source
+
+_Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Collection:
         edits: kind → what cleaning changed in the rows read.
         dropped: some of the documents that cleaning dropped.
         near_duplicates: int64 [any number], documents that were left out because they nearly repeat another.
+        hits: documents read that share words with evaluation tasks, in the order of the sources.
         hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
     """
 
@@ -50,6 +54,7 @@ class Collection:
     edits: dict[str, int]
     dropped: list[DroppedDocument]
     near_duplicates: np.ndarray
+    hits: list[ContaminatedDocument]
     hashes: np.ndarray
 
 
@@ -112,7 +117,14 @@ def collect(
         skipped=dict(skipped),
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
         edits=dict(edits),
-        dropped=list(_dropped(parts, records, num_read)),
+        dropped=[
+            DroppedDocument(one.reason, one.detail, *place, one.text)
+            for one, place in _placed([record.samples for record in records], parts, records, num_read)
+        ],
+        hits=[
+            ContaminatedDocument(one.hit, *place)
+            for one, place in _placed([record.hits for record in records], parts, records, num_read)
+        ],
         near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
     )
@@ -157,18 +169,23 @@ def _places(documents: np.ndarray, parts: tuple[np.ndarray, np.ndarray], records
     return places
 
 
-def _dropped(
-    parts: tuple[np.ndarray, np.ndarray], records: Sequence[ShardRecord], num_read: int
-) -> Iterator[DroppedDocument]:
-    """Yield the sampled documents among the first ``num_read`` rows; ``parts`` is from ``_parts``."""
+def _placed(
+    rows: Sequence[Sequence[_Row]],
+    parts: tuple[np.ndarray, np.ndarray],
+    records: Sequence[ShardRecord],
+    num_read: int,
+) -> Iterator[tuple[_Row, tuple[int, int]]]:
+    """Yield each of the records' ``rows`` among the first ``num_read`` with the number of its file and its row there.
+
+    ``parts`` is from ``_parts``.
+    """
     files, rows_before = parts
     first_part = first_row = 0
-    for record in records:
-        for sample in record.samples:
-            if first_row + sample.number <= num_read:
-                part = first_part + sample.part
-                row = sample.row + int(rows_before[part])
-                yield DroppedDocument(sample.reason, sample.detail, int(files[part]), row, sample.text)
+    for of_record, record in zip(rows, records, strict=True):
+        for one in of_record:
+            if first_row + one.number <= num_read:
+                part = first_part + one.part
+                yield one, (int(files[part]), one.row + int(rows_before[part]))
         first_part += len(record.parts)
         first_row += record.num_read
 

@@ -667,6 +667,8 @@ def test_possible_training_arguments_are_accepted(line: str) -> None:
             "--redact email,passport",
             "--redact: expected email, phone, iban, dni, ip or several with",
         ),
+        (TokenizeArguments, "--decontaminate []", "--decontaminate names nothing: give the files of the tasks"),
+        (TokenizeArguments, "--contaminated mark", "--contaminated needs --decontaminate: give the files of the tasks"),
         (TokenizeArguments, "--max_length 1", "--max_length 1 leaves no token to predict"),
         (ConvertArguments, "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"),
         (ConvertArguments, "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),

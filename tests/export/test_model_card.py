@@ -147,6 +147,28 @@ def test_validation_files_are_no_sources_of_training(tmp_path: Path, checkpoint:
     assert re.findall(r"^\| `(.*?)` \| [0-9.]+% ", card.text, re.MULTILINE) == ["train.jsonl", "both.jsonl"]
 
 
+def test_the_tasks_that_the_training_data_was_compared_with_are_listed(
+    tmp_path: Path, checkpoint: Path, tiny_model_dir: Path
+) -> None:
+    task = tmp_path / "arc_es.jsonl"
+    task.write_text(json.dumps({"question": "one two three four five six seven eight"}))
+    source = write_jsonl(tmp_path / "a.jsonl", ["One, two, three: four five six seven eight.", "ana@uni.es " * 9])
+    tokenize(
+        tmp_path / "tokens",
+        tiny_model_dir,
+        source,
+        decontaminate=task,
+        redact="email",
+        max_length=4,
+        validation_split=0,
+    )
+    shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
+    text = card_of(checkpoint).text
+    assert "with an item of these evaluation tasks (arXiv:2005.14165, appendix C) were left out." in text
+    assert "| `arc_es` | 1 | 0 | all | 1 |" in text
+    assert "| redacted email | 9 |" in text
+
+
 def test_only_datasets_of_the_hub_are_listed_without_subset_and_revision(
     tmp_path: Path, checkpoint: Path, tiny_model_dir: Path
 ) -> None:

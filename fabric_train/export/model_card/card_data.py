@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fabric_train.export.model_card.card_cleaning import cleaning
 from fabric_train.export.model_card.markdown import code, folded, table
 from fabric_train.export.model_card.public_names import last_part, public_value
 from fabric_train.export.model_card.record import HubDataset, ModelRecord
@@ -98,7 +99,7 @@ def _stored(record: ModelRecord, manifest: Manifest) -> list[str]:
         f"Tokenizer: {code(public_value(manifest.tokenizer.name))}. Rows of {manifest.settings.max_length:,} tokens."
     )
     texts.append(table("split | documents | characters | tokens | rows", splits))
-    return texts
+    return [*texts, *cleaning(manifest)]
 
 
 def _linked(row: SourceRow) -> str:

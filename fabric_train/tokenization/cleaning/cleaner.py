@@ -9,6 +9,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning import minhash
+from fabric_train.tokenization.cleaning.contamination import TaskHit
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
@@ -21,10 +22,20 @@ class Dropped:
     Args:
         reason: the key in the ledger's ``documents_skipped``, such as ``other_language``.
         detail: what was found in this document, such as ``ca 0.91``.
+        hits: what it shares with evaluation tasks.
     """
 
     reason: str
     detail: str
+    hits: tuple[TaskHit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A document that is kept although it shares words with evaluation tasks."""
+
+    text: str
+    hits: tuple[TaskHit, ...]
 
 
 @dataclass(frozen=True)
@@ -35,18 +46,20 @@ class Cleaned:
         text: what the steps have left of it.
         edits: the number of changes by kind, such as ``redacted email``.
         signature: its MinHash signature, uint32 [112]; None without --near_duplicates.
+        hits: what it shares with evaluation tasks.
     """
 
     text: str
     edits: dict[str, int]
     signature: np.ndarray | None
+    hits: tuple[TaskHit, ...] = ()
 
 
 class CleaningStep(Protocol):
     """One switch. It has plain settings only, because processes may get it by pickle; models load on first use."""
 
-    def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
-        """Return the text, changed or not, or why it is dropped; count the changes in ``edits`` by kind."""
+    def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
+        """Return the text, changed or not, or why it is marked or dropped; count changes in ``edits`` by kind."""
 
     def settings(self) -> dict[str, Any]:
         """Return everything that decides the result, as JSON: thresholds, versions of packages, hashes of files."""
@@ -65,13 +78,17 @@ class Cleaner:
     def clean(self, text: str) -> Cleaned | Dropped:
         """Return the text that all steps leave, or why one of them drops it; the first that does decides."""
         edits: Counter[str] = Counter()
+        hits: tuple[TaskHit, ...] = ()
         for step in self.steps.values():
             result = step.clean(text, edits)
             if isinstance(result, Dropped):
                 return result
-            text = result
+            if isinstance(result, Marked):
+                text, hits = result.text, (*hits, *result.hits)
+            else:
+                text = result
         signature = None if self.near_duplicates is None else minhash.signature(text)
-        return Cleaned(text, dict(edits), signature)
+        return Cleaned(text, dict(edits), signature, hits)
 
     def redact(self, text: str) -> str:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""
@@ -115,6 +132,10 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         from fabric_train.tokenization.cleaning.personal_data import open_redaction
 
         steps["redact"] = open_redaction(arguments.redact.split(","))
+    if arguments.decontaminate is not None:
+        from fabric_train.tokenization.cleaning.decontamination import open_decontamination
+
+        steps["decontaminate"] = open_decontamination(arguments.decontaminate, arguments.contaminated)
     chats = [kind for kind in kinds if kind != "text"]
     cleaner = Cleaner(steps, arguments.near_duplicates)
     switches = cleaner.settings()

@@ -256,6 +256,8 @@ def ledger_table(report: DatasetReport) -> TextTable:
             line(1, "left out by --weights", ledger.documents_unsampled)
         for kind, count in ledger.edits.items():
             line(0, f"changed by cleaning: {words_of(kind)}", count)
+        for task, count in ledger.contaminated.items():
+            line(0, f"share words with the task {task}", count)
         for reason, count in ledger.tokens_cut.items():
             line(0, f"tokens cut off chats: {words_of(reason)}", count)
         summed(0, "documents in the split", [split.documents for split in splits])
