@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
+from fabric_train.tokenization.cleaning.chat_rows import text_of_chat
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
 from fabric_train.tokenization.cleaning.contamination import TaskHit
 from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS
 from fabric_train.tokenization.documents import BadRowError, LeftOut
-from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.reading.columns import Row, text_of
 from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import PartReader, Source
@@ -277,7 +278,7 @@ def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: "_Writer") -
             if format_.chat is None:
                 _encode_texts(job, reader, format_.columns[0], writer)
             else:
-                _encode_chats(format_.chat, reader, writer)
+                _encode_chats(job, format_.chat, format_.columns, reader, writer)
     finally:  # what is written to while it is read may look damaged: then that is the error to report
         if isinstance(part, FilePart):
             check_unchanged(part.file)
@@ -337,13 +338,18 @@ def _write_texts(
     writer.write(documents, ids, None, position)
 
 
-def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") -> None:
+def _encode_chats(
+    job: EncodingJob, chat: "ChatEncoder", columns: Sequence[str], reader: PartReader, writer: "_Writer"
+) -> None:
     for row_number, row in reader:
         ordinal = writer.read()
         try:
             if isinstance(row, BadRowError):
                 raise row
-            encoded = chat.encode(row)
+            cleaned = _clean_chat(job, row, columns, (ordinal, row_number), writer)
+            if cleaned is None:
+                continue
+            encoded = chat.encode(cleaned)
         except BadRowError as error:
             place = "" if error is row else f"{reader.place(row_number)}: "
             writer.skip_bad_row(ordinal, BadRowError(f"{place}{error}"))
@@ -355,6 +361,19 @@ def _encode_chats(chat: "ChatEncoder", reader: PartReader, writer: "_Writer") ->
             document = np.array([(ordinal, row_number, len(encoded.input_ids), *counts)], dtype=ENCODED)
             writer.write(document, encoded.input_ids, encoded.supervised, reader.position)
             writer.turn_ends |= encoded.turn_ends
+
+
+def _clean_chat(job: EncodingJob, row: Row, columns: Sequence[str], place: _Place, writer: "_Writer") -> Row | None:
+    """Return the row as cleaning leaves it, or None if cleaning drops it; record what was changed and found."""
+    if job.cleaner is None:
+        return row
+    result = job.cleaner.clean_chat(row, columns)
+    writer.list_hits(*place, result.hits)
+    if isinstance(result, Dropped):
+        writer.drop(*place, result, text_of_chat(row, columns))
+        return None
+    writer.count_edits(place[0], result.edits)
+    return result.row
 
 
 class _Writer:

@@ -4,7 +4,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -138,12 +138,14 @@ def _join_lists(folders: Sequence[Path], target: Path, name: str) -> None:
         (target / name).write_bytes(b"".join(lists))
 
 
-def _settings_that_differ(parts: Iterable[MergedPart]) -> Iterator[str]:
+def _settings_that_differ(parts: Sequence[MergedPart]) -> Iterator[str]:
     settings = [asdict(part.settings) for part in parts]
     for name in settings[0]:
         values = list(dict.fromkeys(json.dumps(given[name]) for given in settings))
         if len(values) > 1:
             yield f"--{name} differs: {', '.join(values)}; manifest.json keeps that of each part"
+    if len({json.dumps(part.cleaning, sort_keys=True) for part in parts}) > 1:
+        yield "the parts were cleaned differently; manifest.json has the settings of each part"
 
 
 def _sources_in_common(merged: Sequence[MergeInput]) -> Iterator[str]:

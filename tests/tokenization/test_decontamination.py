@@ -192,7 +192,9 @@ def test_contaminated_documents_are_listed_counted_and_dropped_or_kept(datasets_
         assert (sample["reason"], sample["text"].startswith("Mine: <EMAIL> Un")) == ("contaminated", True)
 
 
-def test_the_card_says_which_tasks_were_checked_also_after_a_merge(datasets_dir: Path, tmp_path: Path) -> None:
+def test_the_card_says_which_tasks_were_checked_also_after_a_merge(
+    datasets_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     drop = manifest_of(datasets_dir / "drop")
     card = dataset_card(drop, "alice/tokens", None, None)
     assert "item of these evaluation tasks (arXiv:2005.14165, appendix C) were left out. Items of 8 to 12" in card
@@ -205,6 +207,7 @@ def test_the_card_says_which_tasks_were_checked_also_after_a_merge(datasets_dir:
     assert "appendix C) were kept. " in card
     assert "| `arc_es` | 2 | 0 | 1 of 2 parts | 2 |" in card
     assert "| redacted email | 1 |" in card
+    assert "cleaned differently" in capsys.readouterr().out
     lists = [(folder / "contamination.jsonl").read_bytes() for folder in (datasets_dir / "mark", tmp_path / "merged")]
     assert lists[0] == lists[1]
 
@@ -214,6 +217,23 @@ def test_lists_with_places_and_dropped_texts_are_not_published(datasets_dir: Pat
     own = {file.name for file in folder.iterdir()}
     with public_copy(folder, manifest_of(folder), "alice/tokens", None, None) as copy:
         assert own - {file.name for file in copy.iterdir()} == {"contamination.jsonl", "dropped.jsonl"}
+
+
+def test_a_chat_is_compared_as_a_whole_and_its_sample_is_redacted(tmp_path: Path, chatml_dir: Path, task: Path) -> None:
+    words = QUESTION.split()
+    asked, clean = " ".join(words[:20]), [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    planted = [{"role": "user", "content": f"ana@uni.es: {asked}"}, {"role": "assistant", "content": "No sé"}]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (clean, planted, clean)))
+    options = {"decontaminate": task, "redact": "email", "validation_split": 0, "max_length": 64}
+    tokenize(tmp_path / "out", chatml_dir, source, **options)
+    ledger = manifest_of(tmp_path / "out").ledger
+    assert (ledger.documents_kept, ledger.documents_skipped) == (2, {"contaminated": 1})
+    assert ledger.contaminated == {"arc_es": 1}
+    (hit,) = map(json.loads, (tmp_path / "out" / "contamination.jsonl").read_text(encoding="utf-8").splitlines())
+    (sample,) = map(json.loads, (tmp_path / "out" / "dropped.jsonl").read_text(encoding="utf-8").splitlines())
+    assert hit["place"] == sample["place"] == f"{source}: {source}:2"
+    assert sample["text"] == f"<EMAIL>: {asked}\nNo sé"
 
 
 def test_hits_are_the_same_for_any_number_of_processes_and_shards(

@@ -1,13 +1,14 @@
 """--redact: personal data becomes placeholders, and what only looks like it stays."""
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
 from fabric_train.tokenization.cleaning.personal_data import PLACEHOLDERS, open_redaction
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
@@ -147,14 +148,38 @@ def test_the_dataset_and_its_ledger_have_the_placeholders(tmp_path: Path, tiny_m
     assert manifest.cleaning["redact"]["kinds"] == ["email", "phone"]
 
 
-def test_the_sample_of_dropped_documents_has_no_personal_data() -> None:
-    class DropAll:
-        def clean(self, text: str, edits: Counter[str]) -> Dropped:
-            return Dropped("all", text)
-
-        def settings(self) -> dict[str, object]:
-            return {}
-
-    cleaner = Cleaner({"language": DropAll(), "redact": open_redaction(["email"])})
-    assert isinstance(cleaner.clean("ana@uni.es"), Dropped)
-    assert cleaner.redact("ana@uni.es") == "<EMAIL>"
+def test_every_format_of_chats_is_redacted_before_the_template(tmp_path: Path, chatml_dir: Path) -> None:
+    call = {"function": {"name": "call", "arguments": json.dumps({"to": "ana@uni.es", "phone": 612345678})}}
+    rows: dict[str, list[dict[str, object]]] = {
+        "messages": [
+            {"messages": [{"role": "user", "content": "I am ana@uni.es"}, {"role": "assistant", "content": "Hi"}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Call ana@uni.es"}]},
+                    {"role": "assistant", "tool_calls": [call], "content": "Calling ana@uni.es"},
+                ]
+            },
+        ],
+        "conversations": [
+            {"conversations": [{"from": "human", "value": "ana@uni.es?"}, {"from": "gpt", "value": "Yes, bo@uni.es"}]}
+        ],
+        "alpaca": [{"instruction": "Write to ana@uni.es", "input": "of bo@uni.es", "output": "Dear ana@uni.es"}],
+        "prompt_completion": [{"prompt": "ana@uni.es and", "completion": "bo@uni.es", "id": "not-read@uni.es"}],
+    }
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    (tmp_path / "template.jinja").write_text(template)
+    sources = []
+    for name, lines in rows.items():
+        sources.append(tmp_path / f"{name}.jsonl")
+        sources[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"redact": "email", "chat_template": tmp_path / "template.jinja", "validation_split": 0}
+    found = tokenize(tmp_path / "out", chatml_dir, *sources, max_length=256, **options)["train"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    text = "".join(str(tokenizer.decode(row)) for row in found)
+    assert "uni.es" not in text
+    assert '{"to": "<EMAIL>", "phone": 612345678}' in text
+    assert "user\nWrite to <EMAIL>\n\nof <EMAIL>" in text
+    assert manifest_of(tmp_path / "out").ledger.edits == {"redacted email": 11}

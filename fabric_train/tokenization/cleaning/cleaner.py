@@ -1,18 +1,22 @@
 """Apply the cleaning steps to one document after another, in a fixed order."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning import minhash
+from fabric_train.tokenization.cleaning.chat_rows import change_texts, text_of_chat
 from fabric_train.tokenization.cleaning.contamination import TaskHit
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
+
+_FOR_CHATS = ("redact", "decontaminate")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ class Cleaned:
     hits: tuple[TaskHit, ...] = ()
 
 
+@dataclass(frozen=True)
+class CleanedChat:
+    """A chat that is kept: its row with changed texts, the number of changes by kind, and hits."""
+
+    row: dict[str, Any]
+    edits: dict[str, int]
+    hits: tuple[TaskHit, ...]
+
+
 class CleaningStep(Protocol):
     """One switch. It has plain settings only, because processes may get it by pickle; models load on first use."""
 
@@ -90,10 +103,27 @@ class Cleaner:
         signature = None if self.near_duplicates is None else minhash.signature(text)
         return Cleaned(text, dict(edits), signature, hits)
 
+    def clean_chat(self, row: Mapping[str, Any], columns: Sequence[str]) -> CleanedChat | Dropped:
+        """Return the row of a chat with each text redacted, or why it is dropped: its texts are compared as one.
+
+        Args:
+            row: a chat or an instruction.
+            columns: those that hold it.
+        """
+        edits: Counter[str] = Counter()
+        changed = dict(row)
+        if "redact" in self.steps:
+            changed = change_texts(row, columns, partial(self._redact, edits=edits))
+        others = Cleaner({name: step for name, step in self.steps.items() if name != "redact"}, near_duplicates=None)
+        result = others.clean(text_of_chat(changed, columns))
+        return result if isinstance(result, Dropped) else CleanedChat(changed, dict(edits), result.hits)
+
     def redact(self, text: str) -> str:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""
-        step = self.steps.get("redact")
-        result = text if step is None else step.clean(text, Counter())
+        return self._redact(text, Counter()) if "redact" in self.steps else text
+
+    def _redact(self, text: str, edits: Counter[str]) -> str:
+        result = self.steps["redact"].clean(text, edits)
         assert isinstance(result, str), "redaction drops nothing"
         return result
 
@@ -113,7 +143,7 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         kinds: the data format of each source.
 
     Raises:
-        InputError: a switch cannot be used, or a source has chats.
+        InputError: a switch cannot be used, or is for texts and a source has chats.
     """
     steps: dict[str, CleaningStep] = {}
     if arguments.boilerplate is not None:
@@ -139,7 +169,7 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
     chats = [kind for kind in kinds if kind != "text"]
     cleaner = Cleaner(steps, arguments.near_duplicates)
     switches = cleaner.settings()
-    if switches and chats:
-        given = ", ".join(f"--{name}" for name in switches)
-        raise InputError(f"{given}: cleaning is for text, and a source has {chats[0]}; tokenize it without, then merge")
+    for_texts = ", ".join(f"--{name}" for name in switches if name not in _FOR_CHATS)
+    if for_texts and chats:
+        raise InputError(f"{for_texts}: for text, and a source has {chats[0]}; tokenize it without, then merge")
     return cleaner if switches else None
