@@ -1,7 +1,7 @@
 """Build a token dataset: open the corpus, encode, select, pack, and write the manifest."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
@@ -21,6 +21,8 @@ from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, f
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, signatures_file
 from fabric_train.tokenization.encoding import EncodedSources, available_cores
 from fabric_train.tokenization.manifest import (
+    BAD_ROW,
+    EMPTY,
     Ledger,
     Manifest,
     Settings,
@@ -182,19 +184,29 @@ def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_tra
     """
     num_documents: Counter[int] = Counter()
     bad_rows: dict[int, str] = {}
+    left_out: dict[int, Counter[str]] = defaultdict(Counter)
     for shard, record in zip(encoded.shards, encoded.records, strict=True):
         num_documents[shard.source] += len(record.documents)
+        for index, reason in enumerate(record.reasons):
+            left_out[shard.source][reason] += int((record.skipped["reason"] == index).sum())
         if record.first_bad_row:
             bad_rows.setdefault(shard.source, record.first_bad_row)
     last_read = max((shard.source for shard in encoded.shards if shard.source < num_train), default=num_train)
     faults = [
-        f"{source.name}: no document with any text in it"
+        f"{source.name}: {_nothing_left(left_out[number])}"
         + (f"; the first bad row: {bad_rows[number]}" if number in bad_rows else "")
         for number, source in enumerate(sources)
         if not num_documents[number] and (number <= last_read or number >= num_train)
     ]
     if faults:
         raise InputError(*faults)
+
+
+def _nothing_left(left_out: Counter[str]) -> str:
+    if not left_out.keys() - {EMPTY, BAD_ROW}:
+        return "no document with any text in it"
+    counts = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in left_out.most_common())
+    return f"every document is left out ({counts}); leave out the source, or what drops them"
 
 
 def _select(

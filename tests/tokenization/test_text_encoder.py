@@ -168,7 +168,7 @@ def test_the_text_of_bos_and_eos_in_a_document_does_not_end_it(llama3_dir: Path)
 def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = GigatokenEncoder(llama3_dir / "tokenizer.json", False)
     draw = random.Random(0)
-    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=200_000)).encode() for _ in range(8)]
+    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=20_000)).encode() for _ in range(3)]
     expected = encoder.encode_documents(texts, Borders(128_000, 128_001))[0]
     monkeypatch.setattr(gigatoken_encoder, "_MOST_GROWTH", -1 << 40)
     monkeypatch.setattr(gigatoken_encoder, "_TEXT_BETWEEN_LOOKS", 1)
