@@ -260,7 +260,8 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(tmp_path: Path, 
     random = np.random.default_rng(0)
     tracemalloc.start()
     records = [record_of(of_each, random) for _ in shards]
-    collection = collect(shards, records, [source], None, None, np.empty((0, encoded_shards.HASH_BYTES), np.uint8))
+    seen = np.empty((0, encoded_shards.HASH_BYTES), np.uint8)
+    collection = collect(shards, records, [source], None, None, seen, None)
     records.clear()
     plan = plan_rows(collection.documents.lengths, collection.kept, packing, 2048, 0)
     write_index(tmp_path, plan, collection.places[plan.order], np.zeros(plan.num_rows, CHECKSUM))
@@ -283,6 +284,7 @@ def record_of(num_documents: int, random: np.random.Generator) -> ShardRecord:
         edits=np.zeros(0, encoded_shards.EDIT),
         kinds=(),
         samples=(),
+        hits=(),
         hashes=np.frombuffer(random.bytes(num_documents * encoded_shards.HASH_BYTES), np.uint8).reshape(-1, 16),
         num_read=num_documents,
         has_masks=False,

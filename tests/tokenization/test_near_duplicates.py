@@ -208,6 +208,6 @@ def test_exact_duplicates_and_caps_are_counted_apart(
 def test_near_duplicates_of_chats_are_refused(tmp_path: Path, chatml_dir: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    with pytest.raises(InputError, match="--near_duplicates: cleaning is for text, and a source has messages"):
+    with pytest.raises(InputError, match="--near_duplicates: for text, and a source has messages"):
         tokenize(tmp_path / "out", chatml_dir, chats, near_duplicates=0.8)
     assert not (tmp_path / "out").exists()
