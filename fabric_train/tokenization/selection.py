@@ -98,8 +98,9 @@ def collect(
         num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
         for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
             skipped[record.reasons[reason]] += int(count)
-        for _, kind, count in record.edits[record.edits["number"] + first <= num_read].tolist():
-            edits[record.kinds[kind]] += count
+        changes = record.edits[record.edits["number"] + first <= num_read]
+        sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
+        edits += {kind: count for kind, count in zip(record.kinds, sums.tolist(), strict=True) if count}
     num_duplicates = int((~is_kept & (rows <= num_read)).sum())
     if num_duplicates:
         skipped[DUPLICATE] = num_duplicates

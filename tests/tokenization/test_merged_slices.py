@@ -7,6 +7,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import encoded_shards, encoded_slices, encoding, merge, unfinished
-from fabric_train.tokenization.encoded_shards import Shard, ShardRecord
+from fabric_train.tokenization.encoded_shards import Shard, ShardRecord, read_record
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
@@ -251,17 +252,18 @@ def test_two_tasks_of_one_slice_at_a_time_are_refused(tmp_path: Path, tiny_model
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(tmp_path: Path, packing: Packing) -> None:
+def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_path: Path, packing: Packing) -> None:
     num_shards, of_each = 8, 10_000
     (tmp_path / "file").touch()
     source = FileSource("a", tmp_path, (list_file(tmp_path / "file"),))
     (part,) = source.parts(1)
-    shards = [Shard(number, 0, (part,), 1, str(number)) for number in range(num_shards)]
-    random = np.random.default_rng(0)
+    shards = [Shard(0, 0, (part,), 1, min((made / "1").glob("*.npz")).stem)] * num_shards
+    small, random = read_record(made / "1", shards[0]), np.random.default_rng(0)
+    assert small is not None
     tracemalloc.start()
-    records = [record_of(of_each, random) for _ in shards]
-    seen = np.empty((0, encoded_shards.HASH_BYTES), np.uint8)
-    collection = collect(shards, records, [source], None, None, seen, None)
+    records = [enlarged(small, of_each, random) for _ in shards]
+    no_hashes = np.empty((0, encoded_shards.HASH_BYTES), np.uint8)
+    collection = collect(shards, records, [source], None, None, no_hashes, None)
     records.clear()
     plan = plan_rows(collection.documents.lengths, collection.kept, packing, 2048, 0)
     write_index(tmp_path, plan, collection.places[plan.order], np.zeros(plan.num_rows, CHECKSUM))
@@ -270,24 +272,16 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(tmp_path: Path, 
     assert peak / (num_shards * of_each) < 200
 
 
-def record_of(num_documents: int, random: np.random.Generator) -> ShardRecord:
-    """Return the record of a shard of documents of 600 tokens on average, all different."""
+def enlarged(record: ShardRecord, num_documents: int, random: np.random.Generator) -> ShardRecord:
+    """Return the record with documents of 600 tokens on average, all different."""
     documents = np.zeros(num_documents, encoded_shards.ENCODED)
     documents["number"] = documents["row"] = np.arange(1, num_documents + 1)
     documents["length"] = 1 + random.lognormal(6, 1, num_documents)
-    return ShardRecord(
-        folder=Path(),
+    hashes = np.frombuffer(random.bytes(num_documents * encoded_shards.HASH_BYTES), np.uint8)
+    return replace(
+        record,
         documents=documents,
         parts=np.array([(num_documents, num_documents)], encoded_shards.PART),
-        skipped=np.zeros(0, encoded_shards.SKIPPED),
-        reasons=(),
-        edits=np.zeros(0, encoded_shards.EDIT),
-        kinds=(),
-        samples=(),
-        hits=(),
-        hashes=np.frombuffer(random.bytes(num_documents * encoded_shards.HASH_BYTES), np.uint8).reshape(-1, 16),
+        hashes=hashes.reshape(num_documents, -1),
         num_read=num_documents,
-        has_masks=False,
-        first_bad_row="",
-        turn_ends=np.zeros(0, np.int32),
     )
