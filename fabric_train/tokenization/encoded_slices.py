@@ -58,7 +58,7 @@ class _SliceRecord:
         format: of this file.
         folder: where the task ran; paths in its arguments are relative to it.
         encoder: see ``EncodedSources``.
-        tokenizer: SHA-256 of each file of the tokenizer.
+        settings: see ``OpenedCorpus``.
         files: the files of the input that this task has hashed.
         sizes: bytes of each file of the slice's shards, by name.
     """
@@ -66,7 +66,7 @@ class _SliceRecord:
     format: int
     folder: str
     encoder: str
-    tokenizer: dict[str, str]
+    settings: str
     files: list[_HashedFile]
     sizes: dict[str, int]
 
@@ -123,7 +123,7 @@ def encode_slice(arguments: "TokenizeArguments", check: ParityCheck) -> SliceOut
             _link(file, folder / file.name)
         states = states_of(corpus.sources)
         files = [_HashedFile(states[key], hashed) for key, hashed in encoded.files.items()]
-        record = _SliceRecord(_FORMAT, os.getcwd(), encoded.encoder, corpus.tokenizer_hashes, files, sizes)
+        record = _SliceRecord(_FORMAT, os.getcwd(), encoded.encoder, corpus.settings, files, sizes)
         (folder / _ARGUMENTS).write_text(dump(asdict(arguments)), encoding="utf-8")
         (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
     return SliceOutcome(

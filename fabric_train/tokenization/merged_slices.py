@@ -107,7 +107,7 @@ def _check_working_folder(slices: Sequence[EncodedSlice]) -> None:
     """
     given = slices[0].arguments
     places = [*map(place_of, [*given.dataset, *(given.validation_dataset or ())]), given.tokenizer_name]
-    places += [given.chat_template] if given.chat_template else []
+    places += [*(given.decontaminate or ()), *([given.chat_template] if given.chat_template else [])]
     relative = [place for place in places if not os.path.isabs(os.path.expanduser(place))]
     other = next((one for one in slices if one.record.folder != os.getcwd()), None)
     if relative and other:
@@ -121,9 +121,10 @@ def _join(corpus: OpenedCorpus, slices: Sequence[EncodedSlice]) -> EncodedSource
         InputError: the input has changed since, or a slice is damaged.
     """
     encoder = slices[0].record.encoder
-    changed = [one.folder for one in slices if one.record.tokenizer != corpus.tokenizer_hashes]
+    changed = [one.folder for one in slices if one.record.settings != corpus.settings]
     if changed:
-        raise InputError(f"{changed[0]}: --tokenizer_name has changed since it was made; {MAKE_AGAIN}")
+        what = "the tokenizer, or a package or file that cleaning uses, has changed since it was made"
+        raise InputError(f"{changed[0]}: {what}; {MAKE_AGAIN}")
     by_encoder = {one.record.encoder: one.folder for one in slices}
     if len(by_encoder) > 1:
         pairs = " and ".join(f"{folder} by {name}" for name, folder in list(by_encoder.items())[:2])

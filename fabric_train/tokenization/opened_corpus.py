@@ -68,6 +68,11 @@ class OpenedCorpus:
         return [*self.train, *self.held_out]
 
     @property
+    def settings(self) -> str:
+        """Return what decides the tokens of a shard besides its source and the encoder, as JSON."""
+        return shard_settings(self.tokenizer_hashes, self.cleaner, self.arguments)
+
+    @property
     def num_proc(self) -> int:
         """Return the number of processes that may work at a time."""
         return self.arguments.num_proc or available_cores()
@@ -99,8 +104,7 @@ class OpenedCorpus:
 
     def shards(self, encoder: str) -> list[Shard]:
         """Return all shards of the sources, as the encoder of this name encodes them."""
-        settings = shard_settings(self.tokenizer_hashes, self.cleaner, self.arguments)
-        return plan_shards(self.sources, settings, encoder)
+        return plan_shards(self.sources, self.settings, encoder)
 
     def source_records(self, files: dict[tuple[int, int], SourceFile]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``files`` are all files by the numbers of source and file."""

@@ -211,6 +211,17 @@ def test_only_the_tasks_of_a_changed_file_run_again(
     assert content(merged) == content(run(tiny_model_dir, tmp_path / "one"))
 
 
+def test_a_tokenizer_that_has_changed_is_named(tmp_path: Path, made: Path, chatml_dir: Path) -> None:
+    slices = slices_of(made, tmp_path)
+    for one in slices:
+        config = one / "config.yaml"
+        lines = config.read_text(encoding="utf-8").splitlines()
+        changed = [f"tokenizer_name: {chatml_dir}" if line.startswith("tokenizer_name") else line for line in lines]
+        config.write_text("\n".join(changed), encoding="utf-8")
+    with pytest.raises(InputError, match="s1: the tokenizer, or a package or file that cleaning uses, has changed"):
+        run_merge(slices, tmp_path / "merged")
+
+
 def listed(items: Iterator[object], into: list[object]) -> Iterator[object]:
     for item in items:
         into.append(item)
