@@ -166,7 +166,7 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
         chosen = [i for i, shard in enumerate(encoded.shards) if (shard.source < num_train) == is_train]
         shards, records = [encoded.shards[i] for i in chosen], [encoded.records[i] for i in chosen]
         first = sum(len(collection.characters) for collection in collections)
-        repeats = None if near is None else near.repeats[first : first + sum(len(one.documents) for one in records)]
+        repeats = None if near is None else near.repeats(first, sum(len(one.documents) for one in records))
         if is_train:
             max_documents = arguments.max_documents
             collections.append(collect(shards, records, sources, max_documents, max_tokens, seen, repeats))

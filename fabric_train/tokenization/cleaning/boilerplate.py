@@ -31,12 +31,12 @@ class Boilerplate:
     Args:
         num_documents: a line in as many documents is removed.
         hashes: uint64 [lines], sorted, of the lines to remove.
-        most_frequent: the lines that most documents have, as far as they are to be shown, and the number of documents.
+        most_frequent: the lines that most documents have, to be shown, each with the number of documents.
     """
 
     num_documents: int
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
-    most_frequent: tuple[tuple[str, int], ...] = ()
+    most_frequent: tuple[str, ...] = ()
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text without the repeated lines, and without the blank lines that they leave.
@@ -79,7 +79,7 @@ class Boilerplate:
             "min_letters": MIN_LETTERS,
             "lines": len(self.hashes),
             "sha256": hashlib.sha256(self.hashes.tobytes()).hexdigest(),
-            "most_frequent": [{"line": line, "documents": count} for line, count in self.most_frequent],
+            "most_frequent": list(self.most_frequent),
             "format": _FORMAT,
         }
 

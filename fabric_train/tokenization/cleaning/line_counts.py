@@ -73,8 +73,11 @@ def find_boilerplate(
     order = np.lexsort([lines["hash"], -lines["documents"].astype(np.int64)])[:_SHOWN_LINES]
     documents = dict(lines[order].tolist())
     texts = _find_texts(sources, shards, files, column, documents)
-    shown = tuple((redact(texts[hashed])[:_SHOWN_CHARACTERS], count) for hashed, count in documents.items())
-    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), shown)
+    shown = []
+    for hashed, count in documents.items():
+        line = redact(" ".join(texts[hashed].split()))
+        shown.append(f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)")
+    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), tuple(shown))
 
 
 def _find_texts(

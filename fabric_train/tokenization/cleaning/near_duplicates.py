@@ -79,6 +79,12 @@ class _Clusters:
         self._parents[documents] = roots
         return roots
 
+    def all_roots(self) -> np.ndarray:
+        """Return the first document of every document's cluster, int64 [documents]; it is not a copy."""
+        for start in range(0, len(self._parents), _RECORDS_AT_ONCE):
+            self.roots(np.arange(start, min(start + _RECORDS_AT_ONCE, len(self._parents))))
+        return self._parents
+
     def join(self, left: np.ndarray, right: np.ndarray) -> None:
         """Join the clusters of each pair of documents, int64 [pairs] each."""
         while len(left):
@@ -96,10 +102,9 @@ class NearDuplicates:
     firsts: np.ndarray
     signatures: SignatureFiles
 
-    @property
-    def repeats(self) -> np.ndarray:
-        """Whether each document nearly repeats an earlier one, bool [documents]."""
-        return self.firsts != np.arange(len(self.firsts))
+    def repeats(self, first: int, count: int) -> np.ndarray:
+        """Return whether each of ``count`` documents from ``first`` on nearly repeats an earlier one, bool [count]."""
+        return self.firsts[first : first + count] != np.arange(first, first + count)
 
 
 def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) -> NearDuplicates:
@@ -115,7 +120,7 @@ def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) 
     with progress_of("near duplicates") as show:
         clusters = _find_clusters(signatures, threshold, folder, show)
     shutil.rmtree(folder)
-    return NearDuplicates(clusters.roots(np.arange(signatures.num_documents)), signatures)
+    return NearDuplicates(clusters.all_roots(), signatures)
 
 
 def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, show: ShowShare) -> _Clusters:
