@@ -3,10 +3,11 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -14,6 +15,7 @@ from arguments import TokenizeArguments, parse
 from benchmarks.corpora import DOCUMENT_CHARACTERS, cut_documents, whole_documents
 from benchmarks.measure import Spread, interleave, spread
 from benchmarks.report import Report
+from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped, open_cleaner
 
 SWITCHES = (
@@ -24,7 +26,9 @@ SWITCHES = (
     "--quality fineweb",
     "--language es,en --quality gopher,c4,fineweb",
     "--near_duplicates 0.8",
+    "--boilerplate 10",
 )
+COUNTING = "--boilerplate 10: counting"
 REPETITIONS = 5
 
 
@@ -59,8 +63,9 @@ def measure(work: Path) -> Report:
     """Clean the same documents with each switch in this process, after its models are loaded; ``work`` is not used."""
     documents = list(cut_documents(whole_documents(), 1))
     num_bytes = sum(len(document.encode()) for document in documents)
-    systems = {switch: partial(_run_once, _open(switch), documents) for switch in SWITCHES}
-    runs = interleave(systems, dict.fromkeys(SWITCHES, REPETITIONS), "cleaning")
+    systems = {switch: partial(_run_once, _open(switch, documents), documents) for switch in SWITCHES}
+    systems[COUNTING] = partial(_count_lines, documents)
+    runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "cleaning")
     summaries = {switch: _summarize(of_switch, num_bytes) for switch, of_switch in runs.items()}
     settings = {
         "documents": f"Shakespeare's works and the Spanish Bible, in documents of {DOCUMENT_CHARACTERS} characters",
@@ -91,11 +96,29 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _open(switch: str) -> Cleaner:
+def _open(switch: str, documents: Sequence[str]) -> Cleaner:
     needed = ["--dataset", "texts.jsonl", "--tokenizer_name", "tokenizer", "--output_dir", "tokens"]
     cleaner = open_cleaner(parse(TokenizeArguments, [*needed, *switch.split()]), ["text"])
     assert cleaner is not None, switch
+    step = cleaner.steps.get("boilerplate")
+    if isinstance(step, Boilerplate):  # which a run gives the lines once it has counted them
+        repeated = [line for line, count in _documents_by_line(documents).items() if count >= step.num_documents]
+        step = replace(step, hashes=np.array(sorted(repeated), dtype=np.uint64))
+        return replace(cleaner, steps={**cleaner.steps, "boilerplate": step})
     return cleaner
+
+
+def _documents_by_line(documents: Sequence[str]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for document in documents:
+        counts.update({hashed for _, hashed in hash_lines(document.split("\n"))})
+    return counts
+
+
+def _count_lines(documents: Sequence[str]) -> CleaningRun:
+    started = time.process_time()
+    _documents_by_line(documents)
+    return CleaningRun(time.process_time() - started, {}, {})
 
 
 def _run_once(cleaner: Cleaner, documents: Sequence[str]) -> CleaningRun:
