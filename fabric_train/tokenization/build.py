@@ -15,8 +15,8 @@ from fabric_train.cli.redaction import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.cleaning.contamination import count_by_task, write_hits
 from fabric_train.tokenization.cleaning.dropped_sample import write_sample
+from fabric_train.tokenization.cleaning.duplicate_sample import sample_duplicates
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
-from fabric_train.tokenization.cleaning.near_duplicate_sample import sample_near_duplicates
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
 from fabric_train.tokenization.encoded_shards import HASH_BYTES, signatures_file
 from fabric_train.tokenization.encoding import EncodedSources, available_cores
@@ -134,8 +134,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     table = SourceTable(sources)
     ledgers = _write_splits(splits, folder, corpus, table)
     dropped = [one for collection in collections for one in collection.dropped]
-    if near is not None:
-        dropped += sample_near_duplicates(near, collections, table, corpus.tokenizer_folder)
+    dropped += sample_duplicates(near, collections, table, corpus.tokenizer_folder)
     write_sample(folder, dropped, table)
     write_hits(folder, [one for collection in collections for one in collection.hits], table)
     manifest = Manifest(

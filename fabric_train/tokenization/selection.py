@@ -38,6 +38,7 @@ class Collection:
         tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
         edits: kind → what cleaning changed in the rows read.
         dropped: some of the documents that cleaning dropped.
+        duplicates: int64 [any number], documents that were left out because an earlier one is the same.
         near_duplicates: int64 [any number], documents that were left out because they nearly repeat another.
         hits: documents read that share words with evaluation tasks, in the order of the sources.
         hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
@@ -53,6 +54,7 @@ class Collection:
     tokens_cut: dict[str, int]
     edits: dict[str, int]
     dropped: list[DroppedDocument]
+    duplicates: np.ndarray
     near_duplicates: np.ndarray
     hits: list[ContaminatedDocument]
     hashes: np.ndarray
@@ -101,12 +103,10 @@ def collect(
         changes = record.edits[record.edits["number"] + first <= num_read]
         sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
         edits += {kind: count for kind, count in zip(record.kinds, sums.tolist(), strict=True) if count}
-    num_duplicates = int((~is_kept & (rows <= num_read)).sum())
-    if num_duplicates:
-        skipped[DUPLICATE] = num_duplicates
+    duplicates = np.flatnonzero(~is_kept & (rows <= num_read))
     near_duplicates = np.flatnonzero(is_near & (rows <= num_read))
-    if len(near_duplicates):
-        skipped[NEAR_DUPLICATE] = len(near_duplicates)
+    skipped.update({DUPLICATE: len(duplicates)} if len(duplicates) else {})
+    skipped.update({NEAR_DUPLICATE: len(near_duplicates)} if len(near_duplicates) else {})
     parts = _parts(shards, records, sources)
     return Collection(
         documents=SpooledDocuments(lengths, tuple(_spooled(*pair) for pair in zip(shards, records, strict=True))),
@@ -126,6 +126,7 @@ def collect(
             ContaminatedDocument(one.hit, *place)
             for one, place in _placed([record.hits for record in records], parts, records, num_read)
         ],
+        duplicates=duplicates,
         near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
     )

@@ -203,6 +203,10 @@ def test_exact_duplicates_and_caps_are_counted_apart(
     ledger = manifest_of(tmp_path / "out").ledger
     assert (ledger.documents_read, ledger.documents_kept) == (7, 3)
     assert ledger.documents_skipped == {"duplicate": 1, "near_duplicate": 3}
+    sample = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").open()]
+    assert [line["reason"] for line in sample] == ["duplicate", *["near_duplicate"] * 3]
+    assert sample[0]["place"].endswith("c.jsonl:3")
+    assert texts[0].startswith(sample[0]["text"][:400])
 
 
 def test_near_duplicates_of_chats_are_refused(tmp_path: Path, chatml_dir: Path) -> None:
