@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from itertools import islice
 
+import numpy as np
+
 from fabric_train.tokenization.cleaning.quality.measured_text import Fault, MeasuredText, duplicates
 
 # shares of the paragraphs, of the lines, and for the others of the document's characters
@@ -22,6 +24,7 @@ LIMITS = {
     "duplicate_9_grams": 0.11,
     "duplicate_10_grams": 0.10,
 }
+_PRIME = 1_000_003
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
@@ -64,10 +67,8 @@ def _fault_of_duplicate_n_grams(measured: MeasuredText) -> Fault | None:
 
     Every longer n-gram that occurs twice begins with a 5-gram that does, so only those places are looked at.
     """
-    if len(set(_n_grams(measured.words, 5))) == len(measured.words) - 4:
-        return None
     places = _repeated_5_grams(measured.words)
-    for n in range(5, 11):
+    for n in range(5, 11) if places else ():
         share = _characters_in_duplicates(measured.words, places, n) / len(measured.text)
         if share > LIMITS[f"duplicate_{n}_grams"]:
             return Fault(f"duplicate_{n}_grams", f"{share:.0%}")
@@ -75,14 +76,14 @@ def _fault_of_duplicate_n_grams(measured: MeasuredText) -> Fault | None:
 
 
 def _repeated_5_grams(words: list[str]) -> list[int]:
-    """Return the places of the 5-grams that occur more than once."""
-    first: dict[tuple[str, ...], int] = {}
-    places: set[int] = set()
-    for place, n_gram in enumerate(_n_grams(words, 5)):
-        earlier = first.setdefault(n_gram, place)
-        if earlier != place:
-            places |= {earlier, place}
-    return sorted(places)
+    """Return the places of the 5-grams that occur more than once, by hash: a place too many does no harm."""
+    hashes = np.fromiter(map(hash, words), np.int64, len(words))
+    combined = hashes[:-4]
+    for offset in range(1, 5):
+        combined = combined * _PRIME + hashes[offset : len(hashes) - 4 + offset]
+    _, numbers, counts = np.unique(combined, return_inverse=True, return_counts=True)
+    places: list[int] = np.flatnonzero(counts[numbers] > 1).tolist()
+    return places
 
 
 def _n_grams(words: list[str], n: int) -> "zip[tuple[str, ...]]":
