@@ -147,7 +147,7 @@ class Stream:
         if difference:
             encoder, _ = open_encoder(file, is_plain, why_not_gigatoken=difference)
         kinds = sorted({place.kind for place in self.documents.places} - {"text"})
-        chats = {kind: _chat_encoder(self.tokenizer_folder, kind, with_tiktoken=difference is None) for kind in kinds}
+        chats = {kind: _chat_encoder(self.tokenizer_folder, kind, by_parts=difference is None) for kind in kinds}
         return DocumentEncoder(encoder, Borders(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id), chats)
 
     def _find_difference(self, encoder: TextEncoder, reference: Reference) -> str | None:
@@ -167,11 +167,11 @@ def _texts_in(document: Document) -> list[str]:
     return [message["content"] for message in read_chat(document.content, document.kind).messages]
 
 
-def _chat_encoder(tokenizer_folder: Path, kind: str, with_tiktoken: bool = True) -> "ChatEncoder":
+def _chat_encoder(tokenizer_folder: Path, kind: str, by_parts: bool = True) -> "ChatEncoder":
     """Return an encoder of chats of any length: they are cut where rows end."""
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
 
-    return ChatEncoder(tokenizer_folder, kind, TRAIN_ON, "drop", max_length=None, with_tiktoken=with_tiktoken)
+    return ChatEncoder(tokenizer_folder, kind, TRAIN_ON, "drop", max_length=None, by_parts=by_parts)
 
 
 def open_stream(

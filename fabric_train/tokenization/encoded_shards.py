@@ -12,8 +12,8 @@ the range that was read, and the settings. So a restarted run reuses the finishe
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import pairwise
@@ -341,20 +341,25 @@ def _write_texts(
 def _encode_chats(
     job: EncodingJob, chat: "ChatEncoder", columns: Sequence[str], reader: PartReader, writer: "_Writer"
 ) -> None:
-    for row_number, row in reader:
-        ordinal = writer.read()
-        try:
-            if isinstance(row, BadRowError):
-                raise row
-            cleaned = _clean_chat(job, row, columns, (ordinal, row_number), writer)
-            if cleaned is None:
-                continue
-            encoded = chat.encode(cleaned)
-        except BadRowError as error:
-            place = "" if error is row else f"{reader.place(row_number)}: "
-            writer.skip_bad_row(ordinal, BadRowError(f"{place}{error}"))
-            continue
-        if isinstance(encoded, LeftOut):
+    waiting: deque[tuple[int, int, Row | BadRowError]] = deque()  # number and row, see ENCODED, and what was read
+
+    def read_rows() -> Iterator[Row | BadRowError]:
+        for row_number, row in reader:
+            place = writer.read(), row_number
+            try:
+                cleaned = row if isinstance(row, BadRowError) else _clean_chat(job, row, columns, place, writer)
+            except BadRowError as error:
+                cleaned = error
+            if cleaned is not None:
+                waiting.append((*place, row))
+                yield cleaned
+
+    for encoded in chat.encode_all(read_rows()):
+        ordinal, row_number, row = waiting.popleft()
+        if isinstance(encoded, BadRowError):
+            place = "" if encoded is row else f"{reader.place(row_number)}: "
+            writer.skip_bad_row(ordinal, BadRowError(f"{place}{encoded}"))
+        elif isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
         else:
             counts = (encoded.num_characters, encoded.num_bytes, encoded.num_tokens_cut)

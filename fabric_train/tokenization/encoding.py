@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.chats.chat_format import columns, detect_format, unexpected_format
+from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat, unexpected_format
+from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
@@ -28,7 +29,7 @@ from fabric_train.tokenization.encoded_shards import (
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceFile
 from fabric_train.tokenization.progress import ShowProgress, progress
-from fabric_train.tokenization.reading.columns import missing_column, text_of
+from fabric_train.tokenization.reading.columns import Row, missing_column, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.sharding import FilesToHash, InputSlice, files_to_hash
@@ -108,7 +109,7 @@ def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> lis
 
 
 def open_formats(
-    kinds: Sequence[str], tokenizer_folder: Path, arguments: "TokenizeArguments", with_tiktoken: bool = True
+    kinds: Sequence[str], tokenizer_folder: Path, arguments: "TokenizeArguments", by_parts: bool = True
 ) -> list[SourceFormat]:
     """Return how to encode the sources of these kinds.
 
@@ -118,7 +119,7 @@ def open_formats(
         kinds: from ``find_kinds``.
         tokenizer_folder: holds ``tokenizer.json``.
         arguments: the command line of ``tokenize_dataset.py``, with the packing.
-        with_tiktoken: use tiktoken for chats if it gives the tokenizer's ids.
+        by_parts: see ``ChatEncoder``.
 
     Raises:
         InputError: the chat template cannot be used.
@@ -134,7 +135,7 @@ def open_formats(
             arguments.train_on,
             arguments.too_long,
             longest,
-            with_tiktoken=with_tiktoken,
+            by_parts=by_parts,
             is_chosen=arguments.chat_template is not None,
         )
         formats[kind] = SourceFormat(kind, columns(kind), encoder)
@@ -225,7 +226,7 @@ def encode_sources(
     except _DifferentIdsError as error:
         encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_gigatoken=str(error))
         kinds = [format_.kind for format_ in formats]
-        formats = open_formats(kinds, tokenizer_folder, arguments, with_tiktoken=False)
+        formats = open_formats(kinds, tokenizer_folder, arguments, by_parts=False)
         job = replace(job, encoder=encoder, formats=formats)
         return _encode_all(job, name, settings, check, num_proc, caps, input_slice)
 
@@ -316,31 +317,37 @@ def _what_is_read(job: EncodingJob, task: _Task) -> str:
 
 
 def _sample(sources: Sequence[Source], formats: Sequence[SourceFormat]) -> Iterator[str]:
-    """Yield texts from parts spaced evenly over the sources of text."""
-    of_text = [
-        (source, format_.columns[0]) for source, format_ in zip(sources, formats, strict=True) if not format_.chat
-    ]
-    num_bytes = sum(source.num_bytes for source, _ in of_text)
+    """Yield texts from parts spaced evenly over the sources."""
+    num_bytes = sum(source.num_bytes for source in sources)
     part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
-    parts = [(source, column, part) for source, column in of_text for part in source.parts(part_bytes)]
+    pairs = zip(sources, formats, strict=True)
+    parts = [(source, format_, part) for source, format_ in pairs for part in source.parts(part_bytes)]
     characters = min(max(int(num_bytes * _SAMPLED_SHARE), _MIN_SAMPLED), _MAX_SAMPLED) // _SAMPLED_PARTS
-    for source, column, part in parts[:: max(1, len(parts) // _SAMPLED_PARTS)]:
-        yield from _first_texts(source, column, part, characters)
+    for source, format_, part in parts[:: max(1, len(parts) // _SAMPLED_PARTS)]:
+        yield from _first_texts(source, format_, part, characters)
 
 
-def _first_texts(source: Source, column: str, part: Any, left: int) -> Iterator[str]:
+def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) -> Iterator[str]:
     """Yield the part's first documents, at most ``left`` characters in all."""
-    reader = source.reader(part, (column,))
+    reader = source.reader(part, format_.columns)
     for number, row in reader:
         if left <= 0:
             return
         try:
-            text = "" if isinstance(row, BadRowError) else text_of(row, column, partial(reader.place, number))[0]
+            text = "" if isinstance(row, BadRowError) else _text_in(row, format_, partial(reader.place, number))
         except BadRowError:
             continue  # reported or skipped when the shard is encoded
         if text:
             yield text[:left]
             left -= len(text)
+
+
+def _text_in(row: Row, format_: SourceFormat, place: Callable[[], str]) -> str:
+    if format_.chat is None:
+        return text_of(row, format_.columns[0], place)[0]
+    text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
+    check_surrogates(text)
+    return text
 
 
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
@@ -37,6 +38,10 @@ THOUGHTS_IN_LAST_TURN = (
     "{% if loop.last and message['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# what the system message says depends on the whole conversation, so a part has other tokens than in the whole
+COUNTED = (
+    "{{ '<|im_start|>system\n' + 'a few ' * (40 // messages | length) + '<|im_end|>\n' }}" + CHATML_WITH_GENERATION
 )
 # as Llama-2's: no control token before the assistant's contents, which are stripped
 INST = (
@@ -81,9 +86,13 @@ def with_template(tmp_path_factory: pytest.TempPathFactory, chatml_dir: Path) ->
 
 @cache
 def encoder(
-    folder: Path, train_on: str = "assistant", too_long: str = "cut_end", max_length: int | None = None
+    folder: Path,
+    train_on: str = "assistant",
+    too_long: str = "cut_end",
+    max_length: int | None = None,
+    by_parts: bool = True,
 ) -> ChatEncoder:
-    return ChatEncoder(folder, "auto", train_on, too_long, max_length)
+    return ChatEncoder(folder, "auto", train_on, too_long, max_length, by_parts)
 
 
 @cache
@@ -198,7 +207,7 @@ def test_generation_marks_agree_with_turn_by_turn_renderings(
 def test_tiktoken_and_tokenizers_encode_chats_alike(llama3_dir: Path, smollm2_dir: Path) -> None:
     look_alikes = ["<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "<|im_start", "\n\n\n", " a ", "\u0301"]
     for folder in (llama3_dir, smollm2_dir):
-        by_tokenizers = ChatEncoder(folder, "auto", "assistant", "cut_end", None, with_tiktoken=False)
+        by_tokenizers = encoder(folder, by_parts=False)
         for content in [*HARD_STRINGS[::5], *look_alikes]:
             messages = exchanges("?", content, content, "!")
             with_tiktoken, without = (encoded(chats, messages) for chats in (encoder(folder), by_tokenizers))
@@ -277,6 +286,17 @@ def test_special_tokens_in_tool_calls_are_text(with_template: Callable[[str], Pa
     document = encoded(encoder(folder), messages)
     assert document.input_ids.tolist().count(2) == 2
     assert supervised_text(folder, document) == 'find{"<|im_end|>": "<|im_start|>"}<|im_end|>'
+
+
+def test_only_the_start_of_a_chat_is_given_a_space_if_the_tokenizer_says_so(inst_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(inst_dir, tmp_path / "first"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    content |= {"normalizer": None, "pre_tokenizer": metaspace}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    messages = exchanges("a", "b", "c", "d")
+    assert reference_ids(folder, messages) != reference_ids(inst_dir, messages)
+    assert encoded(encoder(folder), messages).input_ids.tolist() == reference_ids(folder, messages)
 
 
 def test_tokens_that_strip_whitespace_do_so_in_chats(with_template: Callable[[str], Path], tmp_path: Path) -> None:
@@ -501,6 +521,84 @@ def test_cut_start_keeps_the_system_message_and_begins_with_a_user(
     else:
         assert isinstance(cut, EncodedDocument)
         assert cut.input_ids.tolist() == reference_ids(chatml_dir, fitting[0])
+
+
+_without_markup = contents.filter(lambda text: "<" not in text)
+
+
+@pytest.mark.parametrize("too_long", ["cut_end", "cut_start"])
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_GENERATION, COUNTED, THOUGHTS_IN_LAST_TURN, INST])
+@settings(max_examples=8, deadline=None)
+@given(
+    turns=st.lists(contents.filter(lambda text: "<" not in text), min_size=4, max_size=12), removed=st.integers(1, 60)
+)
+def test_every_cut_is_a_part_as_the_template_renders_it(
+    with_template: Callable[[str], Path], inst_dir: Path, template: str, too_long: str, turns: list[str], removed: int
+) -> None:
+    folder = inst_dir if template == INST else with_template(template)
+    train_on = "last" if template == THOUGHTS_IN_LAST_TURN else "assistant"
+    messages = exchanges(*turns[: len(turns) // 2 * 2])
+    most = len(reference_ids(folder, messages)) - removed
+    cut = with_limit(encoder(folder, train_on, too_long, 1), most).encode({"messages": messages})
+    begins = range(2, len(messages), 2)
+    parts = [messages[:begin] if too_long == "cut_end" else messages[begin:] for begin in begins]
+    fitting = [part for part in parts if len(reference_ids(folder, part)) <= most]
+    if not isinstance(cut, EncodedDocument):
+        assert cut == LeftOut(manifest.NOTHING_SUPERVISED if fitting else manifest.TOO_LONG, most + removed)
+        assert not fitting or train_on == "last"
+        return
+    longest = max(fitting, key=len)
+    assert cut.input_ids.tolist() == reference_ids(folder, longest)
+    assert cut.supervised is not None
+    whole_at_once = encoded(encoder(folder, train_on, too_long, None, by_parts=False), longest)
+    assert whole_at_once.supervised is not None
+    assert cut.supervised.tolist() == whole_at_once.supervised.tolist()
+
+
+def test_a_cut_chat_is_rendered_three_times_and_no_text_is_encoded_twice(
+    with_template: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = encoder(with_template(CHATML), "assistant", "cut_end", 2000)
+    text_encoder = chats._tokens._encoder
+    assert text_encoder is not None
+    rendered: list[Chat] = []
+    texts: list[str] = []
+    render, encode_batch = chat_template_utils.render_jinja_template, text_encoder.encode_batch
+
+    def render_and_count(conversations: list[Chat], **options: Any) -> Any:
+        rendered.extend(conversations)
+        return render(conversations, **options)
+
+    def encode_and_collect(given: list[str]) -> list[np.ndarray]:
+        texts.extend(given)
+        return encode_batch(given)
+
+    messages = exchanges(*(f"{number} and {'more ' * (number % 50)}" for number in range(200)))
+    encoded(chats, messages)  # learns the separators
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", render_and_count)
+    monkeypatch.setattr(text_encoder, "encode_batch", encode_and_collect)
+    length = len(encoded(chats, messages).input_ids)
+    whole, kept, longer = (len(conversation) for conversation in rendered)
+    assert (whole, longer) == (200, kept + 2)
+    assert length <= 2000 < len(reference_ids(with_template(CHATML), messages[:longer]))
+    assert len(texts) == len(set(texts))
+    assert sum(map(len, texts)) < 1.1 * sum(len(message["content"]) for message in messages)
+
+
+def test_rows_around_a_bad_one_are_encoded_in_their_order(chatml_dir: Path) -> None:
+    bad = BadRowError("no JSON")
+    rows = [{"messages": exchanges("a", str(number))} for number in range(4)]
+    other: list[Any] = [{"messages": "x"}, {"messages": []}, {"messages": [QUESTION]}]
+    given = [rows[0], bad, rows[1], *other[:2], rows[2], other[2], rows[3]]
+    chats = encoder(chatml_dir)
+    results = list(chats.encode_all(given))
+    assert results[1] is bad
+    assert isinstance(results[3], BadRowError)
+    assert (results[4], results[6]) == (LeftOut(manifest.EMPTY), LeftOut(manifest.NOTHING_SUPERVISED))
+    good = [result for result in results if isinstance(result, EncodedDocument)]
+    assert [document.input_ids.tolist() for document in good] == [
+        encoded(chats, row["messages"]).input_ids.tolist() for row in rows
+    ]
 
 
 def with_limit(chats: ChatEncoder, max_length: int) -> ChatEncoder:

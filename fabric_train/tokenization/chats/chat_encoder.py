@@ -1,23 +1,40 @@
 """Encode chats and instructions with the chat template, with labels on the assistant's tokens."""
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, is_blank, read_chat, supervised_turns
-from fabric_train.tokenization.chats.chat_template import LLAMA3_CONTROL_TOKENS, LLAMA3_TEMPLATE, ChatTemplate
-from fabric_train.tokenization.chats.control_tokens import ControlTokens
+from fabric_train.tokenization.chats.chat_format import (
+    TOO_DEEP,
+    Chat,
+    Message,
+    is_blank,
+    read_chat,
+    supervised_turns,
+)
+from fabric_train.tokenization.chats.chat_template import (
+    LLAMA3_CONTROL_TOKENS,
+    LLAMA3_TEMPLATE,
+    ChatTemplate,
+    Rendering,
+)
+from fabric_train.tokenization.chats.control_tokens import ControlTokens, Span, check_surrogates
+from fabric_train.tokenization.chats.text_parts import gives_whole_ids, open_part_encoder
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut, utf8_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+T = TypeVar("T")
+
+_BATCH_CHARACTERS, _BATCH_ROWS = 500_000, 1_000  # passed to the encoder at once
 
 
 class ChatEncoder:
@@ -37,7 +54,8 @@ class ChatEncoder:
             cut_start: it loses turns after the system message; the first turn left is the user's.
             drop: it is left out.
         max_length: in tokens; None is no limit.
-        with_tiktoken: use tiktoken if it gives the tokenizer's ids; the ids are the same without it.
+        by_parts: encode the texts between control tokens one by one, with the fastest encoder, if a trial shows that
+            this gives the tokenizer's ids. Otherwise ``tokenizers`` encodes each chat whole, which takes longer.
         is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
 
     Attributes:
@@ -56,7 +74,7 @@ class ChatEncoder:
         train_on: str,
         too_long: str,
         max_length: int | None,
-        with_tiktoken: bool = True,
+        by_parts: bool = True,
         is_chosen: bool = False,
     ) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -72,7 +90,11 @@ class ChatEncoder:
         control = {token: tokenizer.convert_tokens_to_ids(token) for token in self._template.control_tokens}
         self.end_of_turn_token_id: int | None = control.get(self._template.end_of_turn or "")
         self._control_ids = frozenset(control.values()) | {self._eos_token_id}
-        self._tokens = ControlTokens(tokenizer_folder / "tokenizer.json", control, with_tiktoken)
+        file = tokenizer_folder / "tokenizer.json"
+        encoder = open_part_encoder(file, tokenizer) if by_parts else None
+        self._tokens = ControlTokens(file, control, encoder)
+        if encoder and not gives_whole_ids(self._tokens, self._template, tokenizer):
+            self._tokens = ControlTokens(file, control, None)
 
     def encode(self, record: Mapping[str, Any]) -> EncodedDocument | LeftOut:
         """Encode a row, or leave it out as ``manifest.EMPTY``, ``TOO_LONG`` or ``NOTHING_SUPERVISED``.
@@ -80,83 +102,174 @@ class ChatEncoder:
         Raises:
             BadRowError: the row has another format, or the template cannot render or mark it.
         """
-        try:
-            return self._encode_chat(read_chat(record, self._data_format))
-        except RecursionError:
-            raise BadRowError(TOO_DEEP) from None
+        (result,) = self.encode_all([record])
+        if isinstance(result, BadRowError):
+            raise result
+        return result
 
-    def _encode_chat(self, chat: Chat) -> EncodedDocument | LeftOut:
+    def encode_all(
+        self, records: Iterable[Mapping[str, Any] | BadRowError]
+    ) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
+        """Yield what ``encode`` returns or raises for each row, in order; a row that is known to be bad stays as it is.
+
+        The rows are encoded in batches, so rows are read ahead.
+        """
+        batch: list[_RenderedChat | LeftOut | BadRowError] = []
+        num_characters = 0
+        for record in records:
+            rendered = _or_bad_row(self._render, record)
+            batch.append(rendered)
+            num_characters += len(rendered.whole.text) if isinstance(rendered, _RenderedChat) else 0
+            if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
+                yield from self._encode_batch(batch)
+                batch, num_characters = [], 0
+        yield from self._encode_batch(batch)
+
+    def _encode_batch(
+        self, batch: Iterable["_RenderedChat | LeftOut | BadRowError"]
+    ) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
+        self._tokens.encode_ahead(chat.whole.text for chat in batch if isinstance(chat, _RenderedChat))
+        for chat in batch:
+            yield _or_bad_row(self._encode_rendered, chat) if isinstance(chat, _RenderedChat) else chat
+
+    def _render(self, record: Mapping[str, Any]) -> "_RenderedChat | LeftOut":
+        chat = read_chat(record, self._data_format)
         if is_blank(chat):
             return LeftOut(manifest.EMPTY)
         turns = supervised_turns(chat, self._train_on)
         if not turns:
             return LeftOut(manifest.NOTHING_SUPERVISED)
-        self._check_tools_rendered(chat)
-        whole = self._encode(chat, range(len(chat.messages)), turns)
-        if self._max_length is None or len(whole.input_ids) <= self._max_length:
-            return whole
-        kept = None if self._too_long == "drop" else self._longest_part(chat, self._max_length)
-        if kept is None:
-            return LeftOut(manifest.TOO_LONG, len(whole.input_ids))
-        if not turns.intersection(kept):
-            return LeftOut(manifest.NOTHING_SUPERVISED, len(whole.input_ids))
-        part = self._encode(chat, kept, turns)
-        return replace(part, num_tokens_cut=len(whole.input_ids) - len(part.input_ids))
+        whole = self._render_shielded(self._tokens.shield_messages(chat.messages), self._tokens.shield(chat.tools))
+        self._check_tools_rendered(whole)
+        return _RenderedChat(chat, turns, whole)
 
-    def _encode(self, chat: Chat, kept: Sequence[int], turns: Collection[int]) -> EncodedDocument:
-        """Encode the messages ``kept`` as a conversation; those of ``turns`` that are kept are supervised."""
-        messages = [chat.messages[index] for index in kept]
-        shielded, tools = self._tokens.shield(messages), self._tokens.shield(chat.tools)
-        if self._train_on == "all":
-            text = self._template.render(shielded, tools)
-            input_ids, supervised = self._tokens.encode(text, [])
-        else:
-            marked = [position for position, index in enumerate(kept) if index in turns]
-            text, spans = self._template.mark(shielded, tools, marked)
-            input_ids, supervised = self._tokens.encode(text, spans)
-        if not self._template.ends_with_control_token(text):
+    def _render_shielded(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
+        rendering = self._template.render_to_mark(messages, tools)
+        if not rendering.text.isascii():
+            check_surrogates(rendering.text)
+        return rendering
+
+    def _encode_rendered(self, rendered: "_RenderedChat") -> EncodedDocument | LeftOut:
+        whole = self._encode_part(rendered, range(len(rendered.chat.messages)), rendered.whole)
+        num_tokens = len(whole.input_ids)
+        if self._max_length is None or num_tokens <= self._max_length:
+            return whole
+        part = None if self._too_long == "drop" else self._longest_part(rendered, num_tokens, self._max_length)
+        if part is None:
+            return LeftOut(manifest.TOO_LONG, num_tokens)
+        if not rendered.turns.intersection(part[0]):
+            return LeftOut(manifest.NOTHING_SUPERVISED, num_tokens)
+        encoded = self._encode_part(rendered, *part)
+        return replace(encoded, num_tokens_cut=num_tokens - len(encoded.input_ids))
+
+    def _count(self, rendering: Rendering) -> int:
+        """Return the number of tokens, with EOS if it is added."""
+        return self._tokens.count(rendering.text) + (not self._template.ends_with_control_token(rendering.text))
+
+    def _encode_part(self, rendered: "_RenderedChat", kept: Sequence[int], rendering: Rendering) -> EncodedDocument:
+        """Encode ``rendering``, which is of the messages ``kept``; those that are to be supervised are."""
+        spans: list[Span] = []
+        if self._train_on != "all":
+            marked = [position for position, index in enumerate(kept) if index in rendered.turns]
+            spans = self._template.mark(rendering, marked)
+        input_ids, supervised = self._tokens.encode(rendering.text, spans)
+        if not self._template.ends_with_control_token(rendering.text):
             input_ids = np.append(input_ids, np.int32(self._eos_token_id))
-            supervised = np.append(supervised, kept[-1] in turns)
+            supervised = np.append(supervised, kept[-1] in rendered.turns)
         is_last = supervised & ~np.append(supervised[1:], False)  # of the supervised tokens of a turn
+        contents = [rendered.chat.messages[index]["content"] for index in kept]
         return EncodedDocument(
             input_ids=input_ids,
             supervised=None if self._train_on == "all" else supervised,
-            num_characters=sum(len(message["content"]) for message in messages),
-            num_bytes=sum(utf8_length(message["content"]) for message in messages),
+            num_characters=sum(map(len, contents)),
+            num_bytes=sum(map(utf8_length, contents)),
             turn_ends=self._control_ids.intersection(input_ids[is_last].tolist()),
         )
 
-    def _longest_part(self, chat: Chat, max_length: int) -> Sequence[int] | None:
-        """Return the messages of the longest part of a conversation that fits, or None if none fits."""
-        roles = [message["role"] for message in chat.messages]
+    def _longest_part(
+        self, rendered: "_RenderedChat", num_tokens: int, max_length: int
+    ) -> tuple[list[int], Rendering] | None:
+        """Return the messages of the longest part of a conversation that fits, and its rendering; None if none fits.
+
+        The tokens of the whole conversation, of which there are ``num_tokens``, show which part that should be. It is
+        rendered, and so is the next longer one: their lengths decide.
+        """
+        messages, tools = rendered.whole.messages, rendered.whole.tools
+        roles = [message["role"] for message in messages]
+        places = _places_of_contents(rendered.whole)
+        begin_at, end_at = self._tokens.estimate(rendered.whole.text, np.array(places)).T
         if self._too_long == "cut_end":
-            always = 0
             ends = [end for end in range(1, len(roles)) if roles[end - 1] == "assistant" or self._train_on == "all"]
-            parts = [range(end) for end in ends]
+            parts = [list(range(end)) for end in ends]
+            lengths = [num_tokens - end_at[-1] + end_at[end - 1] for end in ends]
         else:
             always = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
-            begins = [begin for begin in range(always + 1, len(roles)) if roles[begin] == "user"]
-            parts = [range(begin, len(roles)) for begin in reversed(begins)]
+            begins = [begin for begin in range(len(roles) - 1, always, -1) if roles[begin] == "user"]
+            parts = [[*range(always), *range(begin, len(roles))] for begin in begins]
+            lengths = [num_tokens - begin_at[begin] + begin_at[always] for begin in begins]
+        fitting: dict[int, Rendering] = {}
 
-        def num_tokens(part: range) -> int:
-            return len(self._encode(chat, [*range(always), *part], ()).input_ids)
+        def fits(number: int) -> bool:
+            rendering = self._render_shielded([messages[index] for index in parts[number]], tools)
+            if self._count(rendering) > max_length:
+                return False
+            fitting[number] = rendering
+            return True
 
-        num_fitting = bisect_right(parts, max_length, key=num_tokens)
-        return [*range(always), *parts[num_fitting - 1]] if num_fitting else None
+        num_fitting = _count_first(fits, len(parts), bisect_right(lengths, max_length))
+        return (parts[num_fitting - 1], fitting[num_fitting - 1]) if num_fitting else None
 
-    def _check_tools_rendered(self, chat: Chat) -> None:
+    def _check_tools_rendered(self, whole: Rendering) -> None:
         """Raise BadRowError if the template silently leaves out tools or tool calls."""
-        calls = any("tool_calls" in message for message in chat.messages)
-        if not (calls or chat.tools):
-            return
-        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in chat.messages]
-        whole = self._template.render(chat.messages, chat.tools)
-        if calls and self._template.render(bare, chat.tools) == whole:
+        calls = any("tool_calls" in message for message in whole.messages)
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in whole.messages]
+        if calls and self._template.render(bare, whole.tools) == whole.text:
             raise BadRowError(
                 "the chat template leaves out its tool_calls; use the tokenizer of a model that has tools"
             )
-        if chat.tools and self._template.render(chat.messages) == whole:
+        if whole.tools and self._template.render(whole.messages) == whole.text:
             raise BadRowError("the chat template leaves out its tools; use the tokenizer of a model that has tools")
+
+
+@dataclass(frozen=True)
+class _RenderedChat:
+    """A chat, the indices of its messages that are supervised, and its rendering with shielded messages."""
+
+    chat: Chat
+    turns: frozenset[int]
+    whole: Rendering
+
+
+def _or_bad_row(function: Callable[[Any], T], given: Any) -> T | BadRowError:
+    """Return what ``function`` makes of ``given``, or the error that it raises; a given error stays as it is."""
+    try:
+        return given if isinstance(given, BadRowError) else function(given)
+    except BadRowError as error:
+        return error
+    except RecursionError:
+        return BadRowError(TOO_DEEP)
+
+
+def _places_of_contents(rendering: Rendering) -> list[Span]:
+    """Return about where in the text the contents of the messages are, as (start, end)."""
+    places = [(0, 0)]
+    for message in rendering.messages:
+        content = message["content"].strip()
+        begin = rendering.text.find(content, places[-1][1])
+        places.append((begin, begin + len(content)) if begin >= 0 else places[-1])
+    return places[1:]
+
+
+def _count_first(holds: Callable[[int], bool], number: int, guess: int) -> int:
+    """Return how many of ``range(number)``, from 0 on, ``holds`` is true of; it is false of all others.
+
+    If ``guess`` is right, two calls show it.
+    """
+    low, high = 0, number
+    for probe in (guess - 1, guess):
+        if low <= probe < high:
+            low, high = (probe + 1, high) if holds(probe) else (low, probe)
+    return bisect_left(range(high), True, lo=low, key=lambda probe: not holds(probe))
 
 
 def _choose_template(

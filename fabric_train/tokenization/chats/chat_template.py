@@ -57,6 +57,23 @@ class _Separator:
     after: int
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation and its text.
+
+    Attributes:
+        messages: the conversation.
+        tools: JSON schemas of tools.
+        text: what the template makes of them.
+        generated: the parts of the text that the template marks with ``{% generation %}``.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    text: str
+    generated: list[Span]
+
+
 class ChatTemplate:
     """A chat template.
 
@@ -102,20 +119,23 @@ class ChatTemplate:
         """
         return self._render(messages, tools, generation_prompt, False)[0]
 
-    def mark(self, messages: list[Message], tools: list[Any] | None, turns: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the assistant's part of each of ``turns`` as (start, end) in the text.
-
-        Args:
-            messages: the conversation.
-            tools: JSON schemas of tools.
-            turns: indices of messages.
+    def render_to_mark(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
+        """Render a conversation whose turns may be marked.
 
         Raises:
-            BadRowError: the template refuses the conversation, or cannot mark these turns.
+            BadRowError: the template refuses the conversation, fails on it or does not end.
         """
+        return Rendering(messages, tools, *self._render(messages, tools, False, self._has_generation))
+
+    def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
+        """Return the assistant's part of each of ``turns``, indices of messages, as (start, end) in the text.
+
+        Raises:
+            BadRowError: the template cannot mark these turns.
+        """
+        messages, tools, text = rendering.messages, rendering.tools, rendering.text
         if self._has_generation:
-            return self._mark_by_generation(messages, tools, turns)
-        text = self.render(messages, tools)
+            return self._mark_by_generation(rendering, turns)
         if tools is None and all(message.keys() == {"role", "content"} for message in messages):
             roles = [message["role"] for message in messages]
             self._learn_separators(roles)
@@ -123,13 +143,13 @@ class ChatTemplate:
             for composed in (contents, [content.strip() for content in contents]):
                 whole, spans = self._compose(roles, composed)
                 if whole == text:
-                    return text, [spans[turn] for turn in turns]
-        return text, [self._mark_turn(messages, tools, turn, text) for turn in turns]
+                    return [spans[turn] for turn in turns]
+        return [self._mark_turn(messages, tools, turn, text) for turn in turns]
 
     def can_mark(self, roles: list[str], turns: Sequence[int]) -> bool:
         """Return whether the template can render a conversation of these roles and mark ``turns`` of the assistant."""
         try:
-            self.mark(_speak(roles), None, turns)
+            self.mark(self.render_to_mark(_speak(roles), None), turns)
         except BadRowError:
             return False
         return True
@@ -196,10 +216,8 @@ class ChatTemplate:
         _check_content_rendered(messages, turn, text, span)
         return span
 
-    def _mark_by_generation(
-        self, messages: list[Message], tools: list[Any] | None, turns: Iterable[int]
-    ) -> tuple[str, list[Span]]:
-        text, marked = self._render(messages, tools, False, True)
+    def _mark_by_generation(self, rendering: Rendering, turns: Iterable[int]) -> list[Span]:
+        messages, text, marked = rendering.messages, rendering.text, rendering.generated
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marked) != len(spoken):
             raise BadRowError(
@@ -211,7 +229,7 @@ class ChatTemplate:
         }
         for turn in turns:
             _check_content_rendered(messages, turn, text, spans[turn])
-        return text, [spans[turn] for turn in turns]
+        return [spans[turn] for turn in turns]
 
     def _with_end_of_turn(self, text: str, begin: int, end: int) -> Span:
         """Return the span with the end-of-turn token if it follows, and without whitespace after a control token."""

@@ -1,4 +1,4 @@
-"""Encode a rendered chat: control tokens of the template become tokens, those in a message stay text.
+"""Encode rendered chats: control tokens of the template become tokens, those in a message stay text.
 
 Messages are *shielded* before they are rendered: a placeholder replaces the text of every control token in them. So
 everything that looks like a control token in the rendering was written by the template:
@@ -6,28 +6,27 @@ everything that looks like a control token in the rendering was written by the t
     content      write <|eot_id|>!
     rendering    <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
 
-tiktoken encodes the text between two control tokens if it gives the tokenizer's ids. Otherwise ids may depend on the
-control tokens around a text, and the ``tokenizers`` library encodes the whole rendering (see ``aliased_tokenizer``).
+The text between two control tokens is encoded on its own (see ``text_parts``), and once for all renderings in which it
+occurs. Where that is not possible, the ``tokenizers`` library encodes each rendering whole (see ``aliased_tokenizer``).
 """
 
 import re
 import secrets
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
-from itertools import chain
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, chain, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fabric_train.tokenization.chats.aliased_tokenizer import AliasedTokenizer
+from fabric_train.tokenization.chats.chat_format import Message
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.tokenizers.byte_bpe import ByteBPE, UnsupportedTokenizerError, load_byte_bpe
+from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
 Span = tuple[int, int]
-
-_SHORT = 20  # characters; short texts such as headers and separators are cached
 
 
 class _NeedsWholeTextError(Exception):
@@ -40,20 +39,19 @@ class ControlTokens:
     Args:
         tokenizer_file: the ``tokenizer.json``.
         control: the control tokens' ids by text.
-        with_tiktoken: use tiktoken if it gives the tokenizer's ids.
+        encoder: gives the ids of the texts between control tokens; None encodes each rendering whole.
     """
 
-    def __init__(self, tokenizer_file: Path, control: Mapping[str, int], with_tiktoken: bool = True) -> None:
-        self._tokenizer_file, self._control = tokenizer_file, control
+    def __init__(self, tokenizer_file: Path, control: Mapping[str, int], encoder: TextEncoder | None) -> None:
+        self._tokenizer_file, self._control, self._encoder = tokenizer_file, control, encoder
         self._number = secrets.token_hex(8)  # random, so no text contains it
         self._placeholders = {text: f"{self._number}t{token_id}t" for text, token_id in control.items()}
         self._shielded_texts = {placeholder: text for text, placeholder in self._placeholders.items()}
         self._control_token, self._placeholder = _any_of(control), _any_of(self._shielded_texts)
-        self._ids = {text: np.array([token_id], np.int32) for text, token_id in control.items()}
-        self._tiktoken = _load_tiktoken(tokenizer_file) if with_tiktoken else None
-        self._encode_short = lru_cache(maxsize=4096)(self._encode_text)
-        # whether a control token is not special, so that tiktoken encodes it as a token in any text
-        self._tiktoken_takes = self._tiktoken and any(control[text] in self._encode_text(text) for text in control)
+        self._control_ids = np.array(list(control.values()), np.int32)
+        self._parts: dict[str, list[str]] = {}  # of renderings, see _split
+        self._ids: dict[str, np.ndarray] = {}  # of control tokens, and of the texts between them
+        self._with_control: set[str] = set()  # texts of which the encoder makes control tokens
 
     def shield(self, value: Any) -> Any:
         """Return ``value`` (JSON-like) with placeholders for the text of control tokens in all of its strings."""
@@ -65,75 +63,123 @@ class ControlTokens:
             return [self.shield(item) for item in value]
         return value
 
+    def shield_messages(self, messages: list[Message]) -> list[Message]:
+        """Return the messages shielded; mostly there is nothing to shield, which is found out quickly."""
+        has_more = any(message.keys() != {"role", "content"} for message in messages)
+        if has_more or self._control_token.search("\n".join(message["content"] for message in messages)):
+            return [self.shield(message) for message in messages]
+        return messages
+
+    def encode_ahead(self, texts: Iterable[str]) -> None:
+        """Encode what is between the control tokens of these renderings in one call, for ``encode`` and ``count``.
+
+        What was encoded before is forgotten.
+        """
+        self._ids = {text: np.array([token_id], np.int32) for text, token_id in self._control.items()}
+        self._ids[""] = np.empty(0, np.int32)
+        self._with_control = set()
+        if self._encoder:
+            self._parts = {text: self._control_token.split(text) for text in texts}
+            self._encode_new(chain.from_iterable(self._parts.values()))
+
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a rendering.
 
         Args:
-            text: the rendering of shielded messages.
+            text: the rendering of shielded messages, without half of a surrogate pair.
             spans: (start, end) of the characters to mark, in order and without overlap.
 
         Returns:
             The ids, int32 [T], and which of them lie at least partly in a span, bool [T].
 
         Raises:
-            BadRowError: the text has half of a surrogate pair, or the tokenizer makes a control token from text.
+            BadRowError: the tokenizer makes a control token from text.
         """
-        if not text.isascii():
-            check_surrogates(text)
+        try:
+            return self._encode_by_parts(text, spans)
+        except _NeedsWholeTextError:
+            return self._encode_whole(text, spans)
+
+    def count(self, text: str) -> int:
+        """Return the number of a rendering's tokens; arguments and errors as in ``encode``."""
+        try:
+            return sum(len(self._ids[part]) for part in self._split(text))
+        except _NeedsWholeTextError:
+            return len(self._encode_whole(text, [])[0])
+
+    def estimate(self, text: str, positions: np.ndarray) -> np.ndarray:
+        """Return about how many tokens of a rendering are before each of these characters, of any shape."""
+        try:
+            parts = self._split(text)
+        except _NeedsWholeTextError:
+            return np.interp(positions, [0, len(text)], [0, self.count(text)])
+        ends = np.cumsum([len(part) for part in parts])
+        return np.interp(positions, [0, *ends], [0, *np.cumsum([len(self._ids[part]) for part in parts])])
+
+    def _split(self, text: str) -> list[str]:
+        """Return a rendering's parts, by turns a text, which may be empty, and a control token; all are encoded."""
+        if self._encoder is None:
+            raise _NeedsWholeTextError
+        if text not in self._parts:
+            self._parts[text] = self._control_token.split(text)
+            self._encode_new(self._parts[text])
+        parts = self._parts[text]
+        if not self._with_control.isdisjoint(parts):
+            raise _NeedsWholeTextError
+        return parts
+
+    def _encode_new(self, parts: Iterable[str]) -> None:
+        new = list(dict.fromkeys(part for part in parts if part not in self._ids))
+        if not new:
+            return
+        assert self._encoder
+        ids = self._encoder.encode_batch([self._unshield(part) for part in new])
+        self._ids.update(zip(new, ids, strict=True))
+        if np.isin(np.concatenate(ids), self._control_ids).any():
+            made = (part for part, of_part in zip(new, ids, strict=True) if np.isin(of_part, self._control_ids).any())
+            self._with_control.update(made)
+
+    def _encode_by_parts(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        parts = self._split(text)
+        ids = [self._ids[part] for part in parts]
+        first_characters = [0, *accumulate(map(len, parts))]
+        first_tokens = [0, *accumulate(map(len, ids))]
+
+        def token_at(border: int) -> int:
+            index = bisect_left(first_characters, border)
+            if first_characters[index] == border:
+                return first_tokens[index]
+            part = parts[index - 1]
+            head = self._encode_head(part, border - first_characters[index - 1])
+            if ids[index - 1][: len(head)].tobytes() != head.tobytes():
+                raise _NeedsWholeTextError  # the border is within a token
+            return first_tokens[index - 1] + len(head)
+
+        inside = np.zeros(first_tokens[-1], dtype=bool)
+        for begin, end in spans:
+            inside[token_at(begin) : token_at(end)] = True
+        return np.concatenate(ids), inside
+
+    def _encode_head(self, part: str, length: int) -> np.ndarray:
+        """Return the ids of the first ``length`` characters of a text."""
+        if part in self._control:
+            raise _NeedsWholeTextError
+        head = part[:length]
+        self._encode_new([head])
+        return self._ids[head]
+
+    def _unshield(self, text: str) -> str:
+        if self._number not in text:
+            return text
+        return self._placeholder.sub(lambda match: self._shielded_texts[match[0]], text)
+
+    def _encode_whole(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         borders = list(chain.from_iterable(spans))
-        if self._tiktoken:
-            try:
-                return self._encode_by_parts(text, borders)
-            except _NeedsWholeTextError:
-                pass
         pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
         ids, inside, has_made_control = self._as_whole.encode([self._with_aliases(piece) for piece in pieces])
         if has_made_control:
             raise BadRowError("the tokenizer makes a control token from text; leave the row out")
         return ids, inside
-
-    def _encode_by_parts(self, text: str, borders: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode each text between two control tokens separately; ``borders`` are the spans' starts and ends."""
-        ids: list[np.ndarray] = []
-        inside: list[int] = []
-        position = 0
-        for match in self._control_token.finditer(text):
-            self._encode_part(text, position, match.start(), borders, ids, inside)
-            ids.append(self._ids[match[0]])
-            inside.append(bisect_right(borders, match.start()) % 2)
-            position = match.end()
-        self._encode_part(text, position, len(text), borders, ids, inside)
-        lengths = [len(part) for part in ids]
-        return np.concatenate(ids), np.repeat(np.array(inside, dtype=bool), lengths)
-
-    def _encode_part(
-        self, text: str, begin: int, end: int, borders: Sequence[int], ids: list[np.ndarray], inside: list[int]
-    ) -> None:
-        """Append the ids of a text without control tokens to ``ids``, split at the borders in it."""
-        if begin == end:
-            return
-        part = self._encode_shielded(text[begin:end])
-        done = 0
-        for index in range(bisect_right(borders, begin), bisect_left(borders, end)):
-            head = self._encode_shielded(text[begin : borders[index]])
-            if part[: len(head)].tobytes() != head.tobytes():
-                raise _NeedsWholeTextError  # the border is within a token
-            ids.append(part[done : len(head)])
-            inside.append(index % 2)
-            done = len(head)
-        ids.append(part[done:])
-        inside.append(bisect_left(borders, end) % 2)
-
-    def _encode_shielded(self, text: str) -> np.ndarray:
-        if self._number in text:
-            if self._tiktoken_takes:
-                raise _NeedsWholeTextError
-            text = self._placeholder.sub(lambda match: self._shielded_texts[match[0]], text)
-        return self._encode_short(text) if len(text) <= _SHORT else self._encode_text(text)
-
-    def _encode_text(self, text: str) -> np.ndarray:
-        assert self._tiktoken
-        return self._tiktoken.encode_batch([text])[0]
 
     @cached_property
     def _as_whole(self) -> AliasedTokenizer:
@@ -141,13 +187,27 @@ class ControlTokens:
         return AliasedTokenizer(self._tokenizer_file, self._control, aliases)
 
     def _with_aliases(self, text: str) -> str:
-        text = self._control_token.sub(lambda match: self._as_whole.aliases[match[0]], text)
-        return self._placeholder.sub(lambda match: self._shielded_texts[match[0]], text)
+        return self._unshield(self._control_token.sub(lambda match: self._as_whole.aliases[match[0]], text))
 
 
-def _any_of(texts: Mapping[str, Any]) -> re.Pattern[str]:
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)))
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern whose only group is the longest of ``texts`` at a place."""
+    return re.compile(f"({_alternatives(list(texts))})")
+
+
+def _alternatives(texts: list[str]) -> str:
+    """Return a pattern in which texts that begin alike share their beginning: Llama-3 has 256 that begin with <|."""
+    if texts == [""]:
+        return ""
+    alike: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        alike.setdefault(text[0], []).append(text)
+    branches = []
+    for group in alike.values():
+        pairs = zip(min(group), max(group), strict=False)
+        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        branches.append(re.escape(group[0][:length]) + _alternatives([text[length:] for text in group]))
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}"
 
 
 def check_surrogates(text: str) -> None:
@@ -160,10 +220,3 @@ def check_surrogates(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise BadRowError("it has half of a surrogate pair, which is no character; write the file as UTF-8") from None
-
-
-def _load_tiktoken(tokenizer_file: Path) -> ByteBPE | None:
-    try:
-        return load_byte_bpe(tokenizer_file, special_text_is_plain=True)
-    except UnsupportedTokenizerError:
-        return None
