@@ -72,7 +72,7 @@ def test_a_flipped_bit_and_a_lost_file_are_named(bundle: Path, tmp_path: Path) -
     skip_without_namespaces()
     damaged = tmp_path / "damaged"
     shutil.copytree(bundle, damaged, copy_function=os.link)
-    wheel = next((damaged / "wheels").glob("tiktoken-*.whl"))
+    wheel = next((damaged / "wheels").glob("gigatoken-*.whl"))
     content = bytearray(wheel.read_bytes())
     content[len(content) // 2] ^= 1
     wheel.unlink()  # the other name of the file keeps its content

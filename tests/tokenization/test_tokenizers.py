@@ -16,9 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
-from fabric_train.tokenization.tokenizers.llama3_ranks import SPECIAL_TOKENS, read_ranks
+from fabric_train.tokenization.tokenizers.llama3_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
 from fabric_train.tokenization.tokenizers.sentencepiece_bpe import HARD_STRINGS
-from fabric_train.tokenization.tokenizers.split_pattern import LLAMA3_PATTERN
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_folder import read_plain_folder
 
@@ -162,7 +161,7 @@ def test_llama3_ranks_have_tiktokens_ids(
 ) -> None:
     special = {token: 128_000 + index for index, token in enumerate(SPECIAL_TOKENS)}
     ranks = read_ranks(llama3_tokenizer_model)
-    library = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    library = tiktoken.Encoding("llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
     texts = [*real_texts, *made_up_texts, *HARD_STRINGS, *special]
     expected = [library.encode(text, allowed_special="all") for text in texts]
     assert ids_in_documents(llama3_tokenizer, llama3_dir, texts) == expected

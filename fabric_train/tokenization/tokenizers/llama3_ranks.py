@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.tokenizers.split_pattern import LLAMA3_PATTERN
 
 NUM_RANKS = 128_000
 NUM_SPECIAL_TOKENS = 256
@@ -16,6 +15,10 @@ BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 
 # as in Meta's llama-models, llama3/tokenizer.py; the file itself has neither the names nor the split pattern
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _NAMED_SPECIAL_TOKENS = (
     BOS,
     EOS,
@@ -75,7 +78,7 @@ def load_llama3_ranks(path: Path, chat_template: str | None = None) -> PreTraine
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
             return read_ranks(Path(tiktoken_url))
 
-    tokenizer = Converter(str(path), pattern=LLAMA3_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)).converted()
+    tokenizer = Converter(str(path), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)).converted()
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
