@@ -59,7 +59,9 @@ class GigatokenEncoder:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates."""
-        return [self._encode(text.encode()) for text in texts]
+        encoded = [text.encode() for text in texts]
+        self._limit_memory(sum(map(len, encoded)))
+        return [self._encode(text) for text in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
         """Return the joined ids of all texts with BOS and EOS, int32 [T], and their lengths, int64 [texts].
