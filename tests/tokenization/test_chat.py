@@ -204,17 +204,17 @@ def test_generation_marks_agree_with_turn_by_turn_renderings(
     assert by_turns.supervised.tolist() == by_marks.supervised.tolist()
 
 
-def test_tiktoken_and_tokenizers_encode_chats_alike(llama3_dir: Path, smollm2_dir: Path) -> None:
+def test_chats_have_the_same_tokens_by_parts_and_as_a_whole(llama3_dir: Path, smollm2_dir: Path) -> None:
     look_alikes = ["<|eot_id|>\n", "a<|im_end|>\n\n<|im_start|>", "<|im_start", "\n\n\n", " a ", "\u0301"]
     for folder in (llama3_dir, smollm2_dir):
-        by_tokenizers = encoder(folder, by_parts=False)
+        whole_encoder = encoder(folder, by_parts=False)
         for content in [*HARD_STRINGS[::5], *look_alikes]:
             messages = exchanges("?", content, content, "!")
-            with_tiktoken, without = (encoded(chats, messages) for chats in (encoder(folder), by_tokenizers))
-            assert with_tiktoken.input_ids.tolist() == without.input_ids.tolist()
-            assert with_tiktoken.supervised is not None
-            assert without.supervised is not None
-            assert with_tiktoken.supervised.tolist() == without.supervised.tolist()
+            by_parts, as_a_whole = (encoded(chats, messages) for chats in (encoder(folder), whole_encoder))
+            assert by_parts.input_ids.tolist() == as_a_whole.input_ids.tolist()
+            assert by_parts.supervised is not None
+            assert as_a_whole.supervised is not None
+            assert by_parts.supervised.tolist() == as_a_whole.supervised.tolist()
 
 
 def test_train_on_last_supervises_one_turn_and_all_every_token(chatml_dir: Path) -> None:
