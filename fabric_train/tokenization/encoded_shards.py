@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once
 _MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 1 << 20, 64
+_MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
 # characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
@@ -165,6 +166,7 @@ def split_into_shards(sources: list[Source], settings: str) -> list[Shard]:
     """
     total = sum(source.num_bytes for source in sources)
     shard_bytes = min(max(total // _TARGET_NUM_SHARDS, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
+    shard_bytes = max(shard_bytes, total // _MAX_NUM_SHARDS)
     shards: list[Shard] = []
     for number, source in enumerate(sources):
         parts: list[Any] = []

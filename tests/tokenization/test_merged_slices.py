@@ -20,7 +20,7 @@ from fabric_train.tokenization.encoded_shards import Shard, ShardRecord, read_re
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
-from fabric_train.tokenization.reading.listing import list_file
+from fabric_train.tokenization.reading.listing import ListedFile, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
 from fabric_train.tokenization.sharding import InputSlice, files_to_hash, slice_numbers
@@ -106,6 +106,17 @@ def test_slices_are_consecutive_and_balanced_by_bytes(count: int) -> None:
     assert max(abs(num_bytes - sum(sizes) / count) for num_bytes in of_each) <= max(sizes)
     assert slice_numbers([0, 0], count) == [1, 1]
     assert slice_numbers([], count) == []
+
+
+def test_a_terabyte_has_few_shards_and_slices_of_one_size() -> None:
+    source = FileSource("a", Path(), tuple(ListedFile(Path(f"{name}.jsonl"), 1 << 38, 0, 0) for name in range(4)))
+    sizes = [shard.num_bytes for shard in encoded_shards.split_into_shards([source], "")]
+    assert sum(sizes) == 1 << 40
+    assert 8000 < len(sizes) <= 8196
+    of_each = Counter[int]()
+    for size, number in zip(sizes, slice_numbers(sizes, 64), strict=True):
+        of_each[number] += size
+    assert max(of_each.values()) / min(of_each.values()) < 1.02
 
 
 def test_groups_of_files_cover_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
