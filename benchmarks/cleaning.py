@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from benchmarks.measure import Spread, interleave, spread
 from benchmarks.report import Report
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped, open_cleaner
+from sample_data import real_data
 
 SWITCHES = (
     "--language es,en",
@@ -27,9 +29,12 @@ SWITCHES = (
     "--language es,en --quality gopher,c4,fineweb",
     "--near_duplicates 0.8",
     "--boilerplate 10",
+    "--redact email,phone,iban,dni,ip",
+    "--decontaminate tasks.jsonl",
 )
 COUNTING = "--boilerplate 10: counting"
 REPETITIONS = 5
+_TASKS, _NUM_ITEMS = "tasks.jsonl", 5_000
 
 
 @dataclass(frozen=True)
@@ -60,15 +65,22 @@ class CleaningSummary:
 
 
 def measure(work: Path) -> Report:
-    """Clean the same documents with each switch in this process, after its models are loaded; ``work`` is not used."""
+    """Clean the same documents with each switch in this process, after its models are loaded.
+
+    Args:
+        work: a folder for the items of the tasks.
+    """
+    with real_data.chats().open("rb") as lines:
+        (work / _TASKS).write_bytes(b"".join(islice(lines, _NUM_ITEMS)))
     documents = list(cut_documents(whole_documents(), 1))
     num_bytes = sum(len(document.encode()) for document in documents)
-    systems = {switch: partial(_run_once, _open(switch, documents), documents) for switch in SWITCHES}
+    systems = {switch: partial(_run_once, _open(switch, documents, work), documents) for switch in SWITCHES}
     systems[COUNTING] = partial(_count_lines, documents)
     runs = interleave(systems, dict.fromkeys(systems, REPETITIONS), "cleaning")
     summaries = {switch: _summarize(of_switch, num_bytes) for switch, of_switch in runs.items()}
     settings = {
         "documents": f"Shakespeare's works and the Spanish Bible, in documents of {DOCUMENT_CHARACTERS} characters",
+        "tasks": f"{_NUM_ITEMS:,} chats, each an item",
         "time": "CPU seconds of one process, without reading and encoding",
         "repetitions": REPETITIONS,
     }
@@ -96,9 +108,10 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _open(switch: str, documents: Sequence[str]) -> Cleaner:
+def _open(switch: str, documents: Sequence[str], work: Path) -> Cleaner:
     needed = ["--dataset", "texts.jsonl", "--tokenizer_name", "tokenizer", "--output_dir", "tokens"]
-    cleaner = open_cleaner(parse(TokenizeArguments, [*needed, *switch.split()]), ["text"])
+    given = [str(work / _TASKS) if word == _TASKS else word for word in switch.split()]
+    cleaner = open_cleaner(parse(TokenizeArguments, [*needed, *given]), ["text"])
     assert cleaner is not None, switch
     step = cleaner.steps.get("boilerplate")
     if isinstance(step, Boilerplate):  # which a run gives the lines once it has counted them

@@ -48,11 +48,13 @@ class NgramTable:
         """Yield the place in ``hashes`` of each that the table has, with text and start of each n-gram of that hash."""
         places = np.flatnonzero(self.is_candidate[hashes & np.uint64(len(self.is_candidate) - 1)])
         if len(places):
-            firsts = np.searchsorted(self.hashes, hashes[places], side="left")
+            firsts = np.searchsorted(self.hashes, hashes[places])
+            is_found = self.hashes[np.minimum(firsts, len(self.hashes) - 1)] == hashes[places]
+            places, firsts = places[is_found], firsts[is_found]
             lasts = np.searchsorted(self.hashes, hashes[places], side="right")
-            for found in np.flatnonzero(firsts < lasts).tolist():
-                for ngram in range(firsts[found], lasts[found]):
-                    yield int(places[found]), int(self.texts[ngram]), int(self.starts[ngram])
+            for place, first, last in zip(places.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+                for ngram in range(first, last):
+                    yield place, int(self.texts[ngram]), int(self.starts[ngram])
 
 
 @dataclass(frozen=True)
