@@ -6,10 +6,12 @@ plans (telephone), public addresses (IP). Not found are addresses in words (``an
 those of +1, names, and postal addresses.
 """
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -54,21 +56,22 @@ _LAST_GROUP = re.compile(rf"[{_SPACE}./-]+\(?[^{_SPACE}./-]*\Z")
 # need a word for telephone before them. Numbers of +1 in the national form have groups that no other numbers have.
 _PHONE = re.compile(
     rf"""(?<![\w+$€£¥#=-]) (?<![$€£¥#][ ]) (?<![0-9][{_SPACE}.,:-]) (?:
-      (?P<international> \(?(?: \+[1-9][0-9]{{0,2}} | 00[1-9][0-9]{{0,2}}(?=[{_SPACE})-]) )
+      (?P<international> \(?(?: \+[1-9][0-9]{{0,2}} | (?<!/)00(?P<country>[1-9][0-9]{{0,2}})(?=[{_SPACE})-]) )
                          (?: [{_SPACE}.()/-]{{0,2}}[0-9] ){{6,14}} ) (?![0-9])
-    | (?: (?P<spanish> [67][0-9]{{2}} ([{_SPACE}-])[0-9]{{3}} \3(?!000)[0-9]{{3}}
-                     | [89][0-9]{{2}} ([{_SPACE}-])[0-9]{{3}} \4(?!000)[0-9]{{3}}
-                     | [6-9][0-9]{{2}} ([{_SPACE}-])[0-9]{{2}} \5[0-9]{{2}} \5[0-9]{{2}}
-                     | [89][0-9] ([{_SPACE}-])[0-9]{{3}} \6[0-9]{{2}} \6?[0-9]{{2}}
+    | (?: (?P<spanish> [6-9][0-9]{{2}} (?P<a>[{_SPACE}-])[0-9]{{3}} (?P=a)(?!000)[0-9]{{3}}
+                     | [6-9][0-9]{{2}} (?P<b>[{_SPACE}-])[0-9]{{2}} (?P=b)[0-9]{{2}} (?P=b)[0-9]{{2}}
+                     | [89][0-9] (?P<c>[{_SPACE}-])[0-9]{{3}} (?P=c)[0-9]{{2}} (?P=c)?[0-9]{{2}}
                      | \([89][0-9]{{1,2}}\) (?:[{_SPACE}.-]?[0-9]{{2,3}}){{3}} )
         | (?P<unclear> [6-9][0-9]{{8}} | [6-9][0-9]{{2}}[{_SPACE}][0-9]{{6}}
                      | [6-9][0-9]{{2}}\.[0-9]{{3}}\.[0-9]{{3}} | [6-9][0-9]{{2}}(?:\.[0-9]{{2}}){{3}}
                      | [89][0-9]\.[0-9]{{3}}\.[0-9]{{2}}\.[0-9]{{2}} )
-        | (?P<of_plus_1> (?:1[ .-])? (?:\([2-9][0-9]{{2}}\)[ ]? | [2-9][0-9]{{2}}[.-]) [2-9][0-9]{{2}}[.-][0-9]{{4}} )
+        | (?P<of_plus_1> (?:1[ .-])? (?: \([2-9][0-9]{{2}}\)[ ]?[2-9][0-9]{{2}}[.-]
+                                       | [2-9][0-9]{{2}}(?P<d>[.-])[2-9][0-9]{{2}}(?P=d) ) [0-9]{{4}} )
       ) (?!\w) (?![{_SPACE}.,-][0-9]) (?![{_SPACE}]?[%€$£¥])
     )""",
     re.VERBOSE,
 )
+_DECIMAL = re.compile(r"\(?\+[0-9]+\.[0-9]+")
 _TELEPHONE = re.compile(
     r"\b(?:tel|tlf|tfno|tfn|m[oó]v|m[oò]bil|phone|mobile|cell|fax|wh?ats?app|wasap|llam|truca|truqu|call\b|contact)|[☎☏📞📱]",
     re.IGNORECASE,
@@ -89,7 +92,8 @@ _IPV6 = re.compile(
 )  # RFC 4291: public is 2000::/3
 _WITHIN_IP = re.compile(r"(?:[\w.]|::|[0-9A-Fa-f]{4}:)\Z")
 _VERSION = re.compile(r"(?:\b(?:v|ver|versi[oóò]n?|release|build|firmware)[.:]?\s?|[^\W\d_]/)\Z", re.IGNORECASE)
-_SMALL = 32  # four numbers below it are taken for a version or a section: 0.02 % of the addresses
+# the numbers of a version or a section: 0.25 % of the addresses are like that
+_SMALL = ((32, 32, 32, 32), (10, 100, 100, 100))
 
 
 @dataclass(frozen=True)
@@ -174,21 +178,28 @@ def _find_phones(text: str) -> Iterator[_Span]:
         if kind == "unclear" and not _TELEPHONE.search(text, max(0, start - _CONTEXT), start):
             continue
         if kind == "international":
-            length = _longest(found[0], _is_phone)
-            if length:
+            length = _longest(found[0], partial(_is_phone, country=found["country"]))
+            if length and not _DECIMAL.fullmatch(found[0]):
                 yield start, start + length
         elif _is_phone(found[0], "US" if kind == "of_plus_1" else "ES"):
             yield found.span()
 
 
-def _is_phone(number: str, region: str = "ES") -> bool:
-    """Return whether the numbering plans of libphonenumber have this number; ``region`` is for the national form."""
+def _is_phone(number: str, region: str = "ES", country: str | None = None) -> bool:
+    """Return whether the numbering plans of libphonenumber have this number.
+
+    Args:
+        number: as it is written.
+        region: for the national form; of numbers that begin with 00, where that is the international prefix.
+        country: the country's code, if the writing shows where it ends.
+    """
     import phonenumbers
 
     try:
-        return phonenumbers.is_valid_number(phonenumbers.parse(number, region))
+        parsed = phonenumbers.parse(number, region)
     except phonenumbers.NumberParseException:
         return False
+    return country in (None, str(parsed.country_code)) and phonenumbers.is_valid_number(parsed)
 
 
 def _find_identity_numbers(text: str) -> Iterator[_Span]:
@@ -211,16 +222,18 @@ def _find_ips(text: str) -> Iterator[_Span]:
 def _is_version(address: re.Match[str]) -> bool:
     """Return whether four numbers are taken for a version or a section: 1.2.3.4, v91.0.9.11 or Edge/91.0.1.2."""
     start = address.start()
-    are_small = all(int(number) < _SMALL for number in address[0].split("."))
+    numbers = [int(number) for number in address[0].split(".")]
+    are_small = any(all(map(operator.lt, numbers, limits)) for limits in _SMALL)
     return are_small or _VERSION.search(address.string, max(0, start - _CONTEXT), start) is not None
 
 
 def _is_public(address: str) -> bool:
-    """Return whether this is an address that identifies somebody's connection: not private, local or for documents."""
+    """Return whether an address identifies somebody's connection: it is not private, local, multicast or an example."""
     try:
-        return ip_address(address).is_global
+        parsed = ip_address(address)
     except ValueError:
         return False
+    return parsed.is_global and not parsed.is_multicast
 
 
 _FINDERS: dict[str, Callable[[str], Iterator[_Span]]] = {
