@@ -20,7 +20,10 @@ def change_texts(row: Mapping[str, Any], columns: Sequence[str], change: Callabl
 
 
 def text_of_chat(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Return all texts in ``columns``, one after the other on lines of their own."""
+    """Return all texts in ``columns``, one after the other on lines of their own.
+
+    Half of a surrogate pair becomes ``?``; a row with one is bad, and reported as such if it is encoded.
+    """
     texts: list[str] = []
 
     def take(text: str) -> str:
@@ -28,7 +31,7 @@ def text_of_chat(row: Mapping[str, Any], columns: Sequence[str]) -> str:
         return text
 
     change_texts(row, columns, take)
-    return "\n".join(texts)
+    return "\n".join(texts).encode(errors="replace").decode()
 
 
 def _changed(name: str, value: Any, change: Callable[[str], str]) -> Any:
