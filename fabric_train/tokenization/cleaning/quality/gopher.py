@@ -50,11 +50,12 @@ def _fault_of_words(measured: MeasuredText) -> Fault | None:
 
 def _fault_of_symbols(measured: MeasuredText) -> Fault | None:
     text, num_words, lines = measured.text, len(measured.words), measured.lines
+    num_ellipses = text.count("...") + text.count("…")
     shares = {
         "hashes": text.count("#") / num_words,
-        "ellipses": (text.count("...") + text.count("…")) / num_words,
+        "ellipses": num_ellipses / num_words,
         "bullet_lines": sum(line.lstrip().startswith(("•", "-")) for line in lines) / len(lines),
-        "ellipsis_lines": sum(line.endswith(("...", "…")) for line in lines) / len(lines),
+        "ellipsis_lines": sum(line.endswith(("...", "…")) for line in lines) / len(lines) if num_ellipses else 0.0,
     }
     for rule, share in shares.items():
         if share > LIMITS[rule]:

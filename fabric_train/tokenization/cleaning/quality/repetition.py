@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from itertools import islice
+from operator import mul
 
 import numpy as np
 
@@ -48,9 +49,10 @@ def _fault_of_top_n_grams(measured: MeasuredText) -> Fault | None:
     """Check the characters in the most frequent n-grams.
 
     An n-gram is no more frequent than each of its words. So its characters, with a space after each word, are at most n
-    times those of the word that has the most in the document, and n-grams are counted only if that is too many.
+    times the most that a word has in the document, and n-grams are counted only if that is too many.
     """
-    most = max(count * (len(word) + 1) for word, count in measured.counts.items())
+    counts = measured.counts
+    most = max(map(mul, counts.values(), map(len, counts))) + max(counts.values())
     for n in (2, 3, 4):
         rule = f"top_{n}_gram"
         if n * most / len(measured.text) <= LIMITS[rule] or len(measured.words) < n:
