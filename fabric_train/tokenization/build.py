@@ -18,7 +18,6 @@ from fabric_train.tokenization.cleaning.dropped_sample import write_sample
 from fabric_train.tokenization.cleaning.duplicate_sample import sample_duplicates
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
-from fabric_train.tokenization.encoded_shards import HASH_BYTES, signatures_file
 from fabric_train.tokenization.encoding import EncodedSources, available_cores
 from fabric_train.tokenization.manifest import (
     BAD_ROW,
@@ -39,6 +38,7 @@ from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
 from fabric_train.tokenization.packing.severed_chats import count_severed_chats
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
+from fabric_train.tokenization.shard_files import HASH_BYTES, signatures_file
 from fabric_train.tokenization.sharding import InputSlice
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder

@@ -5,7 +5,7 @@ finished::
 
     slices/3/config.yaml      the arguments of the task
              slice.json       the hashed files of the input, and the sizes of the shards' files
-             3f2a….tokens     a shard, see ``encoded_shards``; and its other files
+             3f2a….tokens     a shard, see ``shard_files``; and its other files
 """
 
 import json

@@ -18,13 +18,9 @@ from fabric_train.tokenization.cleaning.cleaner import Cleaner
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
     EncodingJob,
-    Shard,
-    ShardRecord,
     SourceFormat,
     encode_shard,
     part_name,
-    read_record,
-    remove_outdated_shards,
     split_into_shards,
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceFile
@@ -32,6 +28,7 @@ from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.columns import Row, missing_column, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.shard_files import Shard, ShardRecord, read_record, remove_outdated_shards
 from fabric_train.tokenization.sharding import FilesToHash, InputSlice, files_to_hash
 from fabric_train.tokenization.tokenizers.borders import Borders
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template

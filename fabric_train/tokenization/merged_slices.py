@@ -9,7 +9,6 @@ from pathlib import Path
 from fabric_train.cli.errors import InputError
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.tokenization.build import notes_of, write_token_dataset
-from fabric_train.tokenization.encoded_shards import Shard, ShardRecord, read_record
 from fabric_train.tokenization.encoded_slices import (
     MAKE_AGAIN,
     EncodedSlice,
@@ -24,6 +23,7 @@ from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.opened_corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.progress import ThrottledLog
 from fabric_train.tokenization.reading.source_names import place_of
+from fabric_train.tokenization.shard_files import Shard, ShardRecord, read_record
 from fabric_train.tokenization.sharding import slice_numbers
 from fabric_train.tokenization.unfinished import DOWNLOADS
 

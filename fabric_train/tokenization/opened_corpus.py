@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.chats.chosen_template import read_chosen_template
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.encoded_shards import Shard, SourceFormat
+from fabric_train.tokenization.encoded_shards import SourceFormat
 from fabric_train.tokenization.encoding import (
     Caps,
     EncodedSources,
@@ -25,6 +25,7 @@ from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.source_names import split_names
 from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.shard_files import Shard
 from fabric_train.tokenization.sharding import InputSlice
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck

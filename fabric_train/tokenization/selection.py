@@ -14,11 +14,11 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.contamination import ContaminatedDocument
 from fabric_train.tokenization.cleaning.dropped_sample import DroppedDocument
-from fabric_train.tokenization.encoded_shards import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.shard_files import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord
 
 _Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 

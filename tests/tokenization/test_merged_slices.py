@@ -16,13 +16,13 @@ import pytest
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import encoded_shards, encoded_slices, encoding, merge, unfinished
-from fabric_train.tokenization.encoded_shards import Shard, ShardRecord, read_record
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
 from fabric_train.tokenization.reading.listing import ListedFile, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
+from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, Shard, ShardRecord, read_record
 from fabric_train.tokenization.sharding import InputSlice, files_to_hash, slice_numbers
 from tests.support.token_datasets import TEXTS, write_jsonl
 
@@ -284,7 +284,7 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_
     assert small is not None
     tracemalloc.start()
     records = [enlarged(small, of_each, random) for _ in shards]
-    no_hashes = np.empty((0, encoded_shards.HASH_BYTES), np.uint8)
+    no_hashes = np.empty((0, HASH_BYTES), np.uint8)
     collection = collect(shards, records, [source], None, None, no_hashes, None)
     records.clear()
     plan = plan_rows(collection.documents.lengths, collection.kept, packing, 2048, 0)
@@ -296,14 +296,14 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_
 
 def enlarged(record: ShardRecord, num_documents: int, random: np.random.Generator) -> ShardRecord:
     """Return the record with documents of 600 tokens on average, all different."""
-    documents = np.zeros(num_documents, encoded_shards.ENCODED)
+    documents = np.zeros(num_documents, ENCODED)
     documents["number"] = documents["row"] = np.arange(1, num_documents + 1)
     documents["length"] = 1 + random.lognormal(6, 1, num_documents)
-    hashes = np.frombuffer(random.bytes(num_documents * encoded_shards.HASH_BYTES), np.uint8)
+    hashes = np.frombuffer(random.bytes(num_documents * HASH_BYTES), np.uint8)
     return replace(
         record,
         documents=documents,
-        parts=np.array([(num_documents, num_documents)], encoded_shards.PART),
+        parts=np.array([(num_documents, num_documents)], PART),
         hashes=hashes.reshape(num_documents, -1),
         num_read=num_documents,
     )

@@ -20,11 +20,12 @@ import numpy as np
 
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.encoded_shards import Shard, part_name, split_into_shards
+from fabric_train.tokenization.encoded_shards import part_name, split_into_shards
 from fabric_train.tokenization.progress import progress_of
 from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.shard_files import Shard
 from fabric_train.tokenization.workers import WorkerPool
 
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
