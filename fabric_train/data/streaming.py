@@ -16,9 +16,9 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import columns, read_chat
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument
-from fabric_train.tokenization.encoding import find_kind
 from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.source_names import split_names
+from fabric_train.tokenization.source_formats import find_kind
 from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder

@@ -8,10 +8,10 @@ from fabric_train.checkpoint import read_stream_order, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_documents import StreamedSource
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
-from fabric_train.tokenization.encoding import find_kind
 from fabric_train.tokenization.manifest import FILE_NAME
 from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.source_names import split_names
+from fabric_train.tokenization.source_formats import find_kind
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import PartReader, Source
 from fabric_train.tokenization.shard_files import ENCODED, FORMAT, Shard, ShardWriter
+from fabric_train.tokenization.source_formats import SourceFormat
 from fabric_train.tokenization.tokenizers.borders import Borders
 from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
@@ -31,15 +32,6 @@ _MAX_SHARD_BYTES, _MIN_SHARD_BYTES, _TARGET_NUM_SHARDS = 32 << 20, 1 << 20, 64
 _MAX_NUM_SHARDS = 8192  # above 256 GiB shards get larger: the file system of a cluster is slow with many files
 
 _Place = tuple[int, int]  # number and row of a document, see ENCODED
-
-
-@dataclass(frozen=True)
-class SourceFormat:
-    """How to encode a source's rows of a ``kind``: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text."""
-
-    kind: str
-    columns: tuple[str, ...]
-    chat: "ChatEncoder | None"
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,25 @@ from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat, unexpected_format
+from fabric_train.tokenization.chats.chat_format import read_chat
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
     EncodingJob,
-    SourceFormat,
     encode_shard,
     part_name,
     split_into_shards,
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceFile
 from fabric_train.tokenization.progress import ShowProgress, progress
-from fabric_train.tokenization.reading.columns import Row, missing_column, text_of
+from fabric_train.tokenization.reading.columns import Row, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard, ShardRecord, read_record, remove_outdated_shards
 from fabric_train.tokenization.sharding import FilesToHash, InputSlice, files_to_hash
+from fabric_train.tokenization.source_formats import SourceFormat, open_formats
 from fabric_train.tokenization.tokenizers.borders import Borders
-from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
@@ -84,84 +82,6 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> list[str]:
-    """Return each source's data format, found from its first row.
-
-    Raises:
-        InputError: one line for each source whose first row is bad or neither text nor a chat.
-    """
-    kinds: list[str] = []
-    faults: list[str] = []
-    for source in sources:
-        try:
-            given, skips = arguments.data_format, arguments.on_bad_rows == "skip"
-            kinds.append(find_kind(source, arguments.text_column, skips) if given == "auto" else given)
-        except InputError as error:
-            faults += error.faults
-    if faults:
-        raise InputError(*faults)
-    return kinds
-
-
-def open_formats(
-    kinds: Sequence[str], tokenizer_folder: Path, arguments: "TokenizeArguments", by_parts: bool = True
-) -> list[SourceFormat]:
-    """Return how to encode the sources of these kinds.
-
-    If there are chats, their template becomes that of ``tokenizer_folder``.
-
-    Args:
-        kinds: from ``find_kinds``.
-        tokenizer_folder: holds ``tokenizer.json``.
-        arguments: the command line of ``tokenize_dataset.py``, with the packing.
-        by_parts: see ``ChatEncoder``.
-
-    Raises:
-        InputError: the chat template cannot be used.
-    """
-    formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
-    longest = None if arguments.packing == "concat" else arguments.max_length
-    for kind in sorted(set(kinds) - {"text"}):
-        from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
-
-        encoder = ChatEncoder(
-            tokenizer_folder,
-            kind,
-            arguments.train_on,
-            arguments.too_long,
-            longest,
-            by_parts=by_parts,
-            is_chosen=arguments.chat_template is not None,
-        )
-        formats[kind] = SourceFormat(kind, columns(kind), encoder)
-        set_chat_template(tokenizer_folder, encoder.chat_template)
-    return [formats[kind] for kind in kinds]
-
-
-def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
-    """Return the data format of a source's first row: text if it has that column, else that of a chat or instruction.
-
-    Raises:
-        InputError: it has none of them, or the row is bad and bad rows are not skipped.
-    """
-    looked_for = (text_column, *columns("auto"))
-    for part in source.parts(1 << 20):
-        reader = source.reader(part, looked_for)
-        for number, row in reader:
-            if isinstance(row, BadRowError):
-                if not skips_bad_rows:
-                    raise row.fault()
-                continue
-            if text_column in row:
-                return "text"
-            kind = detect_format(row)
-            if kind is None:
-                no_text = str(missing_column(reader.place(number), text_column, row))
-                raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
-            return kind
-    return "text"
 
 
 def encode_sources(

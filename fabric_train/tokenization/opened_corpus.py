@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.chats.chosen_template import read_chosen_template
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.encoded_shards import SourceFormat
 from fabric_train.tokenization.encoding import (
     Caps,
     EncodedSources,
     available_cores,
     encode_sources,
-    find_kinds,
-    open_formats,
     plan_shards,
     shard_settings,
 )
@@ -27,6 +24,7 @@ from fabric_train.tokenization.reading.source_names import split_names
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard
 from fabric_train.tokenization.sharding import InputSlice
+from fabric_train.tokenization.source_formats import SourceFormat, find_kinds, open_formats
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
