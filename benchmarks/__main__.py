@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from benchmarks import (
+    chat_tokens,
     chats,
     checkpoint,
     cleaning,
@@ -52,6 +53,7 @@ BENCHMARKS = {
     "identity": Benchmark(identity.measure, identity.table),
     "training": Benchmark(training.measure, training.table),
     "chats": Benchmark(chats.measure, chats.table),
+    "chat_tokens": Benchmark(chat_tokens.measure, chat_tokens.table),
     "cleaning": Benchmark(cleaning.measure, cleaning.table),
     "loss": Benchmark(loss.measure, loss.table),
     "overhead": Benchmark(overhead.measure, overhead.table),
