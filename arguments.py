@@ -675,8 +675,63 @@ class PushArguments:
         return faults
 
 
+@dataclass(frozen=True, kw_only=True)
+class CleaningArguments:
+    """Cleaning of documents, each drop and change counted"""
+
+    language: str | None = None
+    """Keep the documents of text in these languages, such as es,ca: ISO 639 codes, and va, which is Valencian. A number
+    may follow, as in es,ca:0.8: the least probability at which the identifier is certain; default: 0.65.
+    """
+    language_by: Literal["document", "paragraph"] = "document"
+    """With --language: leave out documents in other languages, or remove paragraphs in other languages first."""
+    quality: str | None = None
+    """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
+    as gopher,fineweb. Those of c4 also remove lines.
+    """
+    near_duplicates: PositiveShare | None = None
+    """Leave out texts that nearly repeat an earlier one, of any source: the smallest share of 5-grams of words, such as
+    0.8, that they have in common (estimated by MinHash).
+    """
+    boilerplate: PositiveInt64 | None = None
+    """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
+    10 for a small corpus, 1000 for millions of documents. Sources are read twice.
+    """
+    redact: str | None = None
+    """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
+    email and ip need pip install 'fabric-train[cleaning]'.
+    """
+    decontaminate: list[str] | None = None
+    """Files with the items of evaluation tasks, as JSON lines such as lm_eval's samples: documents with 13 words in a
+    row that an item has too are left out (docs/decontamination.md).
+    """
+    contaminated: Literal["drop", "mark"] = "drop"
+    """With --decontaminate: leave these documents out, or only list them in contamination.jsonl."""
+
+    def faults(self) -> list[str]:
+        """Return values of no known kind, and options without the one that they belong to."""
+        faults = []
+        if self.boilerplate == 1:
+            faults.append("--boilerplate 1 removes every line: give 2 or more")
+        if self.language is not None and not re.fullmatch(_LANGUAGES, self.language):
+            faults.append(f"--language: expected codes such as es,ca or es,ca:0.8, got {self.language!r}")
+        if self.language is None and self.language_by != "document":
+            faults.append(f"--language_by {self.language_by} needs --language: the codes to keep, such as es,ca")
+        if self.quality is not None and not set(self.quality.split(",")) <= set(_QUALITY_RULES):
+            faults.append(
+                f"--quality: expected {', '.join(_QUALITY_RULES)} or several with commas, got {self.quality!r}"
+            )
+        if self.redact is not None and not set(self.redact.split(",")) <= set(_PERSONAL_DATA):
+            faults.append(f"--redact: expected {', '.join(_PERSONAL_DATA)} or several with commas, got {self.redact!r}")
+        if self.decontaminate == []:
+            faults.append("--decontaminate names nothing: give the files of the tasks")
+        if self.decontaminate is None and self.contaminated != "drop":
+            faults.append("--contaminated needs --decontaminate: give the files of the tasks")
+        return faults
+
+
 @dataclass(frozen=True)
-class TokenizeArguments(PushArguments):
+class TokenizeArguments(CleaningArguments, PushArguments):
     """Turn documents or chats into a token dataset
 
     PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
@@ -720,34 +775,6 @@ class TokenizeArguments(PushArguments):
     """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
     deduplicate: bool = False
     """Leave out documents with the same content as an earlier one."""
-    language: str | None = None
-    """Keep the documents of text in these languages, such as es,ca: ISO 639 codes, and va, which is Valencian. A number
-    may follow, as in es,ca:0.8: the least probability at which the identifier is certain; default: 0.65.
-    """
-    language_by: Literal["document", "paragraph"] = "document"
-    """With --language: leave out documents in other languages, or remove paragraphs in other languages first."""
-    quality: str | None = None
-    """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
-    as gopher,fineweb. Those of c4 also remove lines.
-    """
-    near_duplicates: PositiveShare | None = None
-    """Leave out texts that nearly repeat an earlier one, of any source: the smallest share of 5-grams of words, such as
-    0.8, that they have in common (estimated by MinHash).
-    """
-    boilerplate: PositiveInt64 | None = None
-    """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
-    10 for a small corpus, 1000 for millions of documents. Sources are read twice.
-    """
-    redact: str | None = None
-    """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
-    email and ip need pip install 'fabric-train[cleaning]'.
-    """
-    decontaminate: list[str] | None = None
-    """Files with the items of evaluation tasks, as JSON lines such as lm_eval's samples: documents with 13 words in a
-    row that an item has too are left out (docs/decontamination.md).
-    """
-    contaminated: Literal["drop", "mark"] = "drop"
-    """With --decontaminate: leave these documents out, or only list them in contamination.jsonl."""
     on_bad_rows: Literal["fail", "skip"] = "fail"
     """Rows that cannot be read: report the first and stop, or count them and leave them out."""
     stream: bool = False
@@ -769,35 +796,20 @@ class TokenizeArguments(PushArguments):
 
     def faults(self) -> list[str]:
         """Return values that leave nothing to train on, and contradictions."""
-        faults = [*super().faults(), *(f"--{name} names nothing: give a source" for name in self._without_sources())]
+        faults = [*PushArguments.faults(self), *CleaningArguments.faults(self)]
+        faults += [f"--{name} names nothing: give a source" for name in self._without_sources()]
         if self.validation_split == 1:
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
-        if self.boilerplate == 1:
-            faults.append("--boilerplate 1 removes every line: give 2 or more")
         if self.boilerplate is not None and self.stream:
             faults.append("--boilerplate reads sources twice, which --stream would download twice: leave out --stream")
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         faults += _not_language_codes("card_language", self.card_language)
-        if self.language is not None and not re.fullmatch(_LANGUAGES, self.language):
-            faults.append(f"--language: expected codes such as es,ca or es,ca:0.8, got {self.language!r}")
-        if self.language is None and self.language_by != "document":
-            faults.append(f"--language_by {self.language_by} needs --language: the codes to keep, such as es,ca")
-        if self.quality is not None and not set(self.quality.split(",")) <= set(_QUALITY_RULES):
-            faults.append(
-                f"--quality: expected {', '.join(_QUALITY_RULES)} or several with commas, got {self.quality!r}"
-            )
-        if self.redact is not None and not set(self.redact.split(",")) <= set(_PERSONAL_DATA):
-            faults.append(f"--redact: expected {', '.join(_PERSONAL_DATA)} or several with commas, got {self.redact!r}")
         if self.push_to_hub is None:  # the card is written for the hub
             given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
             faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
-        if self.decontaminate == []:
-            faults.append("--decontaminate names nothing: give the files of the tasks")
-        if self.decontaminate is None and self.contaminated != "drop":
-            faults.append("--contaminated needs --decontaminate: give the files of the tasks")
         if self.weights and len(self.weights) != len(self.dataset):
             faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
         return [*faults, *self._faults_of_shard()]
