@@ -21,6 +21,7 @@ from fabric_train.tokenization.manifest import (
     read_manifest,
 )
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
+from fabric_train.tokenization.tokenizers import chat_template_file
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 
@@ -111,7 +112,13 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
         )
     digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
     names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
-    if names:
+    if names == [chat_template_file.FILE_NAME]:
+        has, lacks = (other, first) if names[0] in others else (first, other)
+        yield (
+            f"{other.folder}: its chat template is not that of {first.folder}; tokenize {lacks.folder} again with "
+            f"--chat_template {has.folder / 'tokenizer' / names[0]}"
+        )
+    elif names:
         yield (
             f"{other.folder}: its tokenizer is not that of {first.folder}, {', '.join(names)} differ"
             f"{'s' if len(names) == 1 else ''}; tokenize one of them again with the --tokenizer_name of the other"

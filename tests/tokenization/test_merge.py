@@ -150,6 +150,13 @@ def spoil_tokenizer(folder: Path) -> str:
     return "its tokenizer is not that of .*, tokenizer.json differs; "
 
 
+def spoil_template(folder: Path) -> str:
+    digests = json.loads((folder / "manifest.json").read_text())["tokenizer"]["sha256"]
+    edit_manifest(folder, "tokenizer", "sha256", value={**digests, "chat_template.jinja": "0" * 64})
+    (folder / "tokenizer" / "chat_template.jinja").write_text("")
+    return f"its chat template is not that of .* again with --chat_template {folder}/tokenizer/chat_template.jinja"
+
+
 def spoil_length(folder: Path) -> str:
     content = json.loads((folder / "manifest.json").read_text())
     content["settings"]["max_length"] = 32
@@ -180,7 +187,7 @@ def spoil_splits(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_tokenizer, spoil_length, spoil_format, spoil_manifest, spoil_listing, spoil_splits]
+    "spoil", [spoil_tokenizer, spoil_template, spoil_length, spoil_format, spoil_manifest, spoil_listing, spoil_splits]
 )
 def test_bad_input_is_one_error_line_and_nothing_is_written(
     tmp_path: Path, tiny_tokens_dir: Path, other: Path, spoil: Any
