@@ -20,6 +20,7 @@ from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, 
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.cleaning import contamination
+from fabric_train.tokenization.cleaning.dropped_sample import join_samples
 from fabric_train.tokenization.encoded_slices import is_slice
 from fabric_train.tokenization.manifest import Manifest, MergedPart, changed_tokenizer, write_manifest
 from fabric_train.tokenization.merged_manifest import MergeInput, merge_manifests, open_inputs
@@ -82,6 +83,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
                 _join_indexes(merged, name, folder / name)
         _write_json(folder / "dataset_dict.json", {"splits": list(manifest.ledger.splits)})
         _join_lists([dataset.folder for dataset in merged], folder, contamination.FILE_NAME)
+        join_samples([dataset.folder for dataset in merged], folder)
         write_manifest(folder, manifest)
     notes = [
         f"{folder} has no document index, because an older version wrote it, so {target} has none; tokenize it again "

@@ -2,10 +2,11 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.packing.document_index import SourceTable
 
 FILE_NAME = "dropped.jsonl"
@@ -44,16 +45,37 @@ def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: Sour
         dropped: in the order of the sources.
         sources: those of the token dataset.
     """
-    by_reason: dict[str, list[DroppedDocument]] = defaultdict(list)
+    by_reason: dict[str, list[str]] = defaultdict(list)
     for document in dropped:
-        by_reason[document.reason].append(document)
-    lines = []
+        place = sources.place(document.file, document.row)
+        content = {"reason": document.reason, "detail": document.detail, "place": place, "text": document.text}
+        by_reason[document.reason].append(json.dumps(content, ensure_ascii=False))
+    _write(folder, by_reason)
+
+
+def join_samples(folders: Sequence[Path], target: Path) -> None:
+    """Write the sample of several token datasets together: again at most 20 documents for each reason.
+
+    Raises:
+        InputError: a line of a sample is damaged.
+    """
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for file in (folder / FILE_NAME for folder in folders):
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                by_reason[json.loads(line)["reason"]].append(line.decode())
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(f"{file}: line {number:,} is damaged; remove the file, or tokenize again") from error
+    _write(target, by_reason)
+
+
+def _write(folder: Path, by_reason: Mapping[str, Sequence[str]]) -> None:
+    """Write at most 20 lines of each reason, evenly spaced; no file if there are none."""
+    chosen = []
     for reason in sorted(by_reason):
         found = by_reason[reason]
         count = min(len(found), PER_REASON)
-        for document in (found[number * len(found) // count] for number in range(count)):
-            place = sources.place(document.file, document.row)
-            content = {"reason": reason, "detail": document.detail, "place": place, "text": document.text}
-            lines.append(json.dumps(content, ensure_ascii=False) + "\n")
-    if lines:
-        (folder / FILE_NAME).write_text("".join(lines), encoding="utf-8")
+        chosen += [found[number * len(found) // count] + "\n" for number in range(count)]
+    if chosen:
+        (folder / FILE_NAME).write_text("".join(chosen), encoding="utf-8")

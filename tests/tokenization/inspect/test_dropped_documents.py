@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fabric_train.cli.errors import InputError
+from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning.dropped_sample import FILE_NAME, DroppedDocument, write_sample
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing.document_index import SourceTable
@@ -48,6 +51,20 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], *options: object) ->
         code = int(end.code or 0)
     output = capsys.readouterr().out
     return code, output, re.findall(r"^✗ (.*)$", output, re.MULTILINE)
+
+
+def test_merge_joins_the_samples_of_dropped_documents(
+    cleaned: Path, tiny_tokens_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(cleaned, cleaned.parent / "other")
+    target = cleaned.parent / "merged"
+    merge.main([*map(str, (cleaned, tiny_tokens_dir, other)), "--output_dir", str(target)])
+    reasons = [json.loads(line)["reason"] for line in (target / FILE_NAME).read_bytes().splitlines()]
+    assert Counter(reasons) == {"low_quality: few_words": 4, "other_language": 20}
+    assert shown(target, capsys)[2] == []
+    (other / FILE_NAME).write_text('{"reason": "duplicate"}\n["duplicate"]\n', encoding="utf-8")
+    with pytest.raises(InputError, match=r"other/dropped\.jsonl: line 2 is damaged; "):
+        merge.main([*map(str, (cleaned, other)), "--output_dir", str(cleaned.parent / "none")])
 
 
 def test_dropped_documents_are_shown_with_place_and_reason(
