@@ -703,7 +703,7 @@ class CleaningArguments:
     """
     decontaminate: list[str] | None = None
     """Files with the items of evaluation tasks, as JSON lines such as lm_eval's samples: documents with 13 words in a
-    row that an item has too are left out (docs/decontamination.md).
+    row that an item has too are left out (docs/cleaning.md).
     """
     contaminated: Literal["drop", "mark"] = "drop"
     """With --decontaminate: leave these documents out, or only list them in contamination.jsonl."""
