@@ -123,20 +123,24 @@ def found_and_missed(planted: Sequence[Planted], folder: Path) -> str:
 
 
 def texts_of(folder: Path) -> dict[tuple[str, int], str]:
-    """Return the text of each document of a token dataset by its source and row there."""
+    """Return the text of each document of a token dataset by its source and row there.
+
+    A document in the last row, which is left over because it is incomplete, has less text or none.
+    """
     manifest = _manifest(folder)
     index = open_index(folder, manifest, "train")
     assert index is not None
     rows = np.array(datasets.load_from_disk(folder)["train"].with_format("numpy")["input_ids"][:])
     pieces = index.pieces(np.arange(len(rows)))
-    ids: dict[int, list[int]] = defaultdict(list)
+    ids: list[list[int]] = [[] for _ in index.documents]
     for piece in np.lexsort([pieces.starts, pieces.documents]):
         position, length = int(pieces.positions[piece]), int(pieces.lengths[piece])
         ids[int(pieces.documents[piece])] += rows[pieces.rows[piece]][position : position + length].tolist()
     tokenizer = load_fast(folder / "tokenizer" / "tokenizer.json", special_text_is_plain=False)
-    origins = [index.origin(document) for document in ids]
-    texts = tokenizer.decode_batch(list(ids.values()))
-    return {(origin.source, origin.row): text for origin, text in zip(origins, texts, strict=True)}
+    origins = [index.origin(document) for document in range(len(ids))]
+    return {
+        (origin.source, origin.row): text for origin, text in zip(origins, tokenizer.decode_batch(ids), strict=True)
+    }
 
 
 def control(folder: Path) -> str:
