@@ -1,11 +1,13 @@
 """What Fabric's plugins for launchers get wrong is corrected. MPI and gloo themselves: tests/launchers/."""
 
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 from lightning import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, mpi
+from lightning_utilities.core.imports import RequirementCache
 
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.cluster_environment import SrunEnvironment, check_address, find_cluster_environment
@@ -81,6 +83,11 @@ def test_mpi_is_started_for_mpiexec_alone(
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     (tmp_path / "mpi4py" / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
     monkeypatch.syspath_prepend(tmp_path)
+    # Lightning remembers that there is an mpi4py, and Python the module: later tests have none
+    monkeypatch.setattr(mpi, "_MPI4PY_AVAILABLE", RequirementCache("mpi4py"))
+    for name in ("mpi4py", "mpi4py.MPI"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if is_imported:
