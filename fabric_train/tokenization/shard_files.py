@@ -204,6 +204,9 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for file in (self._tokens, self._masks, self._signatures):
             if file is not None:
                 file.close()
@@ -293,7 +296,8 @@ class ShardWriter:
         self._show(position)
 
     def finish(self) -> None:
-        """Write the record of the shard, by which it counts as finished."""
+        """Write the record of the shard, by which it counts as finished, once its other files are whole."""
+        self._close()
         partial_file = self._folder / f"{self._shard.key}.partial"
         with partial_file.open("wb") as record:
             np.savez(
