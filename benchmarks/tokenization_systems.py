@@ -67,8 +67,8 @@ def our_command(dataset: Path, tokenizer: Path, target: Path) -> Command:
 
 
 def bare_gigatoken_command(dataset: Path, tokenizer: Path, target: Path) -> Command:
-    """Return the command of the bare loop with gigatoken, which encodes in the one thread that is fastest here."""
-    options = {"dataset": dataset, "tokenizer_name": tokenizer, "output_dir": target, "num_proc": 1}
+    """Return the command of the bare loop with gigatoken, which encodes with as many threads as there are processes."""
+    options = {"dataset": dataset, "tokenizer_name": tokenizer, "output_dir": target, "num_proc": NUM_PROC}
     return Command(("python", _script(GIGATOKEN), *_line(options)))
 
 
