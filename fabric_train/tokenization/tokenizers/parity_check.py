@@ -1,5 +1,6 @@
 """Compare an encoder's ids with the tokenizer's in a process of its own, in parallel with other work."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,11 @@ class ParityCheck:
         assert self._worker is not None, "start comes first"
         hard_strings = self._worker.receive()
         assert isinstance(hard_strings, list)
-        texts = [*hard_strings, *self._sample]
-        documents, lengths = encoder.encode_documents([text.encode() for text in texts], borders)
-        split = np.split(documents, np.cumsum(lengths)[:-1])
-        self._worker.send([encoder.encode_batch(texts), split, borders])
+        # in a process of its own: what the encoder loads for rare characters is freed with it
+        encoding: Worker[list[str], list[Any]] = Worker(partial(_encode, encoder, borders))
+        encoding.send([*hard_strings, *self._sample])
+        self._worker.send(encoding.receive())
+        encoding.kill()
 
     def result(self) -> str | None:
         """Wait for the comparison; return where the first difference is, or None."""
@@ -106,4 +108,12 @@ class _Comparison:
             return None
         ids, documents, borders = given
         difference = find_difference(self._texts, self._expected, ids)
-        return difference or find_different_document(self._texts, self._expected, documents, borders)
+        difference = difference or find_different_document(self._texts, self._expected, documents, borders)
+        self._reference, self._texts, self._expected = None, [], []  # the process waits until the run has encoded all
+        return difference
+
+
+def _encode(encoder: "TextEncoder", borders: Borders, texts: list[str]) -> list[Any]:
+    """Return the ids of each text, the same as documents, and BOS and EOS."""
+    documents, lengths = encoder.encode_documents([text.encode() for text in texts], borders)
+    return [encoder.encode_batch(texts), np.split(documents, np.cumsum(lengths)[:-1]), borders]
