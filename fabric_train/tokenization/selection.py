@@ -92,17 +92,8 @@ def collect(
     last = _last_within_caps(lengths[kept], max_documents, max_tokens)
     num_read = int(first_rows[-1]) if last == len(kept) else int(rows[kept[last - 1]])
     kept = kept[:last]
-    num_cut = int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
-    skipped: Counter[str] = Counter()
-    edits: Counter[str] = Counter()
-    for record, first in zip(records, first_rows, strict=False):
-        within = record.skipped[record.skipped["number"] + first <= num_read]
-        num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
-        for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
-            skipped[record.reasons[reason]] += int(count)
-        changes = record.edits[record.edits["number"] + first <= num_read]
-        sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
-        edits += {kind: count for kind, count in zip(record.kinds, sums.tolist(), strict=True) if count}
+    skipped, edits, num_cut = _count(records, first_rows, num_read)
+    num_cut += int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
     duplicates = np.flatnonzero(~is_kept & (rows <= num_read))
     near_duplicates = np.flatnonzero(is_near & (rows <= num_read))
     skipped.update({DUPLICATE: len(duplicates)} if len(duplicates) else {})
@@ -130,6 +121,28 @@ def collect(
         near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
     )
+
+
+def _count(
+    records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
+) -> tuple[Counter[str], Counter[str], int]:
+    """Return the rows skipped by reason, the edits by kind, and the tokens of skipped rows, of the first ``num_read``.
+
+    Args:
+        records: of the shards.
+        first_rows: int64 [shards or more], the rows read before each shard.
+        num_read: rows that count.
+    """
+    skipped, edits, num_cut = Counter[str](), Counter[str](), 0
+    for record, first in zip(records, first_rows, strict=False):
+        within = record.skipped[record.skipped["number"] + first <= num_read]
+        num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
+        for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
+            skipped[record.reasons[reason]] += int(count)
+        changes = record.edits[record.edits["number"] + first <= num_read]
+        sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
+        edits.update({kind: count for kind, count in zip(record.kinds, sums.tolist(), strict=True) if count})
+    return skipped, edits, num_cut
 
 
 def _parts(

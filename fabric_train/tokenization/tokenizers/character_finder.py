@@ -11,7 +11,7 @@ class CharacterFinder:
     """A search for ``characters``, code points from 128 on, in UTF-8.
 
     The first two bytes of a character decide for most texts; only the others are searched with a regular expression,
-    which takes ten times as long.
+    which takes longer.
     """
 
     def __init__(self, characters: Iterable[int]) -> None:

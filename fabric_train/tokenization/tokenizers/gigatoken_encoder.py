@@ -70,28 +70,32 @@ class GigatokenEncoder:
         tokenizer splits before it does anything else.
         """
         self._limit_memory(sum(map(len, texts)))
+        return self._encode_joined(texts, borders) or join_documents([self._encode(text) for text in texts], borders)
+
+    def _encode_joined(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what ``encode_documents`` does; None if the texts have to be encoded one by one."""
         begin = b"" if borders.bos_token_id is None else self._json.added_tokens.get(borders.bos_token_id)
         end = self._json.added_tokens.get(borders.eos_token_id)
-        if begin is not None and end is not None:
-            joined = b"".join((begin, (end + begin).join(texts), end))
-            ids = None if self._json.unknown.is_in(joined) else self._encode_known(joined)
-            if ids is not None:
-                ends = np.flatnonzero(ids == borders.eos_token_id)
-                if borders.bos_token_id == borders.eos_token_id:
-                    has_others, ends = len(ends) != 2 * len(texts), ends[1::2]
-                else:
-                    num_begins = len(texts) if not begin else np.count_nonzero(ids == borders.bos_token_id)
-                    has_others = len(ends) != len(texts) or num_begins != len(texts)
-                if not has_others:  # otherwise a text has the text of EOS or BOS in it
-                    return ids, np.diff(ends, prepend=-1)
-        return join_documents([self._encode(text) for text in texts], borders)
+        if begin is None or end is None:
+            return None
+        ids = self._encode_known(b"".join((begin, (end + begin).join(texts), end)))
+        if ids is None:
+            return None
+        is_one_token = borders.bos_token_id == borders.eos_token_id
+        ends = np.flatnonzero(ids == borders.eos_token_id)
+        num_begins = np.count_nonzero(ids == borders.bos_token_id) if begin and not is_one_token else len(texts)
+        if len(ends) != len(texts) * (1 + is_one_token) or num_begins != len(texts):
+            return None  # a text has the text of EOS or BOS in it
+        return ids, np.diff(ends[1::2] if is_one_token else ends, prepend=-1)
 
     def _encode(self, text: bytes) -> np.ndarray:
-        ids = None if self._json.unknown.is_in(text) else self._encode_known(text)
+        ids = self._encode_known(text)
         return self._fast_encoder.encode_batch([text.decode()])[0] if ids is None else ids
 
     def _encode_known(self, text: bytes) -> np.ndarray | None:
-        """Return the ids, int32 [T]; None if the text has a byte that has no token."""
+        """Return the ids, int32 [T]; None if the text has a character or a byte that is left to ``tokenizers``."""
+        if self._json.unknown.is_in(text):
+            return None
         ids: np.ndarray = self._backend.encode(text).view(np.int32)
         return ids if self._json.has_all_bytes or not len(ids) or ids.max() < self._json.first_unknown_id else None
 
