@@ -165,6 +165,16 @@ def test_the_text_of_bos_and_eos_in_a_document_does_not_end_it(llama3_dir: Path)
     assert ids[[0, 2, 3, 5, 6, 11, 12, 14]].tolist() == [128_000, 128_001] * 4
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_documents_are_joined_only_if_their_starts_stay_starts(spm_file: Path, tmp_path: Path, scheme: str) -> None:
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    file = edited(spm_file, tmp_path / "tokenizer.json", normalizer=None, pre_tokenizer=space)
+    encoder, reference, texts = open_encoder(file, False)[0], Reference(file, False), ["hello world", "another text"]
+    ids, lengths = encoder.encode_documents([text.encode() for text in texts], Borders(1, 2))
+    documents = np.split(ids, np.cumsum(lengths)[:-1])
+    assert find_different_document(texts, reference.encode(texts), documents, Borders(1, 2)) is None
+
+
 def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = GigatokenEncoder(llama3_dir / "tokenizer.json", False)
     draw = random.Random(0)

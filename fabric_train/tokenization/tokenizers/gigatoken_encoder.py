@@ -74,8 +74,8 @@ class GigatokenEncoder:
 
     def _encode_joined(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what ``encode_documents`` does; None if the texts have to be encoded one by one."""
-        begin = b"" if borders.bos_token_id is None else self._json.added_tokens.get(borders.bos_token_id)
-        end = self._json.added_tokens.get(borders.eos_token_id)
+        begin = b"" if borders.bos_token_id is None else self._json.separators.get(borders.bos_token_id)
+        end = self._json.separators.get(borders.eos_token_id)
         if begin is None or end is None:
             return None
         ids = self._encode_known(b"".join((begin, (end + begin).join(texts), end)))

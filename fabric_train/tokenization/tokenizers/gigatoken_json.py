@@ -45,14 +45,15 @@ class ReadableJson:
         has_all_bytes: whether each byte of UTF-8 has a token.
         first_unknown_id: if not, a text with this id or a larger one is left to ``tokenizers``.
         unknown: a text with one of these characters is left to ``tokenizers``.
-        added_tokens: the text of each added token by id, except those whose match depends on what is around them.
+        separators: the text of each added token by id that may stand between documents: its match does not depend on
+            what is around it, and the start of the whole text is not treated differently (Llama-2's, Mistral's).
     """
 
     content: bytes
     has_all_bytes: bool
     first_unknown_id: int
     unknown: CharacterFinder
-    added_tokens: dict[int, bytes]
+    separators: dict[int, bytes]
 
 
 def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> ReadableJson:
@@ -84,12 +85,15 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
     if lacking:
         more = {letter: first_unknown_id + number for number, letter in enumerate(lacking)}
         changes["model"] = {**known.model, "vocab": vocabulary | more}
+    differs_at_start = b'"prepend_scheme":"first"' in orjson.dumps(known.pre_tokenizer)
     return ReadableJson(
         content=orjson.dumps({**orjson.loads(raw), **changes}) if changes else raw,
         has_all_bytes=not lacking,
         first_unknown_id=first_unknown_id,
         unknown=CharacterFinder([*_NEW_CHARACTERS, *(_numbers() if splits_digits else ())]),
-        added_tokens={token.id: token.content.encode() for token in added if not token.has_conditions},
+        separators={}
+        if differs_at_start
+        else {one.id: one.content.encode() for one in added if not one.has_conditions},
     )
 
 
