@@ -71,6 +71,7 @@ class ParityCheck:
         encoding.send([*hard_strings, *self._sample])
         self._worker.send(encoding.receive())
         encoding.kill()
+        encoding.process.join()
 
     def result(self) -> str | None:
         """Wait for the comparison; return where the first difference is, or None."""
