@@ -1,6 +1,7 @@
 """Fixtures of all tests: real data, a tiny model, and ways to run the programs; the order of the files."""
 
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -49,6 +50,13 @@ def pytest_sessionfinish() -> None:
     """Kill data workers that a failed test has left: they ignore SIGTERM, and Python would wait for them at exit."""
     for worker in multiprocessing.active_children():
         worker.kill()
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_of_an_earlier_test() -> Iterator[None]:
+    """End the progress of a run in this process: its thread would print into the output of later tests."""
+    yield
+    logging.getLogger("fabric_train.progress").info("")
 
 
 def _fetch(fetch: Callable[[], Path]) -> Path:

@@ -69,12 +69,17 @@ def test_a_file_never_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None
 
 def test_a_terminal_that_goes_away_ends_nothing(tmp_path: Path) -> None:
     """Writing to it is an input/output error from then on, as after a lost connection under nohup."""
-    (tmp_path / "program.py").write_text("import time\ntime.sleep(1)\n" + PRINTS)
+    waits = "import os, time\nprint('ready')\nwhile os.isatty(1):\n    time.sleep(0.01)\n"
+    (tmp_path / "program.py").write_text(waits + PRINTS)
     terminal, there = pty.openpty()
-    command = ["nohup", sys.executable, "program.py"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=there, stdout=there, stderr=there) as process:
+    with subprocess.Popen(
+        [sys.executable, "program.py"], cwd=tmp_path, env=env, stdin=there, stdout=there, stderr=there
+    ) as process:
         os.close(there)
+        seen = b""
+        while not seen.endswith(b"\n"):
+            seen += os.read(terminal, 100)
         os.close(terminal)
         assert process.wait(60) == 75
     assert (tmp_path / "finished").exists()

@@ -214,7 +214,7 @@ def test_the_model_card_has_sources_and_phases(mixing: Mixing, phased: ForkedRun
 def test_a_killed_run_resumes_across_a_phase_border_bit_for_bit(mixing: Mixing, phased: ForkedRun) -> None:
     die = at_point("os.kill(os.getpid(), signal.SIGKILL)", 7, "OPTIMIZER")
     killed = mixing.start("killed", 2, "--shares", 1.0, 0.15, 2, **IN_PHASES, before=die)
-    assert killed.wait() == [-9, -9]
+    assert -9 in killed.wait()  # the other may be ended by its watch first
     mixing.start("killed", 2, "--shares", 1.0, 0.15, 2, **IN_PHASES, resume="true").finish()
     assert metrics(mixing.folder / "killed") == metrics(mixing.folder / "phased")
     assert differences(mixing.folder / "killed", mixing.folder / "phased") == []
