@@ -18,7 +18,7 @@ from fabric_train.tokenization.cleaning.dropped_sample import write_sample
 from fabric_train.tokenization.cleaning.duplicate_sample import sample_duplicates
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
-from fabric_train.tokenization.encoding import EncodedSources, available_cores
+from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.manifest import (
     BAD_ROW,
     EMPTY,
@@ -83,7 +83,7 @@ def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> O
         corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
         corpus = _count_boilerplate(corpus, unfinished)
         started = time.monotonic()
-        encoded = corpus.encode(unfinished, check, InputSlice())
+        encoded = encode_sources(corpus, unfinished, check, InputSlice())
         seconds = time.monotonic() - started
         notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
@@ -99,14 +99,13 @@ def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
     given = corpus.arguments
     if corpus.cleaner is None or given.boilerplate is None:
         return corpus
-    skips_bad_rows, num_proc = given.on_bad_rows == "skip", given.num_proc or available_cores()
     step = find_boilerplate(
         corpus.sources,
         given.text_column,
         given.boilerplate,
-        skips_bad_rows,
+        given.on_bad_rows == "skip",
         folder,
-        num_proc,
+        corpus.num_proc,
         corpus.cleaner.redact,
     )
     return replace(corpus, cleaner=replace(corpus.cleaner, steps={**corpus.cleaner.steps, "boilerplate": step}))

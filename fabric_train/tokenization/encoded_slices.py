@@ -22,6 +22,7 @@ from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.build import notes_of
+from fabric_train.tokenization.encoding import encode_sources
 from fabric_train.tokenization.manifest import SourceFile
 from fabric_train.tokenization.opened_corpus import open_corpus
 from fabric_train.tokenization.reading.sources import Source
@@ -113,7 +114,7 @@ def encode_slice(arguments: "TokenizeArguments", check: ParityCheck) -> SliceOut
     with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
         corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
         started = time.monotonic()
-        encoded = corpus.encode(unfinished, check, part)
+        encoded = encode_sources(corpus, unfinished, check, part)
         seconds = time.monotonic() - started
         shutil.rmtree(folder / "tokenizer")  # a merge saves it again, and compares the hashes
         keys = {shard.key for shard in encoded.shards}

@@ -1,27 +1,24 @@
 """Encode all shards of all sources in several processes, while another process checks the encoder's ids."""
 
-import json
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabric_train.tokenization.chats.chat_format import read_chat
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
-from fabric_train.tokenization.cleaning.cleaner import Cleaner
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import (
     EncodingJob,
     encode_shard,
     part_name,
-    split_into_shards,
 )
 from fabric_train.tokenization.manifest import BAD_ROW, SourceFile
+from fabric_train.tokenization.opened_corpus import Caps, OpenedCorpus
 from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.columns import Row, text_of
 from fabric_train.tokenization.reading.listing import check_unchanged
@@ -33,11 +30,7 @@ from fabric_train.tokenization.tokenizers.borders import Borders
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
 from fabric_train.tokenization.workers import WorkerPool
-
-if TYPE_CHECKING:
-    from arguments import TokenizeArguments
 
 _TICK_SECONDS = 0.2
 # the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
@@ -59,15 +52,6 @@ class EncodedSources:
     num_proc: int
 
 
-@dataclass(frozen=True)
-class Caps:
-    """Documents and tokens after which reading the first ``num_sources`` sources may stop; None is no cap."""
-
-    num_sources: int
-    max_documents: int | None
-    max_tokens: int | None
-
-
 class _DifferentIdsError(Exception):
     """The encoder and the tokenizer give different ids; the message shows where."""
 
@@ -77,42 +61,14 @@ _kept_alive: list[EncodingJob] = []  # freeing an encoder takes longer than writ
 _Task = Shard | FilesToHash
 
 
-def available_cores() -> int:
-    """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def encode_sources(
-    sources: Sequence[Source],
-    formats: Sequence[SourceFormat],
-    cleaner: Cleaner | None,
-    tokenizer: CorpusTokenizer,
-    tokenizer_folder: Path,
-    tokenizer_hashes: dict[str, str],
-    folder: Path,
-    arguments: "TokenizeArguments",
-    num_proc: int,
-    caps: Caps,
-    check: ParityCheck,
-    input_slice: InputSlice,
-) -> EncodedSources:
+def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
     """Encode the shards of a slice that are not finished yet.
 
     If gigatoken gives another id than the Hugging Face tokenizer, everything is encoded again with the latter.
 
     Args:
-        sources: the opened sources.
-        formats: one per source.
-        cleaner: cleans texts before they are encoded; None leaves them as they are.
-        tokenizer: gives the ids of BOS and EOS.
-        tokenizer_folder: holds ``tokenizer.json``.
-        tokenizer_hashes: SHA-256 of each file in ``tokenizer_folder``; shards of another tokenizer are not reused.
+        corpus: the opened corpus.
         folder: where the shards are written.
-        arguments: the command line of ``tokenize_dataset.py``.
-        num_proc: the most processes that encode.
-        caps: where reading may stop.
         check: compares the encoder's ids with the tokenizer's.
         input_slice: what to encode and hash of the sources.
 
@@ -121,59 +77,43 @@ def encode_sources(
         ChildProcessError: a process was killed.
         RunError: memory ran out.
     """
-    file = tokenizer_folder / "tokenizer.json"
+    file, tokenizer = corpus.tokenizer_folder / "tokenizer.json", corpus.tokenizer
     check.start(file, tokenizer.special_text_is_plain)
-    check.prepare(list(_sample(sources, formats)))
+    check.prepare(list(_sample(corpus.sources, corpus.formats)))
     encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
     job = EncodingJob(
         folder=folder,
-        sources=list(sources),
-        formats=list(formats),
-        cleaner=cleaner,
+        sources=corpus.sources,
+        formats=corpus.formats,
+        cleaner=corpus.cleaner,
         encoder=encoder,
         borders=Borders(tokenizer.bos_token_id, tokenizer.eos_token_id),
-        hashed=arguments.deduplicate,
-        skips_bad_rows=arguments.on_bad_rows == "skip",
+        hashed=corpus.arguments.deduplicate,
+        skips_bad_rows=corpus.arguments.on_bad_rows == "skip",
         progress=None,
     )
     _kept_alive.append(job)
-    settings = shard_settings(tokenizer_hashes, cleaner, arguments)
     try:
-        return _encode_all(job, name, settings, check, num_proc, caps, input_slice)
+        return _encode_all(corpus, job, name, check, input_slice)
     except _DifferentIdsError as error:
         encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_gigatoken=str(error))
-        kinds = [format_.kind for format_ in formats]
-        formats = open_formats(kinds, tokenizer_folder, arguments, by_parts=False)
-        job = replace(job, encoder=encoder, formats=formats)
-        return _encode_all(job, name, settings, check, num_proc, caps, input_slice)
-
-
-def shard_settings(tokenizer_hashes: dict[str, str], cleaner: Cleaner | None, arguments: "TokenizeArguments") -> str:
-    """Return everything that decides a shard's tokens besides its source and the encoder, as JSON."""
-    longest = None if arguments.packing == "concat" else arguments.max_length
-    chosen = (arguments.text_column, arguments.data_format, arguments.train_on, arguments.too_long, longest)
-    cleaning = {} if cleaner is None else cleaner.settings()
-    return json.dumps([chosen, tokenizer_hashes, arguments.deduplicate, cleaning], sort_keys=True)
-
-
-def plan_shards(sources: Sequence[Source], settings: str, encoder: str) -> list[Shard]:
-    """Return all shards of the sources; ``settings`` are from ``shard_settings``, ``encoder`` has its name."""
-    return split_into_shards(list(sources), f"{settings} {encoder}")
+        kinds = [format_.kind for format_ in corpus.formats]
+        formats = open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, by_parts=False)
+        return _encode_all(corpus, replace(job, encoder=encoder, formats=formats), name, check, input_slice)
 
 
 def _encode_all(
-    job: EncodingJob,
-    name: str,
-    settings: str,
-    check: ParityCheck,
-    num_proc: int,
-    caps: Caps,
-    input_slice: InputSlice,
+    corpus: OpenedCorpus, job: EncodingJob, encoder: str, check: ParityCheck, input_slice: InputSlice
 ) -> EncodedSources:
+    """Encode with the encoder of this name.
+
+    Raises:
+        _DifferentIdsError: its ids differ from the tokenizer's.
+    """
     outdated = remove_outdated_shards(job.folder)
     if outdated:
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
-    all_shards = plan_shards(job.sources, settings, name)
+    all_shards = corpus.shards(encoder)
     shards = list(compress(all_shards, input_slice.of([shard.num_bytes for shard in all_shards])))
     to_hash = list(files_to_hash(job.sources, input_slice))
     job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)))
@@ -183,8 +123,8 @@ def _encode_all(
         job.progress[3 * index : 3 * index + 3] = done
     files: dict[tuple[int, int], SourceFile] = {}
     total = sum(shard.num_bytes for shard in shards)
-    tasks = chain(to_hash, unfinished_shards(shards, records, caps))
-    num_proc = min(num_proc, len(to_hash) + len(shards) - len(records))
+    tasks = chain(to_hash, unfinished_shards(shards, records, corpus.caps))
+    num_proc = min(corpus.num_proc, len(to_hash) + len(shards) - len(records))
     with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
@@ -210,7 +150,7 @@ def _encode_all(
     for (source, number), hashed in files.items():
         check_unchanged(job.sources[source].files[number], hashed.sha256)
     used = [shard for shard in shards if shard.index in records]
-    return EncodedSources(used, [records[shard.index] for shard in used], files, name, num_proc)
+    return EncodedSources(used, [records[shard.index] for shard in used], files, encoder, num_proc)
 
 
 def _run_task(job: EncodingJob, task: _Task) -> tuple[SourceFile, ...]:

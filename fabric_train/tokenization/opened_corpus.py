@@ -1,5 +1,7 @@
 """Open everything that a command line names, before the first document is encoded."""
 
+import json
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,14 +10,7 @@ from typing import TYPE_CHECKING
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.chats.chosen_template import read_chosen_template
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
-from fabric_train.tokenization.encoding import (
-    Caps,
-    EncodedSources,
-    available_cores,
-    encode_sources,
-    plan_shards,
-    shard_settings,
-)
+from fabric_train.tokenization.encoded_shards import split_into_shards
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
@@ -23,16 +18,23 @@ from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.source_names import split_names
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard
-from fabric_train.tokenization.sharding import InputSlice
 from fabric_train.tokenization.source_formats import SourceFormat, find_kinds, open_formats
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
-from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Documents and tokens after which reading the first ``num_sources`` sources may stop; None is no cap."""
+
+    num_sources: int
+    max_documents: int | None
+    max_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,11 @@ class OpenedCorpus:
     @property
     def settings(self) -> str:
         """Return what decides the tokens of a shard besides its source and the encoder, as JSON."""
-        return shard_settings(self.tokenizer_hashes, self.cleaner, self.arguments)
+        given = self.arguments
+        longest = None if given.packing == "concat" else given.max_length
+        chosen = (given.text_column, given.data_format, given.train_on, given.too_long, longest)
+        cleaning = {} if self.cleaner is None else self.cleaner.settings()
+        return json.dumps([chosen, self.tokenizer_hashes, given.deduplicate, cleaning], sort_keys=True)
 
     @property
     def num_proc(self) -> int:
@@ -84,26 +90,9 @@ class OpenedCorpus:
         caps = (None, None) if reads_all else (given.max_documents, given.max_tokens)
         return Caps(len(self.train), *caps)
 
-    def encode(self, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
-        """Encode the shards of a slice that are not finished in ``folder``; see ``encode_sources``."""
-        return encode_sources(
-            self.sources,
-            self.formats,
-            self.cleaner,
-            self.tokenizer,
-            self.tokenizer_folder,
-            self.tokenizer_hashes,
-            folder,
-            self.arguments,
-            self.num_proc,
-            self.caps,
-            check,
-            input_slice,
-        )
-
     def shards(self, encoder: str) -> list[Shard]:
         """Return all shards of the sources, as the encoder of this name encodes them."""
-        return plan_shards(self.sources, self.settings, encoder)
+        return split_into_shards(self.sources, f"{self.settings} {encoder}")
 
     def source_records(self, files: dict[tuple[int, int], SourceFile]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``files`` are all files by the numbers of source and file."""
@@ -152,3 +141,10 @@ def open_corpus(arguments: "TokenizeArguments", tokenizer_folder: Path, download
         formats=formats,
         cleaner=open_cleaner(arguments, kinds),
     )
+
+
+def available_cores() -> int:
+    """Return the number of cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
