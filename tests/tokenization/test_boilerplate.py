@@ -11,11 +11,10 @@ import pytest
 
 from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import encoded_shards, unfinished
+from fabric_train.tokenization import build, encoded_shards, unfinished
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.opened_corpus import OpenedCorpus
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 HEADER, FOOTER = "The Daily News of Sueca", "(c) 2021 Daily News. All rights reserved."
@@ -107,7 +106,7 @@ def test_processes_ranges_and_a_restart_remove_the_same_lines(
     monkeypatch.setattr(line_counts, "_LINES_AT_ONCE", 7)
     monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(OpenedCorpus, "encode", interrupt)
+        interrupted.setattr(build, "encode_sources", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "out", tiny_model_dir, files, num_proc=2)
     assert len(list((tmp_path / ".out.unfinished").glob("*.lines"))) > 5
