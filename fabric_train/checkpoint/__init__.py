@@ -13,6 +13,7 @@ step-00000500/
   model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
 """
 
+from fabric_train.checkpoint.data_order import DataOrder, PhaseRows, StreamOrder
 from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,
@@ -37,31 +38,14 @@ from fabric_train.checkpoint.discovery import (
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.optimizer_state import restore_optimizer
 from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
+from fabric_train.checkpoint.trainer_json import TrainerJson, read_cursors, read_trainer_json
 from fabric_train.checkpoint.trainer_state import (
     BranchPoint,
-    DataOrder,
     Description,
-    PhaseRows,
     PhaseSchedule,
-    StreamOrder,
     TrainerState,
     TrainingSession,
     data_starts_after,
-    describe_data_changes,
-    find_data_changes,
-    read_base_model,
-    read_best_by,
-    read_cursors,
-    read_data_order,
-    read_interim,
-    read_lengths,
-    read_lineage,
-    read_phase_rows,
-    read_phase_schedules,
-    read_sessions,
-    read_stream_order,
-    read_trainer_json,
-    read_trainer_state,
 )
 from fabric_train.checkpoint.validation_loss import Evaluation, LossProgress, TokenLoss, compare_evaluations, perplexity
 
@@ -77,6 +61,7 @@ __all__ = [
     "PhaseSchedule",
     "StreamOrder",
     "TokenLoss",
+    "TrainerJson",
     "TrainerState",
     "TrainingSession",
     "best_checkpoint",
@@ -89,28 +74,15 @@ __all__ = [
     "deciding_loss",
     "describe_choice",
     "describe_damaged",
-    "describe_data_changes",
     "find_checkpoint",
-    "find_data_changes",
     "find_whole_checkpoint",
     "is_short_name",
     "means_all",
     "means_checkpoint",
     "newest_checkpoint",
     "perplexity",
-    "read_base_model",
-    "read_best_by",
     "read_cursors",
-    "read_data_order",
-    "read_interim",
-    "read_lengths",
-    "read_lineage",
-    "read_phase_rows",
-    "read_phase_schedules",
-    "read_sessions",
-    "read_stream_order",
     "read_trainer_json",
-    "read_trainer_state",
     "restore_optimizer",
     "run_of",
     "saved_checkpoints",

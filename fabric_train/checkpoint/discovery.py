@@ -10,13 +10,7 @@ from pathlib import Path
 from lightning import Fabric
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
-from fabric_train.checkpoint.trainer_state import (
-    FORMAT,
-    find_unreadable,
-    read_best_by,
-    read_format,
-    read_trainer_state,
-)
+from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.distributed.collectives import first_text
 
@@ -130,7 +124,7 @@ def describe_choice(path: Path, used: Path) -> str | None:
 
 def deciding_loss(checkpoint: Path) -> str:
     """Return the name of the loss that says which checkpoint of its run is the best."""
-    source = read_best_by(checkpoint)
+    source = read_trainer_json(checkpoint).best_by
     return "validation loss" if source == "all" else f"validation loss of {source}"
 
 
@@ -238,7 +232,7 @@ def lowest_loss(run: Path, source: str, last_step: int) -> float:
     ``source`` is that whose loss is meant, "all" for the whole validation split.
     """
     saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other, {})]
-    losses = [read_trainer_state(checkpoint).loss_of(source) for checkpoint in saved]
+    losses = [read_trainer_json(checkpoint).state.loss_of(source) for checkpoint in saved]
     return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=math.inf)
 
 
@@ -288,8 +282,8 @@ def sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
     The newest one says which source's loss that is.
     """
     in_order = sorted(checkpoints, key=_step)
-    source = read_best_by(in_order[-1]) if in_order else "all"
-    losses = {checkpoint: read_trainer_state(checkpoint).loss_of(source) for checkpoint in in_order}
+    source = read_trainer_json(in_order[-1]).best_by if in_order else "all"
+    losses = {checkpoint: read_trainer_json(checkpoint).state.loss_of(source) for checkpoint in in_order}
     evaluated = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return sorted(evaluated, key=lambda checkpoint: evaluated[checkpoint])
 

@@ -23,7 +23,8 @@ from fabric_train.checkpoint.discovery import lowest_loss
 from fabric_train.checkpoint.file_layout import Write, full_writes, sharded_writes
 from fabric_train.checkpoint.local_tensors import LocalTensor, align_to_rows, local_optimizer_state, local_weights
 from fabric_train.checkpoint.pruning import prune, remove_leftovers, replace_checkpoint
-from fabric_train.checkpoint.trainer_state import FORMAT, Description, TrainerState
+from fabric_train.checkpoint.trainer_json import FORMAT
+from fabric_train.checkpoint.trainer_state import Description, TrainerState
 from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks

@@ -8,7 +8,7 @@ from lightning import Fabric
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fabric_train.checkpoint.trainer_state import read_trainer_json
+from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
 from fabric_train.model.load_weights import read_local_part
@@ -36,7 +36,7 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
                 f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
             ) from error
         restore_moments(optimizer.optimizer, parameter, count, moments)
-    fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint)["grad_scaler"])
+    fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint).content["grad_scaler"])
 
 
 def _local_part(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from fabric_train.checkpoint.discovery import find_fault, saved_checkpoints, sort_by_loss
-from fabric_train.checkpoint.trainer_state import read_interim
+from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
 
 _REMOVED, _REPLACED = ".removed", ".replaced"
@@ -19,7 +19,7 @@ def prune(newest: Path, keep: int | None) -> None:
     """
     saved = [*saved_checkpoints(newest.parent).values()]
     checkpoints = [other for other in saved[: saved.index(newest) + 1] if not find_fault(other, {})]
-    lasting = [checkpoint for checkpoint in checkpoints if not read_interim(checkpoint)]
+    lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]
     stay = {newest, *sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
     for checkpoint in checkpoints:
         if checkpoint not in stay:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fabric_train.checkpoint import read_stream_order, read_trainer_json
+from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.data.stream_documents import StreamedSource
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
@@ -66,10 +66,11 @@ def open_validation_of(checkpoint: Path) -> list[EvaluatedText]:
     Raises:
         InputError: the run had none, or it is not there any more.
     """
-    if read_stream_order(checkpoint) is not None:
+    saved = read_trainer_json(checkpoint)
+    if saved.stream is not None:
         raise InputError(f"{checkpoint}: its run read a stream, which has no validation split; give --texts")
-    arguments = read_trainer_json(checkpoint)["arguments"]
-    folders = arguments.get("train_data_dir")
+    arguments = saved.arguments
+    folders = arguments.get("train_data_dir") or []
     isolates = bool(arguments.get("isolate_documents", True))
     try:
         return [_open_rows(place, None, isolates) for place in ([folders] if isinstance(folders, str) else folders)]

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from fabric_train.checkpoint import (
-    read_lengths,
     read_trainer_json,
-    read_trainer_state,
     saved_checkpoints,
 )
 from fabric_train.cli.errors import InputError, RunError, missing_folder
@@ -226,13 +224,12 @@ def run_has_ended(run: Path) -> bool:
     if not checkpoints:
         return False
     try:
-        num_steps, _ = read_lengths(checkpoints[-1])
-        state = read_trainer_state(checkpoints[-1])
-        given = read_trainer_json(checkpoints[-1])["arguments"].get("early_stopping")
+        newest = read_trainer_json(checkpoints[-1])
     except InputError:  # damaged: a resumed run writes it again
         return False
+    state, given = newest.state, newest.arguments.get("early_stopping")
     sources = [state.progress.source] if state.progress else []
-    return state.step >= num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
+    return state.step >= newest.num_steps or (given is not None and parse_early_stopping(given, sources).ends(state))
 
 
 def _check_tasks(tasks: Sequence[LanguageTask]) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_state
+from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_json
 from fabric_train.export.card_mark import write_card
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.published_names import published
@@ -46,7 +46,7 @@ def convert(
     checkpoint = source.checkpoint
     for complete in (checkpoint, *(part.checkpoint for part in source.parts)):
         check_not_inside(target, complete)
-    read_trainer_state(checkpoint)  # this and the next lines report damage before anything is written
+    read_trainer_json(checkpoint)  # this and the next lines report damage before anything is written
     read_manifest(checkpoint)
     read_shape(str(checkpoint))
     if (checkpoint / "tokenizer").is_dir():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from fabric_train.checkpoint import read_trainer_state
+from fabric_train.checkpoint import read_trainer_json
 from fabric_train.checkpoint.checksums import CHECKSUMS
 from fabric_train.export.average import AveragedTensors, AveragePart, PlainAverage
 from fabric_train.model.weight_files import StoredTensors, open_weights
@@ -50,5 +50,5 @@ class ExportSource:
 
     def describe(self) -> str:
         """Return the step, or the number of parts, in words."""
-        step = f"step {read_trainer_state(self.checkpoint).step}"
+        step = f"step {read_trainer_json(self.checkpoint).state.step}"
         return f"average of {len(self.parts)} checkpoints up to {step}" if self.parts else step

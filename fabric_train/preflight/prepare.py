@@ -228,7 +228,7 @@ def _continue_branch(
     newest = checkpoints.newest_checkpoint(folder, damages) if given.resume else None
     if newest is None:
         return given
-    begun = checkpoints.read_lineage(newest)[-1:]
+    begun = checkpoints.read_trainer_json(newest).lineage[-1:]
     if not any(one.run == os.path.abspath(trunk) and step in (str(one.step), "latest", "best") for one in begun):
         origin = f"a branch of {begun[0].run}@{begun[0].step}" if begun else "no branch"
         raise InputError(
@@ -254,19 +254,19 @@ def _continue_from(
     checkpoint: Path, order: checkpoints.DataOrder | checkpoints.StreamOrder, *, branches: bool
 ) -> StartingPoint:
     """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there."""
-    state, lineage = _read_state(checkpoint), checkpoints.read_lineage(checkpoint)
+    state, saved = _read_state(checkpoint), checkpoints.read_trainer_json(checkpoint)
     if not branches:
-        return StartingPoint(checkpoint, state, lineage=lineage)
-    same_data = not checkpoints.describe_data_changes(checkpoint, order)
+        return StartingPoint(checkpoint, state, lineage=saved.lineage)
+    same_data = not saved.data_changes(order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
     # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
     state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
-    return StartingPoint(checkpoint, state, lineage=(*lineage, branch), branches=True)
+    return StartingPoint(checkpoint, state, lineage=(*saved.lineage, branch), branches=True)
 
 
 def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
     """Return the counters of a checkpoint whose unlogged metrics are those that this version logs."""
-    state = checkpoints.read_trainer_state(checkpoint)
+    state = checkpoints.read_trainer_json(checkpoint).state
     if state.unlogged and not are_columns(list(state.unlogged)):
         raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
     return state
@@ -289,7 +289,7 @@ def _open_data(
         return dataset
     tokenizer_name, streamed = arguments.model.model_name, None
     if checkpoint:
-        streamed = checkpoints.read_stream_order(checkpoint)
+        streamed = checkpoints.read_trainer_json(checkpoint).stream
         if (checkpoint / "tokenizer").is_dir():
             tokenizer_name = str(checkpoint / "tokenizer")
     special_text_is_plain = streamed.special_text_is_plain if streamed else None

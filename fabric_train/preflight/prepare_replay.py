@@ -72,7 +72,7 @@ def prepare_replay(
     run = replace(run, start=replace(run.start, state=state))
     trained = [row for row in logged if row.step > state.step]
     faults = _faults_of_arguments(given, saved, run, witness, last)
-    faults += checkpoints.describe_data_changes(witness, run.order)
+    faults += saved.data_changes(run.order)
     wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
     return Replay(
         folder=folder,
@@ -83,16 +83,16 @@ def prepare_replay(
         here=_layout_of(flatten(run.arguments) | {"gradient_accumulation_steps": run.plan.accumulation}, run),
         contents=contents,
         faults=[*faults, *wrong],
-        other_versions=[f"{change}" for change in find_version_changes(saved["versions"], run)],
+        other_versions=[f"{change}" for change in find_version_changes(saved.versions, run)],
     )
 
 
 def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
     """Return the run with learning-rate schedules of the lengths that a later checkpoint names."""
-    length = checkpoints.read_lengths(checkpoint)[1]
-    if math.isfinite(length):
-        run = run.keeping(replace(run.schedules.of_run, num_steps=int(length)))
-    lengths = {saved.first_step: saved.num_steps for saved in checkpoints.read_phase_schedules(checkpoint)}
+    saved = checkpoints.read_trainer_json(checkpoint)
+    if math.isfinite(saved.schedule_steps):
+        run = run.keeping(replace(run.schedules.of_run, num_steps=int(saved.schedule_steps)))
+    lengths = {phase.first_step: phase.num_steps for phase in saved.phase_schedules}
     for phase in run.plan.phases:
         if phase.schedule and phase.first_step in lengths:
             run = run.keeping(replace(phase.schedule, num_steps=lengths[phase.first_step]))
@@ -121,18 +121,19 @@ def _arguments(
     num_devices = count_devices(device.devices, resolve_accelerator(device.accelerator)) * device.num_nodes
     fsdp = given.fsdp if num_devices == there.num_devices else _on_other_devices(given.fsdp, num_devices)
     num_ranks = num_devices // fsdp.tensor_parallel_size
-    rows = checkpoints.read_trainer_json(witness)["data"]["rows_per_window"]
+    saved = checkpoints.read_trainer_json(witness)
+    rows = saved.data.rows_per_window
     if rows % num_ranks:
         raise InputError(f"--devices: {num_ranks} devices cannot share the {rows} rows of a step equally; give another")
     of_rank = rows // num_ranks
     sizes = range(1, given.training.micro_batch_size + 1)
     micro_batch_size = max(size for size in sizes if of_rank % size == 0)
-    lineage = checkpoints.read_lineage(witness)
     origin = replace(given.checkpoint, resume=False)
     if start:
         origin = replace(origin, checkpoint=str(start), branch=None, weights_only=False)
-    elif lineage:
-        origin = replace(origin, checkpoint=None, branch=f"{lineage[-1].run}@{lineage[-1].step}", weights_only=False)
+    elif saved.lineage:
+        last = saved.lineage[-1]
+        origin = replace(origin, checkpoint=None, branch=f"{last.run}@{last.step}", weights_only=False)
     training = replace(
         given.training, total_batch_size=rows, micro_batch_size=micro_batch_size, on_nonfinite="skip"
     )  # a step that is not finite here is compared like any other
@@ -158,16 +159,16 @@ def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments
     return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size)
 
 
-def _layout_there(saved: dict[str, Any]) -> RunLayout:
+def _layout_there(saved: checkpoints.TrainerJson) -> RunLayout:
     """Return how the checkpoint's run was split, from its trainer.json."""
-    arguments = saved["arguments"]
+    arguments = saved.arguments
     of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
-    num_devices = saved["data"]["rows_per_window"] // of_rank * arguments.get("tensor_parallel_size", 1)
+    num_devices = saved.data.rows_per_window // of_rank * arguments.get("tensor_parallel_size", 1)
     parallelism = arguments["parallelism"]
     if parallelism == "auto":
         parallelism = "fsdp" if num_devices > 1 else "single"
     return RunLayout(
-        num_devices, parallelism, saved.get("device"), {name: arguments.get(name) for name in RunLayout.SPLIT}
+        num_devices, parallelism, saved.content.get("device"), {name: arguments.get(name) for name in RunLayout.SPLIT}
     )
 
 
@@ -177,7 +178,7 @@ def _layout_of(arguments: dict[str, Any], run: PreparedRun) -> RunLayout:
 
 
 def _faults_of_arguments(
-    given: "TrainArguments", saved: dict[str, Any], run: PreparedRun, witness: Path, last: int
+    given: "TrainArguments", saved: checkpoints.TrainerJson, run: PreparedRun, witness: Path, last: int
 ) -> list[str]:
     """Return a line for each argument of config.yaml with which the steps would have had other losses."""
     also = ["total_batch_size"]
@@ -185,8 +186,8 @@ def _faults_of_arguments(
         also += ["micro_batch_size", "gradient_accumulation_steps"]
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]
-    changes = find_changes(saved["arguments"], flatten(given), also)
-    changes += find_changes_of_begun_phases(run, witness, last)
+    changes = find_changes(saved.arguments, flatten(given), also)
+    changes += find_changes_of_begun_phases(run, saved.phase_schedules, last)
     in_data = () if isinstance(run.data, Stream) else ("seed",)
     return [
         f"{change.place}: {change.there} in {witness.name}/trainer.json, {change.here} in config.yaml"

@@ -7,18 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import (
-    DataOrder,
-    PhaseRows,
-    PhaseSchedule,
-    StreamOrder,
-    describe_data_changes,
-    find_data_changes,
-    read_lengths,
-    read_phase_rows,
-    read_phase_schedules,
-    read_trainer_json,
-)
+from fabric_train.checkpoint import DataOrder, PhaseRows, PhaseSchedule, StreamOrder, TrainerJson, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
@@ -101,10 +90,12 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     """
     arguments, plan = run.arguments, run.plan
     saved = read_trainer_json(checkpoint)
-    faults = find_data_changes(checkpoint, run.order) or _faults_of_rows(run, checkpoint)
-    changes = list(_changes(saved["arguments"], _as_saved(arguments, plan)))
+    advice = "resume with the same, or take only its weights with --weights_only true"
+    faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
+    faults = faults or _faults_of_rows(run, checkpoint)
+    changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
     deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
-    deciding += find_changes_of_begun_phases(run, checkpoint, run.start.state.step)
+    deciding += find_changes_of_begun_phases(run, saved.phase_schedules, run.start.state.step)
     if not arguments.checkpoint.allow_changes:
         faults += [
             f"{change} since {checkpoint}, which changes the losses to come; {change.advice}, or accept other losses "
@@ -121,12 +112,12 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
             + _joined(deciding)
         )
     step = run.start.state.step
-    there, here = _phases_there(checkpoint, step), _phases_here(run, step)
+    there, here = _in_words(saved.phase_rows, saved.phase_schedules, step), _phases_here(run, step)
     if there != here:
         notes.append(
             f"the phases that begin after step {step} are others than at {checkpoint.name}: {here}, not {there}"
         )
-    return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+    return run, [*notes, *_notes_on_versions(run, checkpoint, saved.versions)]
 
 
 def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
@@ -148,35 +139,31 @@ def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     if branch.continues_data and (faults := _faults_of_rows(run, checkpoint)):
         raise InputError(*faults)
     saved = read_trainer_json(checkpoint)
-    changes = _changes(saved["arguments"], _as_saved(run.arguments, plan))
+    changes = _changes(saved.arguments, _as_saved(run.arguments, plan))
     changed = {change.name: change for change in changes if change.name not in ("output_dir", "phases")}
-    there, here = _phases_there(checkpoint), _phases_here(run)
+    there, here = _in_words(saved.phase_rows, saved.phase_schedules), _phases_here(run)
     if there != here:
         changed["phases"] = Change("phases", there, here)
     branch = replace(branch, changed={name: [change.there, change.here] for name, change in changed.items()})
     notes = [f"branch of {branch.run} after step {branch.step}; changed: {_joined(changed.values()) or 'nothing'}"]
     if not branch.continues_data:
-        causes = "; ".join(describe_data_changes(checkpoint, run.order))
+        causes = "; ".join(saved.data_changes(run.order))
         notes.append(f"the data begin at their first epoch: {causes}")
     run = replace(run, start=replace(start, lineage=(*before, branch)))
-    return run, [*notes, *_notes_on_versions(run, checkpoint, saved["versions"])]
+    return run, [*notes, *_notes_on_versions(run, checkpoint, saved.versions)]
 
 
-def find_changes_of_begun_phases(run: PreparedRun, checkpoint: Path, step: int) -> Iterator[Change]:
+def find_changes_of_begun_phases(run: PreparedRun, there: Iterable[PhaseSchedule], step: int) -> Iterator[Change]:
     """Yield the changes of the learning rates of phases that have begun by ``step``; rows are in the data order."""
     saved, current = (
         {phase.first_step: phase.arguments for phase in phases if phase.first_step <= step}
-        for phases in (read_phase_schedules(checkpoint), run.phase_schedules)
+        for phases in (there, run.phase_schedules)
     )
     for first_step in sorted({*saved, *current}):
-        there, here = saved.get(first_step, {}), current.get(first_step, {})
+        then, now = saved.get(first_step, {}), current.get(first_step, {})
         for name in lr_schedule.ARGUMENTS:
-            if there.get(name) != here.get(name):
-                yield Change(name, there.get(name), here.get(name), option=f"--phases from step {first_step}")
-
-
-def _phases_there(checkpoint: Path, after_step: int = 0) -> str:
-    return _in_words(read_phase_rows(checkpoint), read_phase_schedules(checkpoint), after_step)
+            if then.get(name) != now.get(name):
+                yield Change(name, then.get(name), now.get(name), option=f"--phases from step {first_step}")
 
 
 def _phases_here(run: PreparedRun, after_step: int = 0) -> str:
@@ -184,7 +171,7 @@ def _phases_here(run: PreparedRun, after_step: int = 0) -> str:
     return _in_words(rows, run.phase_schedules, after_step)
 
 
-def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], after_step: int) -> str:
+def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], after_step: int = 0) -> str:
     """Return the phases that begin after a step in one line."""
     own = {phase.first_step: phase.arguments for phase in schedules}
     phases = [
@@ -225,11 +212,11 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     Returns:
         The run, and notes for the user.
     """
-    step, now = run.start.state.step, run.schedules.at(run.start.state.step)
-    had_steps, kept, is_same = _schedule_there(run, now, checkpoint)
-    if now.last_step is not None:  # a later phase may go on in the schedule of the run
-        had, of_run = read_lengths(checkpoint)
-        run = run.keeping(replace(run.schedules.of_run, num_steps=int(of_run))) if of_run != had else run
+    step, now, saved = run.start.state.step, run.schedules.at(run.start.state.step), read_trainer_json(checkpoint)
+    had_steps, kept, is_same = _schedule_there(run, now, saved)
+    # a later phase may go on in the schedule of the run
+    if now.last_step is not None and saved.schedule_steps != saved.num_steps:
+        run = run.keeping(replace(run.schedules.of_run, num_steps=int(saved.schedule_steps)))
     last_step, num_steps = now.last_step or run.plan.num_steps, now.num_steps
     if not is_same:
         rate = run.schedules.rate(step + 1)
@@ -259,18 +246,19 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
     ]
 
 
-def _schedule_there(run: PreparedRun, now: Schedule, checkpoint: Path) -> tuple[float, float, bool]:
+def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tuple[float, float, bool]:
     """Return the steps of the run or phase that a checkpoint was in, those of its schedule, and if it is that of now.
 
     It is ``now`` if it began at the same step with the same arguments.
     """
     step = run.start.state.step
-    there = next((one for one in read_phase_schedules(checkpoint) if one.first_step <= step <= one.last_step), None)
+    there = next((one for one in saved.phase_schedules if one.first_step <= step <= one.last_step), None)
     here = next((one for one in run.phase_schedules if one.first_step == now.starts_after + 1), None)
     if there is None or here is None or now.last_step is None:
-        changes = _changes(read_trainer_json(checkpoint)["arguments"], flatten(run.arguments))
+        changes = _changes(saved.arguments, flatten(run.arguments))
         has_changed = any(change.name in lr_schedule.ARGUMENTS for change in changes)
-        return *read_lengths(checkpoint), there is None and now.last_step is None and not has_changed
+        is_same = there is None and now.last_step is None and not has_changed
+        return saved.num_steps, saved.schedule_steps, is_same
     is_same = (there.first_step, there.arguments) == (here.first_step, here.arguments)
     return there.last_step - there.first_step + 1, there.num_steps, is_same
 

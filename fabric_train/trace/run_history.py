@@ -13,14 +13,12 @@ from fabric_train.checkpoint import (
     StreamOrder,
     data_starts_after,
     find_checkpoint,
-    read_data_order,
-    read_lengths,
-    read_lineage,
-    read_trainer_state,
+    read_trainer_json,
     run_of,
     saved_checkpoints,
 )
-from fabric_train.checkpoint.trainer_state import PositiveCount, find_unreadable
+from fabric_train.checkpoint.data_order import PositiveCount
+from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.shares import Shares, split_name
 from fabric_train.data.mixture import Mixture
@@ -133,7 +131,7 @@ class RunHistory:
         self.checkpoint = (list(_readable(run_of(found)).values()) or [found])[-1]
         self._data_dirs = data_dirs
         self.stretches = tuple(_stretches(self.checkpoint))
-        saved = read_trainer_state(self.checkpoint).step
+        saved = read_trainer_json(self.checkpoint).state.step
         self.num_done = max(saved, *self.stretches[-1].checkpoints())
         end = self.stretches[-1].last
         self.num_planned = max(self.num_done, 0 if math.isinf(end) else int(end))
@@ -177,7 +175,7 @@ class RunHistory:
         own = self._data_dirs if stretch.starts_after == self.stretches[-1].starts_after else None
         datasets = _open(checkpoint, order, own)
         window_order = _window_order(order, datasets, _ranks(checkpoint, order), stretch.starts_after)
-        state = read_trainer_state(checkpoint)
+        state = read_trainer_json(checkpoint).state
         if state.rows_hash != window_order.rows_hash(state.step - stretch.starts_after):
             raise InputError(
                 f"{checkpoint}: up to step {state.step} its run took other rows than this version computes; "
@@ -188,8 +186,8 @@ class RunHistory:
 
 def _stretches(checkpoint: Path) -> list[Stretch]:
     """Return the stretches of a checkpoint's run, the first one first."""
-    lineage = read_lineage(checkpoint)
-    last, _ = read_lengths(checkpoint)
+    saved = read_trainer_json(checkpoint)
+    lineage, last = saved.lineage, saved.num_steps
     first = lineage[-1].step + 1 if lineage else 1
     stretches = [Stretch(run_of(checkpoint), first, last, data_starts_after(lineage), checkpoint)]
     for number in reversed(range(len(lineage))):
@@ -213,7 +211,7 @@ def _read_saved(checkpoint: Path) -> _Saved:
 
 
 def _token_order(checkpoint: Path) -> DataOrder:
-    order = read_data_order(checkpoint)
+    order = read_trainer_json(checkpoint).data
     if isinstance(order, StreamOrder):
         raise InputError(
             f"{checkpoint}: its run read --streaming_dataset, whose rows depend on the texts and cannot be computed "

@@ -259,7 +259,7 @@ def _description(
 def _earlier_sessions(run: PreparedRun) -> tuple[checkpoints.TrainingSession, ...]:
     """Return the sessions that the run continues; those of a model whose weights alone it takes are not its own."""
     start = run.start
-    return checkpoints.read_sessions(start.checkpoint) if start.checkpoint and start.resumes else ()
+    return checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
 
 
 def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
@@ -269,7 +269,7 @@ def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
 def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[Path, ...]]:
     """Return the pretrained model that the run's weights come from, and the files with its licence."""
     if run.start.checkpoint:
-        return checkpoints.read_base_model(run.start.checkpoint), tuple(legal_files(run.start.checkpoint))
+        return checkpoints.read_trainer_json(run.start.checkpoint).base_model, tuple(legal_files(run.start.checkpoint))
     return (None, ()) if run.model.is_new else find_origin(run.arguments.model.model_name)
 
 

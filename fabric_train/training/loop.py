@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning import Fabric
 
-from fabric_train.checkpoint import CheckpointManager, Evaluation, TrainerState, read_interim
+from fabric_train.checkpoint import CheckpointManager, Evaluation, TrainerState, read_trainer_json
 from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
@@ -297,7 +297,7 @@ def _save_with_evaluation(parts: LoopParts, state: TrainerState, checkpoint: Pat
     """Save a state again, with the evaluation that a signal interrupted before ``checkpoint`` was saved."""
     parts.heartbeat.enter(StepPhase.SAVING)
     parts.flush()
-    return parts.checkpoints.save(state, checkpoint, waits=True, interim=read_interim(checkpoint))
+    return parts.checkpoints.save(state, checkpoint, waits=True, interim=read_trainer_json(checkpoint).interim)
 
 
 def _own_flags(parts: LoopParts) -> StepSync:

@@ -157,7 +157,7 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) ->
 
 def _step(run: PreparedRun) -> int:
     """Return the step of the weights that the run starts from."""
-    return checkpoints.read_trainer_state(run.start.checkpoint).step if run.start.checkpoint else 0
+    return checkpoints.read_trainer_json(run.start.checkpoint).state.step if run.start.checkpoint else 0
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

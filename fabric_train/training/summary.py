@@ -15,9 +15,8 @@ from fabric_train.checkpoint import (
     compare_evaluations,
     deciding_loss,
     perplexity,
-    read_best_by,
     read_cursors,
-    read_trainer_state,
+    read_trainer_json,
 )
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
@@ -83,7 +82,8 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         table.add_row("validation loss", f"{state.val_loss:.4f}, perplexity {perplexity(state.val_loss):.3f}")
     table.add_row("checkpoint", str(checkpoint))
     if best := best_checkpoint(run.folder):
-        loss = read_trainer_state(best).loss_of(read_best_by(best))
+        saved = read_trainer_json(best)
+        loss = saved.state.loss_of(saved.best_by)
         table.add_row("best checkpoint", f"{best}, {deciding_loss(best)} {loss:.4f}")
     table.add_row("metrics", str(run.folder / "metrics.csv"))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")

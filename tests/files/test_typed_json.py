@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fabric_train.checkpoint import DataOrder, find_data_changes, read_cursors, read_trainer_state
+from fabric_train.checkpoint import DataOrder, read_cursors, read_trainer_json
 from fabric_train.checkpoint.checksums import find_damage
 from fabric_train.checkpoint.discovery import newest_checkpoint
 from fabric_train.cli.errors import InputError
@@ -131,8 +131,7 @@ def read_checkpoint(file: Path) -> None:
     """Read trainer.json and manifest.json as training and the export do."""
     checkpoint = file.parent
     newest_checkpoint(checkpoint.parents[1])
-    read_trainer_state(checkpoint)
-    find_data_changes(checkpoint, DataOrder("0", 8, 1, 0))
+    read_trainer_json(checkpoint).data_changes(DataOrder("0", 8, 1, 0))
     write_model_card(checkpoint, checkpoint.parents[2], CardFacts("model"))
 
 

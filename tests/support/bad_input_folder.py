@@ -12,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from fabric_train.checkpoint.trainer_state import FORMAT
+from fabric_train.checkpoint.trainer_json import FORMAT
 from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full
 
 MODULES = {

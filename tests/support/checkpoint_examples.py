@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint.checksums import CHECKSUMS, hash_file, join_parts, write_part
-from fabric_train.checkpoint.trainer_state import FORMAT, TrainerState
+from fabric_train.checkpoint.trainer_json import FORMAT
+from fabric_train.checkpoint.trainer_state import TrainerState
 from fabric_train.model.origin import ModelOrigin
 from tests.support.forked_runs import ForkedRuns
 

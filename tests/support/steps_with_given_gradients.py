@@ -42,7 +42,7 @@ def main() -> None:
     first = 1
     if checkpoint:
         checkpoints.restore_optimizer(checkpoint, fabric, model, optimizer)
-        first += checkpoints.read_trainer_state(checkpoint).step
+        first += checkpoints.read_trainer_json(checkpoint).state.step
     set_learning_rate(optimizer, arguments.training.lr)
     last = first + (arguments.training.max_step or 1) - 1
     for step in range(first, last + 1):

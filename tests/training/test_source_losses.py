@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning import Fabric
 from transformers import AutoModelForCausalLM
 
-from fabric_train.checkpoint import Evaluation, read_trainer_state
+from fabric_train.checkpoint import Evaluation, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.shares import Shares
 from fabric_train.data.batch import IGNORED_LABEL
@@ -203,7 +203,7 @@ class Runs:
         return self.forked.start([*words[:place], *self.tokens, *words[place + 1 :]], num_ranks, before=before)
 
     def evaluation(self, name: str, step: int = 3) -> Evaluation:
-        state = read_trainer_state(self.folder / name / "checkpoints" / f"step-{step:08d}")
+        state = read_trainer_json(self.folder / name / "checkpoints" / f"step-{step:08d}").state
         assert state.evaluation is not None
         return state.evaluation
 
@@ -286,13 +286,13 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
     branch = runs.start("branch", branch=f"{whole}@3", max_step=5)
     branch.finish()
     assert [row["step"] for row in rows_of(runs.folder / "branch")] == ["4", "5"]
-    state = read_trainer_state(runs.folder / "branch" / "checkpoints" / "step-00000005")
+    state = read_trainer_json(runs.folder / "branch" / "checkpoints" / "step-00000005").state
     assert state.first_evaluation is not None
     assert state.evaluation is not None
     assert (state.first_evaluation.step, state.evaluation.step) == (0, 5)
     before, after = (float(rows_of(whole)[0]["val_loss/va"]), state.evaluation.sources["va"].loss)
     assert state.first_evaluation.sources["va"].loss == before
-    resumed = read_trainer_state(runs.folder / "resumed" / "checkpoints" / "step-00000004")
+    resumed = read_trainer_json(runs.folder / "resumed" / "checkpoints" / "step-00000004").state
     assert resumed.first_evaluation == state.first_evaluation
     write_model_card(runs.folder / "branch" / "checkpoints" / "step-00000005", tmp_path, CardFacts("model"))
     card = (tmp_path / "README.md").read_text()

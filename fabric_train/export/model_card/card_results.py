@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fabric_train.checkpoint import TokenLoss, compare_evaluations, perplexity, read_trainer_state, run_of
+from fabric_train.checkpoint import TokenLoss, compare_evaluations, perplexity, read_trainer_json, run_of
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart
 from fabric_train.export.model_card.markdown import code, table
@@ -36,7 +36,7 @@ def _average(parts: Sequence[AveragePart]) -> str:
     rows = [
         (
             code(last_part(str(run_of(part.checkpoint)))),
-            f"{read_trainer_state(part.checkpoint).step:,}",
+            f"{read_trainer_json(part.checkpoint).state.step:,}",
             f"{part.weight / total:.2%}",
         )
         for part in parts

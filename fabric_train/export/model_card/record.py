@@ -12,12 +12,7 @@ from fabric_train.checkpoint import (
     StreamOrder,
     TrainerState,
     TrainingSession,
-    read_base_model,
-    read_lineage,
-    read_sessions,
-    read_stream_order,
     read_trainer_json,
-    read_trainer_state,
     run_of,
 )
 from fabric_train.export.average import AveragePart
@@ -144,17 +139,17 @@ def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRec
     Raises:
         InputError: trainer.json or manifest.json is damaged.
     """
-    state, manifest = read_trainer_state(checkpoint), read_manifest(checkpoint)
+    saved, manifest = read_trainer_json(checkpoint), read_manifest(checkpoint)
     return ModelRecord(
         checkpoint=checkpoint,
-        trainer=read_trainer_json(checkpoint),
-        state=state,
+        trainer=saved.content,
+        state=saved.state,
         manifest=manifest,
-        stream=read_stream_order(checkpoint),
-        origin=read_base_model(checkpoint),
-        lineage=read_lineage(checkpoint),
-        sessions=read_sessions(checkpoint),
-        certificate=read_certificate(run_of(checkpoint), state.step),
+        stream=saved.stream,
+        origin=saved.base_model,
+        lineage=saved.lineage,
+        sessions=saved.sessions,
+        certificate=read_certificate(run_of(checkpoint), saved.state.step),
         names=PublicNames(manifest),
         parts=tuple(parts),
     )
