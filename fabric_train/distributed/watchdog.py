@@ -64,7 +64,7 @@ def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes:
 
 @dataclass
 class _RankState:
-    """What this process knows of a rank; ``heard_at`` and ``moved_at`` are times of this process's monotonic clock."""
+    """What this process knows of a rank; ``heard_at`` is a time of this process's monotonic clock."""
 
     rank: int
     host: str = ""
@@ -78,7 +78,6 @@ class _RankState:
     """The main thread is in a collective."""
     min_pass_seconds: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
-    moved_at: float = field(default_factory=time.monotonic)
     partial_message: bytes = b""
 
     @property
@@ -88,8 +87,6 @@ class _RankState:
     def update(self, position: Position, location: str, is_waiting: bool, min_pass_seconds: float) -> None:
         """Record a heartbeat."""
         self.heard_at = time.monotonic()
-        if position != self.position:
-            self.moved_at = self.heard_at
         self.position, self.location = position, location
         self.is_waiting, self.min_pass_seconds = is_waiting, min_pass_seconds
 
@@ -117,6 +114,7 @@ class Watchdog:
         self._others: dict[int, _RankState] = {}  # rank 0 knows all ranks, the others know only rank 0
         self._heartbeat, self._timeout = heartbeat, timeout
         self._selector = selectors.DefaultSelector()
+        self._earliest, self._earliest_since = Position(), time.monotonic()
         self._main_thread = threading.main_thread().ident or 0
         self._end_lock = threading.Lock()  # the thread that acquires it ends the process
         self._is_closed, self._stop_signal = False, 0
@@ -297,8 +295,8 @@ class Watchdog:
     def _check_ranks(self) -> None:
         """End the run if a rank is silent or, on rank 0, if a rank hangs.
 
-        The ranks at the earliest position hang if they have not moved for too long. If all ranks are there, those hang
-        that are not in a collective.
+        The ranks at the earliest position hang if it has been the earliest for too long: while a rank waited there for
+        one before it, it kept nobody waiting. If all ranks are there, those hang that are not in a collective.
         """
         now = time.monotonic()
         silent = [other for other in self._others.values() if now - other.heard_at > self._timeout]
@@ -310,7 +308,9 @@ class Watchdog:
         ranks = [self._me, *self._others.values()]
         earliest = min(rank.position for rank in ranks)
         behind = [rank for rank in ranks if rank.position == earliest]
-        seconds = now - max(rank.moved_at for rank in behind)
+        if earliest != self._earliest:
+            self._earliest, self._earliest_since = earliest, now
+        seconds = now - self._earliest_since
         limit = max(self._timeout, _MIN_PASSES * max(rank.min_pass_seconds for rank in ranks))
         if seconds < limit * (SLOW_PHASE_FACTOR if earliest.is_slow else 1):
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.distributed.heartbeat import Heartbeat
+from fabric_train.distributed.heartbeat import Heartbeat, Position, StepPhase
 from fabric_train.distributed.watchdog import Watchdog, _RankState
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
@@ -142,6 +142,31 @@ torch.profiler.profile.export_chrome_trace = lambda *each: (time.sleep(4), write
     given = arguments(tmp_path / "run", rank_timeout=1.5, profile="3:3", max_step=4)
     forked_runs.start(given, before=slowly).finish()
     assert len(list((tmp_path / "run" / "profile").iterdir())) == 1
+
+
+def test_a_rank_that_has_waited_long_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the slow rank passes it, only the time counts that it keeps that rank waiting."""
+    heartbeat, ended = Heartbeat(), list[str]()
+    watchdog, rank_1 = Watchdog(0, heartbeat, timeout=0.5), _RankState(1)
+    watchdog._others[1] = rank_1
+    monkeypatch.setattr(watchdog, "_end_without", lambda _, how: ended.append(how))
+
+    def beat() -> list[str]:
+        rank_1.update(Position(4, StepPhase.COMPUTING, 0, is_slow=False), "loop.py", True, 0.0)
+        watchdog._beat()
+        return ended
+
+    heartbeat.enter(StepPhase.COMPUTING, step=3)
+    heartbeat.enter(StepPhase.DATA, step=4)
+    heartbeat.take_time()
+    assert beat() == []
+    time.sleep(0.6)
+    assert beat() == []
+    heartbeat.enter(StepPhase.COMPUTING, 1)
+    assert beat() == []
+    time.sleep(0.6)
+    (how,) = beat()
+    assert how.startswith("hung at step 4, forward and backward pass 0 for 1 s")
 
 
 def test_a_rank_does_not_outlive_its_launcher(forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments) -> None:
