@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil  # here, because a second signal may come while the handler of the first one imports it
+
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
 from fabric_train.cli.launcher import as_launcher
 from fabric_train.cli.output import keep_streams_writable
@@ -76,8 +78,6 @@ def _run(words: list[str], place: int) -> NoReturn:
 
 def _pass_on(number: int, _: FrameType | None) -> None:
     """Send a signal to the ranks. They save and end by themselves, and the launcher waits for them."""
-    import psutil
-
     ranks = psutil.Process().children()
     for rank in ranks:
         with suppress(ProcessLookupError):

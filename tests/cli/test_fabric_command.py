@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import Launched, launcher
+from tests.support.programs import ROOT
 
 FAULT = "error: --train_data_dir nowhere: no such folder; make one with tokenize_dataset.py --output_dir nowhere"
 ARGUMENTS = ["--train_data_dir", "nowhere", "--model_name", "m", "--output_dir", "out", "--accelerator", "cpu"]
@@ -88,3 +89,27 @@ def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path, free_port: Calla
         assert started.process.wait(60) == 1, started.output()
     assert "error: rank 1 was killed by SIGKILL" in started.output()
     assert "Traceback" not in started.output()
+
+
+IMPORTS_NOTHING = """
+import os, signal, sys, lightning.fabric.cli
+from fabric_train.cli import fabric_command
+
+class Refuses:
+    def find_spec(self, name, *_):
+        raise ImportError(name)
+
+def launch():
+    sys.meta_path.insert(0, Refuses())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+lightning.fabric.cli._main = launch
+sys.argv = ["fabric", "run", "fabric_train"]
+fabric_command.main()
+"""
+
+
+def test_the_handler_of_signals_imports_nothing() -> None:
+    """A second signal would find the module half imported."""
+    ended = subprocess.run([sys.executable, "-c", IMPORTS_NOTHING], cwd=ROOT, check=False, capture_output=True)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr.decode()
