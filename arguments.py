@@ -693,9 +693,10 @@ class CleaningArguments:
     """Leave out texts that nearly repeat an earlier one, of any source: the smallest share of 5-grams of words, such as
     0.8, that they have in common (estimated by MinHash).
     """
-    boilerplate: PositiveInt64 | None = None
+    boilerplate: PositiveInt64 | str | None = None
     """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
-    10 for a small corpus, 1000 for millions of documents. Sources are read twice.
+    10 for a small corpus, 1000 for millions of documents. Sources are read twice. With --shard, a number only counts
+    lines; a merge adds them up into a folder of repeated lines, which is given here instead of the number then.
     """
     redact: str | None = None
     """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
@@ -783,7 +784,7 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Processes that encode; default: one per core."""
     shard: str | None = None
     """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
-    python -m fabric_train.tokenization.merge of their folders give what one run gives.
+    python -m fabric_train.tokenization.merge of their folders give what one run gives. See --boilerplate for its lines.
     """
     seed: NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""
@@ -802,8 +803,11 @@ class TokenizeArguments(CleaningArguments, PushArguments):
             faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
         if self.max_length < 2:
             faults.append("--max_length 1 leaves no token to predict: give 2 or more")
-        if self.boilerplate is not None and self.stream:
-            faults.append("--boilerplate reads sources twice, which --stream would download twice: leave out --stream")
+        if isinstance(self.boilerplate, int) and self.stream:
+            faults.append(
+                f"--boilerplate {self.boilerplate} reads sources twice, which --stream would download twice: leave out "
+                "--stream, or give a folder of repeated lines (docs/cleaning.md)"
+            )
         if self.overlap >= self.max_length > 1:
             faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
         faults += _not_language_codes("card_language", self.card_language)
@@ -821,6 +825,11 @@ class TokenizeArguments(CleaningArguments, PushArguments):
         numbers = (int(found[1]), int(found[2])) if found else None
         return numbers if numbers and numbers[0] <= numbers[1] else None
 
+    @property
+    def counts_lines(self) -> bool:
+        """Whether this is a task that counts the lines of its slice for --boilerplate, and does not encode it."""
+        return self.shard is not None and isinstance(self.boilerplate, int)
+
     def _faults_of_shard(self) -> list[str]:
         if self.shard is None:
             return []
@@ -831,10 +840,6 @@ class TokenizeArguments(CleaningArguments, PushArguments):
         faults += [
             f"--shard: every task would download {redact(url)}; download it once, and give its path" for url in urls
         ]
-        if self.boilerplate is not None:
-            faults.append(
-                "--boilerplate counts lines of the whole input, and a task of --shard has a part: leave out one"
-            )
         if self.stream:
             faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
         return faults
@@ -1131,14 +1136,16 @@ class MergeArguments:
     """Merge token datasets that were made with the same tokenizer and --max_length, or the slices of --shard
 
     PROGRAM data/part-1 data/part-2 --output_dir data/whole
-    PROGRAM data/ca data/es data/en --output_dir data/mixed
     PROGRAM slices/* --output_dir data/tokens
+    PROGRAM counts/* --output_dir lines
     """
 
     dataset_dirs: list[str] = field(metadata=POSITIONAL)
-    """Token datasets, in the order of their rows in the result; or all slices made by --shard, in any order."""
+    """Token datasets, in the order of their rows in the result; or all slices made by --shard, in any order, encoded or
+    with their lines counted for --boilerplate.
+    """
     output_dir: str
-    """Token dataset to write; must not exist yet."""
+    """Token dataset to write, or of counted lines, the folder for --boilerplate; must not exist yet."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     if arguments.shard is not None:
-        _encode_slice(arguments)
+        _run_task(arguments)
         return
 
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
@@ -59,27 +59,51 @@ def main(argv: list[str] | None = None) -> None:
         _publish(arguments, outcome.manifest)
 
 
-def _encode_slice(arguments: "TokenizeArguments") -> None:
-    """Encode the slice of --shard, unless it is there already, and print a summary."""
-    from fabric_train.tokenization.encoded_slices import encode_slice, find_finished_slice
-    from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
+def _run_task(arguments: "TokenizeArguments") -> None:
+    """Encode the slice of --shard or count its lines, unless that is done already, and print what follows."""
+    from fabric_train.tokenization.next_commands import beside_slices, encode_command, merge_command
+    from fabric_train.tokenization.slice_folder import find_finished_slice
 
     if find_finished_slice(arguments):
         print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
-        return
-    with _terminated_as_interrupted(), ParityCheck() as check:
+    else:
+        with _terminated_as_interrupted():
+            lines = _count_slice(arguments) if arguments.counts_lines else _encode_slice(arguments)
+        print(*lines, f"written    {arguments.output_dir}", sep="\n")
+    repeated = beside_slices(arguments, "lines")
+    merge = merge_command(arguments, repeated if arguments.counts_lines else "DIR")
+    print(f"next       when all slices are there: {merge}")
+    if arguments.counts_lines:
+        print(f"then       for this slice: {encode_command(arguments, repeated)}")
+
+
+def _count_slice(arguments: "TokenizeArguments") -> list[str]:
+    """Count the lines of the slice of --shard, and return lines of a summary."""
+    from fabric_train.tokenization.counted_slices import count_slice
+
+    outcome = count_slice(arguments)
+    return [
+        f"slice      {arguments.shard}: lines of {outcome.num_shards:,} shards are counted",
+        f"speed      {outcome.num_bytes / 1e6 / outcome.seconds:,.1f} MB/s, {outcome.seconds:.1f} s with "
+        f"{outcome.num_proc} processes",
+    ]
+
+
+def _encode_slice(arguments: "TokenizeArguments") -> list[str]:
+    """Encode the slice of --shard, and return lines of a summary."""
+    from fabric_train.tokenization.encoded_slices import encode_slice
+    from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
+
+    with ParityCheck() as check:
         check.start_early(arguments.tokenizer_name)
         outcome = encode_slice(arguments, check)
     speed = outcome.num_tokens / outcome.seconds
-    print(
+    return [
         f"slice      {arguments.shard}: {outcome.num_shards:,} shards, {outcome.num_documents:,} documents, "
         f"{outcome.num_tokens:,} tokens",
         f"speed      {speed:,.0f} tokens/s, {outcome.seconds:.1f} s with {outcome.num_proc} processes",
         *(f"note       {note}" for note in outcome.notes),
-        f"written    {arguments.output_dir}",
-        "next       when all slices are there: python -m fabric_train.tokenization.merge SLICES --output_dir DIR",
-        sep="\n",
-    )
+    ]
 
 
 def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":

@@ -71,9 +71,10 @@ def _public_source(source: SourceRecord, names: PublicNames) -> SourceRecord:
 
 
 def _public_settings(settings: Settings) -> Settings:
-    held_out, template = settings.validation_dataset, settings.chat_template
+    held_out, template, lines = settings.validation_dataset, settings.chat_template, settings.boilerplate
     return replace(
         settings,
         validation_dataset=held_out and [public_value(name) for name in held_out],
         chat_template=template and last_part(template),
+        boilerplate=last_part(lines) if isinstance(lines, str) else lines,
     )

@@ -96,19 +96,9 @@ def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
     Raises:
         InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
     """
-    given = corpus.arguments
-    if corpus.cleaner is None or given.boilerplate is None:
+    if corpus.cleaner is None or not isinstance(corpus.arguments.boilerplate, int):
         return corpus
-    step = find_boilerplate(
-        corpus.sources,
-        given.text_column,
-        given.boilerplate,
-        given.on_bad_rows == "skip",
-        folder,
-        corpus.num_proc,
-        corpus.cleaner.redact,
-    )
-    return replace(corpus, cleaner=replace(corpus.cleaner, steps={**corpus.cleaner.steps, "boilerplate": step}))
+    return replace(corpus, cleaner=corpus.cleaner.with_boilerplate(find_boilerplate(corpus, folder)))
 
 
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:

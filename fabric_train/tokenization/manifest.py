@@ -150,7 +150,7 @@ class Settings:
     max_tokens: int | None
     chat_template: str | None = None
     near_duplicates: float | None = None
-    boilerplate: int | None = None
+    boilerplate: int | str | None = None
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,17 @@ from fabric_train.cli.errors import InputError, run_program
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
+from fabric_train.tokenization.all_slices import open_slices
 from fabric_train.tokenization.cleaning import contamination
 from fabric_train.tokenization.cleaning.dropped_sample import join_samples
-from fabric_train.tokenization.encoded_slices import is_slice
+from fabric_train.tokenization.counted_slices import merge_counts
 from fabric_train.tokenization.manifest import Manifest, MergedPart, changed_tokenizer, write_manifest
 from fabric_train.tokenization.merged_manifest import MergeInput, merge_manifests, open_inputs
 from fabric_train.tokenization.merged_slices import merge_slices
+from fabric_train.tokenization.next_commands import encode_command
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, read_arrow
+from fabric_train.tokenization.slice_folder import Slice, is_slice
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,7 +43,11 @@ def main(argv: list[str] | None = None) -> None:
     are_slices = any(is_slice(folder) for folder in folders)
     if not are_slices and len(folders) < 2:
         raise InputError("--dataset_dirs: give two token datasets or more")
-    manifest, notes = merge_slices(folders, target) if are_slices else merge(folders, target)
+    slices = open_slices(folders, target) if are_slices else []
+    if slices and slices[0].arguments.counts_lines:
+        _merge_counts(slices, target)
+        return
+    manifest, notes = merge_slices(slices, target) if slices else merge(folders, target)
     console = Console()
     merged = f"{len(folders):,} slices" if are_slices else ", ".join(part.name for part in manifest.parts)
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
@@ -48,6 +55,19 @@ def main(argv: list[str] | None = None) -> None:
     lines += [f"warning  {loss}" for loss in manifest.losses()] if are_slices else []
     for line in (*lines, f"written  {target}: {rows}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _merge_counts(slices: Sequence[Slice], target: Path) -> None:
+    """Write the lines that repeat in all counted slices, and print some of them and what follows."""
+    lines, given = merge_counts(slices, target), slices[0].arguments
+    print(
+        f"merged   {len(slices):,} counted slices",
+        f"lines    {len(lines.hashes):,} are in {lines.num_documents:,} documents or more; look at the most frequent:",
+        *("         " + "".join(one if one.isprintable() else "?" for one in line) for line in lines.shown()),
+        f"written  {target}",
+        f"next     slice {given.shard}, and the others likewise: {encode_command(given, str(target))}",
+        sep="\n",
+    )
 
 
 def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:

@@ -7,6 +7,8 @@ import pytest
 from huggingface_hub import metadata_load
 
 from fabric_train.cli.errors import FAILURE, InputError
+from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
+from fabric_train.tokenization.cleaning.repeated_lines import write_repeated_lines
 from fabric_train.tokenization.packing.document_index import open_index
 from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
@@ -37,7 +39,10 @@ def test_a_pushed_token_dataset_can_be_read_and_has_no_private_name(
     tmp_path: Path, tiny_model_dir: Path, sources: list[Path], hub: StandInHub
 ) -> None:
     folder = tmp_path / "tokens"
+    (lines := sources[0].parent / "lines").mkdir()
+    write_repeated_lines(lines, Boilerplate(2), "text")
     options = {"push_to_hub": "alice/tokens", "license": "cc-by-4.0", "card_language": "en", "validation_split": 0.2}
+    options["boilerplate"] = lines
     rows = tokenize(folder, tiny_model_dir, sources[0], f"es={sources[1]}", **options)
     copy = fetched(hub, tmp_path / "copy")
     own = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -15,7 +15,7 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import encoded_shards, encoded_slices, encoding, merge, unfinished
+from fabric_train.tokenization import encoded_shards, encoding, merge, slice_folder, unfinished
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
@@ -246,7 +246,7 @@ def test_a_task_that_was_stopped_continues_and_a_finished_one_does_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(encoded_slices, "dump", interrupt)  # when the shards are in their place
+        stopped.setattr(slice_folder, "dump", interrupt)  # when the shards are in their place
         with pytest.raises(KeyboardInterrupt):
             run(tiny_model_dir, tmp_path / "s", "--shard 2/3")
     assert os.listdir(tmp_path) == [".s.unfinished"]

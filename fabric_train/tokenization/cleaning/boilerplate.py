@@ -7,8 +7,8 @@ removed from all documents if at least ``num_documents`` of them have it. ``line
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ MIN_LETTERS = 15
 _COUNTS = re.compile(rf"(?:[\W_]*[^\W_]){{{MIN_LETTERS}}}")
 _EDIT = "boilerplate lines"
 _REASON = "only_boilerplate"
-_FORMAT = 1  # raise it when the hashes or the rule change
+_SHOWN_CHARACTERS = 100
+FORMAT = 1
+"""Of the hashes, the rule, and the files of counts; raise it when one of them changes."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,13 @@ class Boilerplate:
 
     Args:
         num_documents: a line in as many documents is removed.
-        hashes: uint64 [lines], sorted, of the lines to remove.
-        most_frequent: the lines that most documents have, to be shown, each with the number of documents.
+        hashes: uint64 [lines], sorted, of the lines to remove; empty until they are counted.
+        most_frequent: the lines that most documents have, each with the number of documents.
     """
 
     num_documents: int
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
-    most_frequent: tuple[str, ...] = ()
+    most_frequent: tuple[tuple[str, int], ...] = ()
 
     def clean(self, text: str, edits: Counter[str]) -> str | Dropped:
         """Return the text without the repeated lines, and without the blank lines that they leave.
@@ -72,6 +74,14 @@ class Boilerplate:
         is_repeated = self.hashes[np.minimum(found, len(self.hashes) - 1)] == hashed[:, 1]
         return set(hashed[is_repeated, 0].tolist())
 
+    def redacted(self, redact: Callable[[str], str]) -> "Boilerplate":
+        """Return the step with lines to be shown from which ``redact`` has taken personal data."""
+        return replace(self, most_frequent=tuple((redact(line), count) for line, count in self.most_frequent))
+
+    def shown(self) -> list[str]:
+        """Return the beginnings of the most frequent lines, each with the number of documents that have it."""
+        return [f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)" for line, count in self.most_frequent]
+
     def settings(self) -> dict[str, Any]:
         """Return the settings, the SHA-256 of the lines' hashes, and some of the lines."""
         return {
@@ -79,8 +89,8 @@ class Boilerplate:
             "min_letters": MIN_LETTERS,
             "lines": len(self.hashes),
             "sha256": hashlib.sha256(self.hashes.tobytes()).hexdigest(),
-            "most_frequent": list(self.most_frequent),
-            "format": _FORMAT,
+            "most_frequent": self.shown(),
+            "format": FORMAT,
         }
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ from fabric_train.tokenization.cleaning.contamination import TaskHit
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
+    from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
 
 _FOR_CHATS = ("redact", "decontaminate")
 
@@ -122,6 +123,11 @@ class Cleaner:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""
         return self._redact(text, Counter()) if "redact" in self.steps else text
 
+    def with_boilerplate(self, step: "Boilerplate") -> "Cleaner":
+        """Return the cleaner that first removes the lines of ``step``; it shows them without personal data."""
+        others = {name: one for name, one in self.steps.items() if name != "boilerplate"}
+        return replace(self, steps={"boilerplate": step.redacted(self.redact), **others})
+
     def _redact(self, text: str, edits: Counter[str]) -> str:
         result = self.steps["redact"].clean(text, edits)
         assert isinstance(result, str), "redaction drops nothing"
@@ -146,10 +152,6 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         InputError: a switch cannot be used, or is for texts and a source has chats.
     """
     steps: dict[str, CleaningStep] = {}
-    if arguments.boilerplate is not None:
-        from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
-
-        steps["boilerplate"] = Boilerplate(arguments.boilerplate)
     if arguments.language is not None:
         from fabric_train.tokenization.cleaning.language_filter import open_language_filter
 
@@ -166,8 +168,12 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         from fabric_train.tokenization.cleaning.decontamination import open_decontamination
 
         steps["decontaminate"] = open_decontamination(arguments.decontaminate, arguments.contaminated)
-    chats = [kind for kind in kinds if kind != "text"]
     cleaner = Cleaner(steps, arguments.near_duplicates)
+    if arguments.boilerplate is not None:
+        from fabric_train.tokenization.cleaning.repeated_lines import open_boilerplate
+
+        cleaner = cleaner.with_boilerplate(open_boilerplate(arguments.boilerplate, arguments.text_column))
+    chats = [kind for kind in kinds if kind != "text"]
     switches = cleaner.settings()
     for_texts = ", ".join(f"--{name}" for name in switches if name not in _FOR_CHATS)
     if for_texts and chats:

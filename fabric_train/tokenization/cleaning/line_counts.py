@@ -1,6 +1,6 @@
 """Count in how many documents each line is, before --boilerplate removes those that repeat.
 
-Each shard is counted by itself, in any process, into a file that a restart uses again::
+Each shard is counted by itself, in any process or task of --shard, into a file that a restart uses again::
 
     .NAME.unfinished/77ab….lines   LINE, sorted by hash: each line of the shard, and how many of its documents have it
 
@@ -11,16 +11,17 @@ that repeat: 8 bytes each.
 import json
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
+from fabric_train.tokenization.cleaning.boilerplate import FORMAT, Boilerplate, hash_lines
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.encoded_shards import part_name, split_into_shards
+from fabric_train.tokenization.opened_corpus import OpenedCorpus
 from fabric_train.tokenization.progress import progress_of
 from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
@@ -30,55 +31,74 @@ from fabric_train.tokenization.workers import WorkerPool
 
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
 _LINES_AT_ONCE = 1 << 23  # 100 MB
-_SHOWN_LINES, _SHOWN_CHARACTERS = 10, 100
+_SHOWN_LINES = 10
 _TICK_SECONDS = 0.2
-_FORMAT = 1  # of the files
 
 
-def find_boilerplate(
-    sources: Sequence[Source],
-    column: str,
-    num_documents: int,
-    skips_bad_rows: bool,
-    folder: Path,
-    num_proc: int,
-    redact: Callable[[str], str],
-) -> Boilerplate:
+def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
     """Count the lines of all documents, and return the step that removes those that repeat.
 
     Args:
-        sources: all sources, of text.
-        column: has the text.
-        num_documents: a line in as many documents, of all sources together, is removed.
-        skips_bad_rows: leave bad rows out; otherwise the first one ends the run.
+        corpus: has texts, and arguments with the number of documents of --boilerplate.
         folder: where the counts of shards are written.
-        num_proc: the most processes that count.
-        redact: takes personal data from the lines that are shown.
 
     Raises:
         InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
         ChildProcessError: a process was killed.
     """
-    shards = split_into_shards(list(sources), json.dumps(["lines", _FORMAT, column, skips_bad_rows]))
-    files = [folder / f"{shard.key}.lines" for shard in shards]
-    left = [shard for shard, file in zip(shards, files, strict=True) if not file.exists()]
-    count = partial(_count_shard, folder, list(sources), column, skips_bad_rows)
+    shards = split_to_count(corpus)
+    count_lines(corpus, shards, folder)
+    return add_up_lines(corpus, shards, [lines_file(folder, shard) for shard in shards])
+
+
+def counting_settings(corpus: OpenedCorpus) -> str:
+    """Return what decides the counts of a shard besides its source, as JSON."""
+    return json.dumps(["lines", FORMAT, corpus.arguments.text_column, _skips_bad_rows(corpus)])
+
+
+def split_to_count(corpus: OpenedCorpus) -> list[Shard]:
+    """Return all shards of the sources, whose lines are counted."""
+    return split_into_shards(corpus.sources, counting_settings(corpus))
+
+
+def lines_file(folder: Path, shard: Shard) -> Path:
+    """Return the file with the counts of a shard."""
+    return folder / f"{shard.key}.lines"
+
+
+def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> None:
+    """Count the lines of these shards, except those that are counted already, into files in ``folder``.
+
+    Raises:
+        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
+        ChildProcessError: a process was killed.
+    """
+    sources = corpus.sources
+    left = [shard for shard in shards if not lines_file(folder, shard).exists()]
+    count = partial(_count_shard, folder, sources, corpus.arguments.text_column, _skips_bad_rows(corpus))
     with progress_of("counting lines") as show:
         total = sum(shard.num_bytes for shard in shards)
         done = total - sum(shard.num_bytes for shard in left)
-        with WorkerPool(count, min(num_proc, len(left)), partial(_what_is_read, list(sources))) as workers:
+        with WorkerPool(count, min(corpus.num_proc, len(left)), partial(_what_is_read, sources)) as workers:
             for finished in workers.run(iter(left), _TICK_SECONDS):
                 done += 0 if finished is None else finished[0].num_bytes
                 show(done / max(total, 1))
+
+
+def add_up_lines(corpus: OpenedCorpus, shards: Sequence[Shard], files: Sequence[Path]) -> Boilerplate:
+    """Return the step that removes the lines that repeat; ``files`` are the counts of ``shards``, all of the corpus."""
+    num_documents = corpus.arguments.boilerplate
+    assert isinstance(num_documents, int), "a folder of lines needs no counts"
     lines = _find_repeated(files, num_documents)
     order = np.lexsort([lines["hash"], -lines["documents"].astype(np.int64)])[:_SHOWN_LINES]
     documents = dict(lines[order].tolist())
-    texts = _find_texts(sources, shards, files, column, documents)
-    shown = []
-    for hashed, count in documents.items():
-        line = redact(" ".join(texts[hashed].split()))
-        shown.append(f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)")
-    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), tuple(shown))
+    texts = _find_texts(corpus.sources, shards, files, corpus.arguments.text_column, documents)
+    shown = tuple((" ".join(texts[hashed].split()), count) for hashed, count in documents.items())
+    return Boilerplate(num_documents, np.ascontiguousarray(lines["hash"]), shown)
+
+
+def _skips_bad_rows(corpus: OpenedCorpus) -> bool:
+    return corpus.arguments.on_bad_rows == "skip"
 
 
 def _find_texts(
@@ -112,7 +132,7 @@ def _count_shard(folder: Path, sources: list[Source], column: str, skips_bad_row
             counted, hashes = _add_up([counted, _once(hashes)]), array("Q")
     partial_file = folder / f"{shard.key}.lines_partial"
     _add_up([counted, _once(hashes)]).tofile(partial_file)
-    partial_file.rename(folder / f"{shard.key}.lines")
+    partial_file.rename(lines_file(folder, shard))
 
 
 def _texts(source: Source, shard: Shard, column: str, skips_bad_rows: bool) -> Iterator[str]:
@@ -155,9 +175,11 @@ def _find_repeated(files: Sequence[Path], num_documents: int) -> np.ndarray:
     num_ranges = sum(file.stat().st_size for file in files) // LINE.itemsize // _LINES_AT_ONCE + 1
     limits = [(number << 64) // num_ranges for number in range(1, num_ranges)]
     repeated = []
-    for first, last in zip([0, *limits], [*(limit - 1 for limit in limits), (1 << 64) - 1], strict=True):
-        lines = _add_up([_read_range(file, first, last) for file in files])
-        repeated.append(lines[lines["documents"] >= num_documents])
+    with progress_of("adding up lines") as show:
+        for first, last in zip([0, *limits], [*(limit - 1 for limit in limits), (1 << 64) - 1], strict=True):
+            lines = _add_up([_read_range(file, first, last) for file in files])
+            repeated.append(lines[lines["documents"] >= num_documents])
+            show(len(repeated) / num_ranges)
     return np.concatenate(repeated)
 
 
