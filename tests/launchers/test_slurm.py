@@ -263,6 +263,28 @@ def test_slices_of_an_array_are_merged_into_one_run(
         assert (cluster.folder / "tokens" / file.relative_to(cluster.folder / "one")).read_bytes() == file.read_bytes()
 
 
+def test_the_documented_lines_count_in_an_array_before_one_encodes(
+    cluster: SlurmCluster, settings: Path, tiny_model_dir: Path
+) -> None:
+    with settings.open("a", encoding="utf-8") as file:
+        file.write("EACH_OPTIONS+=(${AFTER:+--dependency=afterok:$AFTER})\n")
+    texts = [f"The header of all pages\nThis is page number {number}" for number in range(300)]
+    (cluster.folder / "corpus").mkdir()
+    write_jsonl(cluster.folder / "corpus" / "a.jsonl", texts)
+    document = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    (recipe,) = (block for block in re.findall(r"```bash\n(.*?)```", document, re.DOTALL) if "AFTER=$counts" in block)
+    here = {"cpu-settings.sh": str(settings), "launch/slurm": str(SCRIPTS), "python tokenize_dataset.py":
+            f"{sys.executable} {ROOT}/tokenize_dataset.py", "python -m": f"{sys.executable} -m", "64": "3",
+            "models/llama-3-8b": str(tiny_model_dir), "8k": "64"}  # fmt: skip
+    for documented, own in here.items():
+        recipe = recipe.replace(documented, own)
+    last = int(cluster.command("bash", "-euc", recipe))
+    cluster.wait_until(lambda: cluster.state(last) in ENDED)
+    assert cluster.state(last) == "COMPLETED", cluster.report()
+    ledger = manifest_of(cluster.folder / "data" / "tokens").ledger
+    assert ledger.edits == {"boilerplate lines": 300}
+
+
 @pytest.fixture
 def podman_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An image with nothing but links to /usr, in a storage of its own, and settings that a plain machine takes."""

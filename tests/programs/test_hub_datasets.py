@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
+from fabric_train.tokenization.cleaning.repeated_lines import write_repeated_lines
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.hub_names import DatasetName, parse_dataset_name
 from fabric_train.tokenization.reading.opening import open_sources
@@ -91,16 +94,22 @@ def test_names_of_datasets_have_four_parts(value: str, parts: tuple[str | None, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize("stream", ["false", "true"])
-def test_a_part_of_a_hub_dataset_is_read_at_its_commit(
+def test_a_part_of_a_hub_dataset_is_read_at_its_commit_and_cleaned(
     run_program: RunProgram, tmp_path: Path, tiny_model_dir: Path, stream: str
 ) -> None:
+    removed = texts("new en 1")[3]
+    ((_, hashed),) = hash_lines([removed])
+    (tmp_path / "lines").mkdir()
+    write_repeated_lines(tmp_path / "lines", Boilerplate(2, np.array([hashed], np.uint64)), "text")
     options = ["--tokenizer_name", tiny_model_dir, "--max_length", 16, "--num_proc", 1, "--validation_split", 0]
+    options += ["--boilerplate", tmp_path / "lines"]
     names = ["owner/texts:en", "owner/texts:en:test@v1", "owner/texts:es"]
     out = tmp_path / "out"
     done = run_program("tokenize_dataset.py", "--dataset", *names, *options, "--stream", stream, "--output_dir", out)
     assert done.returncode == 0, done.stderr
     found = documents_in(datasets.load_from_disk(out)["train"]["input_ids"][:], out)
     expected = [text for what in ("new en 0", "new en 1", "old en test", "new es") for text in texts(what)]
+    expected.remove(removed)
     assert found == expected[: len(found)]
     assert len(found) >= len(expected) - 1
     records = [(one.hub_name, one.kind, one.subset, one.splits, one.revision) for one in manifest_of(out).sources]
