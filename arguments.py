@@ -784,7 +784,8 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Processes that encode; default: one per core."""
     shard: str | None = None
     """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
-    python -m fabric_train.tokenization.merge of their folders give what one run gives. See --boilerplate for its lines.
+    python -m fabric_train.tokenization.merge of their folders give what one run gives. With --boilerplate, tasks count
+    lines first.
     """
     seed: NonNegativeInt64 = 0
     """Seed of the validation split and of the sampling by --weights."""

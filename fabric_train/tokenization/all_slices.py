@@ -60,6 +60,9 @@ def _open_all(folders: Sequence[Path]) -> list[Slice]:
         raise InputError(*(f"{folder} is no slice made with --shard, as {like} is; leave it out" for folder in others))
     slices = [open_slice(folder) for folder in folders]
     first, by_number = slices[0], dict[int, Slice]()
+    kinds = {one.arguments.counts_lines: one.folder for one in slices}
+    if len(kinds) > 1:
+        raise InputError(f"{kinds[True]} has counted lines, and {kinds[False]} is encoded; merge each kind by itself")
     faults = []
     for one in slices:
         other = differing_arguments(first.arguments, one.arguments)

@@ -133,17 +133,20 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
     tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(made.folder)
-    first, second, third, twice, other, cut = (tmp_path / name for name in ("1", "2", "3", "twice", "other", "cut"))
-    for copy, number in {first: 1, second: 2, third: 3, twice: 3, other: 3, cut: 3}.items():
+    first, second, third, twice, cut = (tmp_path / name for name in ("1", "2", "3", "twice", "cut"))
+    other, encoded = tmp_path / "other", tmp_path / "encoded"
+    for copy, number in {first: 1, second: 2, third: 3, twice: 3, cut: 3, other: 3, encoded: 3}.items():
         shutil.copytree(made.folder / "counts" / str(number), copy)
-    config = (other / "config.yaml").read_text(encoding="utf-8")
-    (other / "config.yaml").write_text(config.replace("boilerplate: 10", "boilerplate: lines"), encoding="utf-8")
+    for copy, value in {other: "9", encoded: "lines"}.items():
+        config = (copy / "config.yaml").read_text(encoding="utf-8")
+        (copy / "config.yaml").write_text(config.replace("boilerplate: 10", f"boilerplate: {value}"), encoding="utf-8")
     lines = max(cut.glob("*.lines"), key=lambda file: file.stat().st_size)
     os.truncate(lines, lines.stat().st_size - 12)
     faults = {
         (first, third): "of 3 slices these are missing: 2; run their tasks, such as --shard 2/3, to their end, and",
         (first, second, third, twice): f"{twice} and {third} are both slice 3/3; remove it, and run its task again",
         (first, second, other): f"{first} was made with --boilerplate 10, and {other} not; remove it, and run its task",
+        (first, second, encoded): f"{second} has counted lines, and {encoded} is encoded; merge each kind by itself",
         (first, second, cut): f"{cut}: {lines.name} has ",
     }
     for folders, fault in faults.items():
