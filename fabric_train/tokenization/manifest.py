@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ NOTHING_SUPERVISED = "nothing_supervised"
 _TOLERATED_CUT = 0.05  # of all tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceFile:
     """A file that was read: path relative to its source's folder, size in bytes, SHA-256 in hexadecimal."""
 
@@ -325,8 +325,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance."""
     imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
     assert not imbalances, imbalances
-    content = {"format": FORMAT, **asdict(manifest)}
-    content["ledger"] = {**content["ledger"].pop("splits"), **content["ledger"]}
+    content = {"format": FORMAT, **{one.name: getattr(manifest, one.name) for one in fields(manifest)}}
+    totals = {one.name: getattr(manifest.ledger, one.name) for one in fields(manifest.ledger) if one.name != "splits"}
+    content["ledger"] = {**manifest.ledger.splits, **totals}
     if not manifest.parts:
         del content["parts"]
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
