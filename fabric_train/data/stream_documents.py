@@ -14,7 +14,7 @@ from fabric_train.data.pass_order import draw, interleave, read_share, shuffle
 from fabric_train.tokenization.chats.chat_format import is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.documents import BadRowError, utf8_length
 from fabric_train.tokenization.reading.columns import Row, text_of
-from fabric_train.tokenization.reading.files import FilePart
+from fabric_train.tokenization.reading.file_parts import FilePart
 from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
 
 if TYPE_CHECKING:

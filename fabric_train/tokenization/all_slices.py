@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from fabric_train.cli.errors import InputError
@@ -146,7 +147,7 @@ def check_unchanged(
         InputError: files have changed, or are new.
     """
     count, known = slices[0].part.count, {file.state for one in slices for file in one.record.files}
-    states = list(states_of(corpus.sources).values())
+    states = list(chain.from_iterable(states_of(corpus.sources)))
     of_shards = slice_numbers([shard.num_bytes for shard in shards], count)
     of_files = slice_numbers([size for _, _, size, *_ in states], count)
     unknown = [index for index, state in enumerate(states) if state not in known]

@@ -119,7 +119,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     collections = _collect(corpus, encoded, near)
     encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed
     splits = _select(collections, corpus.train, arguments)
-    sources = corpus.source_records(encoded.files)
+    sources = corpus.source_records(encoded.digests)
     table = SourceTable(sources)
     ledgers = _write_splits(splits, folder, corpus, table)
     dropped = [one for collection in collections for one in collection.dropped]

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ def count_slice(arguments: "TokenizeArguments") -> CountOutcome:
         shards = list(compress(all_shards, part.of([shard.num_bytes for shard in all_shards])))
         started = time.monotonic()
         count_lines(corpus, shards, unfinished)
-        states = list(states_of(corpus.sources).values())
+        states = list(chain.from_iterable(states_of(corpus.sources)))
         own = compress(states, part.of([size for _, _, size, *_ in states]))
         files, sizes = [InputFile(state, None) for state in own], link_shards(shards, unfinished, folder)
         write_slice(folder, arguments, SliceRecord("", counting_settings(corpus), files, sizes, os.getcwd()))

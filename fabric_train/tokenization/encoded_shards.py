@@ -16,7 +16,8 @@ from fabric_train.tokenization.cleaning.chat_rows import text_of_chat
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.columns import Row, text_of
-from fabric_train.tokenization.reading.files import FilePart, memory_errors_name
+from fabric_train.tokenization.reading.file_parts import FilePart
+from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import check_unchanged
 from fabric_train.tokenization.reading.sources import PartReader, Source
 from fabric_train.tokenization.shard_files import ENCODED, FORMAT, Shard, ShardWriter
@@ -38,7 +39,8 @@ _Place = tuple[int, int]  # number and row of a document, see ENCODED
 class EncodingJob:
     """Everything that a process needs to encode a shard.
 
-    ``formats`` has one entry per source. ``progress`` is an array of int64 [3 * shards] in shared memory: the bytes,
+    ``formats`` has one entry per source. ``shards`` are all shards, so that no shard with its many files is sent to a
+    process: it gets the number of one. ``progress`` is an array of int64 [3 * shards] in shared memory: the bytes,
     documents and tokens done of each shard. ``hashed`` asks for hashes of the documents. ``cleaner`` is for texts.
     """
 
@@ -51,6 +53,7 @@ class EncodingJob:
     hashed: bool
     skips_bad_rows: bool
     progress: Any
+    shards: Sequence[Shard] = ()
 
 
 def split_into_shards(sources: list[Source], settings: str) -> list[Shard]:
@@ -83,7 +86,7 @@ def _shard(index: int, number: int, source: Source, parts: list[Any], settings: 
     known = all(identity is not None for identity in identities)
     content = "\n".join([f"{FORMAT} {settings}", *map(str, identities)]) if known else os.urandom(16).hex()
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
-    return Shard(index, number, tuple(parts), sum(part.num_bytes for part in parts), key)
+    return Shard(index, number, source.pack(parts), sum(part.num_bytes for part in parts), key)
 
 
 def encode_shard(job: EncodingJob, shard: Shard) -> None:
@@ -132,7 +135,7 @@ def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: ShardWriter,
 
 def part_name(source: Source, part: Any) -> str:
     """Return the file of a part, or the name of a dataset that does not consist of files."""
-    return str(part.path) if isinstance(part, FilePart) else source.name
+    return part.name if isinstance(part, FilePart) else source.name
 
 
 class _WaitingTexts:

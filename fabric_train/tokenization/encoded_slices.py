@@ -3,14 +3,18 @@
 import os
 import shutil
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.build import notes_of
 from fabric_train.tokenization.encoding import encode_sources
 from fabric_train.tokenization.opened_corpus import open_corpus
+from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.slice_folder import (
     InputFile,
     SliceRecord,
@@ -56,8 +60,7 @@ def encode_slice(arguments: "TokenizeArguments", check: ParityCheck) -> SliceOut
         encoded = encode_sources(corpus, unfinished, check, part_of(arguments))
         seconds = time.monotonic() - started
         shutil.rmtree(folder / "tokenizer")  # a merge saves it again, and compares the hashes
-        states = states_of(corpus.sources)
-        files = [InputFile(states[key], hashed) for key, hashed in encoded.files.items()]
+        files = list(_hashed_files(corpus.sources, encoded.digests))
         sizes = link_shards(encoded.shards, unfinished, folder)
         write_slice(folder, arguments, SliceRecord(encoded.encoder, corpus.settings, files, sizes, os.getcwd()))
     return SliceOutcome(
@@ -68,3 +71,10 @@ def encode_slice(arguments: "TokenizeArguments", check: ParityCheck) -> SliceOut
         seconds=seconds,
         notes=tuple(notes_of(corpus, encoded)),
     )
+
+
+def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> Iterator[InputFile]:
+    """Yield the files that this task has hashed."""
+    for source, of_files, states in zip(sources, digests, states_of(sources), strict=True):
+        triples = zip(states, source.record(of_files).files, map(np.any, of_files), strict=True)
+        yield from (InputFile(state, hashed) for state, hashed, is_own in triples if is_own)

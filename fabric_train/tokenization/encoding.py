@@ -9,6 +9,8 @@ from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fabric_train.tokenization.chats.chat_format import read_chat
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.documents import BadRowError
@@ -17,11 +19,11 @@ from fabric_train.tokenization.encoded_shards import (
     encode_shard,
     part_name,
 )
-from fabric_train.tokenization.manifest import BAD_ROW, SourceFile
+from fabric_train.tokenization.manifest import BAD_ROW
 from fabric_train.tokenization.opened_corpus import Caps, OpenedCorpus
 from fabric_train.tokenization.progress import ShowProgress, progress
 from fabric_train.tokenization.reading.columns import Row, text_of
-from fabric_train.tokenization.reading.listing import check_unchanged
+from fabric_train.tokenization.reading.listing import SHA256_BYTES, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard, ShardRecord, read_record, remove_outdated_shards
 from fabric_train.tokenization.sharding import FilesToHash, InputSlice, files_to_hash
@@ -39,15 +41,16 @@ _SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 16
 
 @dataclass(frozen=True)
 class EncodedSources:
-    """The finished shards in the order of the sources, with one record each, and the hashed files.
+    """The finished shards in the order of the sources, with one record each, and the hashes of files.
 
-    ``files`` has the files by the numbers of source and file. ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``.
+    ``digests`` has the SHA-256 of the files of each source, uint8 [files, 32], zeros for those in other slices.
+    ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``.
     ``num_proc`` processes have encoded.
     """
 
     shards: list[Shard]
     records: list[ShardRecord]
-    files: dict[tuple[int, int], SourceFile]
+    digests: list[np.ndarray]
     encoder: str
     num_proc: int
 
@@ -58,7 +61,7 @@ class _DifferentIdsError(Exception):
 
 _kept_alive: list[EncodingJob] = []  # freeing an encoder takes longer than writing the rows
 
-_Task = Shard | FilesToHash
+_Task = int | FilesToHash  # an int is the index of a shard
 
 
 def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
@@ -116,14 +119,14 @@ def _encode_all(
     all_shards = corpus.shards(encoder)
     shards = list(compress(all_shards, input_slice.of([shard.num_bytes for shard in all_shards])))
     to_hash = list(files_to_hash(job.sources, input_slice))
-    job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)))
+    job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)), shards=all_shards)
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
     for index, record in records.items():
         done = (all_shards[index].num_bytes, len(record.documents), record.num_tokens)
         job.progress[3 * index : 3 * index + 3] = done
-    files: dict[tuple[int, int], SourceFile] = {}
+    digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in job.sources]
     total = sum(shard.num_bytes for shard in shards)
-    tasks = chain(to_hash, unfinished_shards(shards, records, corpus.caps))
+    tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(shards, records, corpus.caps)))
     num_proc = min(corpus.num_proc, len(to_hash) + len(shards) - len(records))
     with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
@@ -136,52 +139,58 @@ def _encode_all(
         for finished in finished_tasks:
             if finished is not None:
                 task, result = finished
-                if isinstance(task, Shard):
-                    record = read_record(job.folder, task)
+                if isinstance(task, int):
+                    record = read_record(job.folder, all_shards[task])
                     assert record is not None, task
-                    records[task.index] = record
+                    records[task] = record
                 else:
-                    numbers = range(task.start, task.stop)
-                    files |= {(task.source, number): file for number, file in zip(numbers, result, strict=True)}
+                    hashed = np.frombuffer(result, np.uint8).reshape(-1, SHA256_BYTES)
+                    digests[task.source][task.start : task.stop] = hashed
             _show(job, show)
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
-    for (source, number), hashed in files.items():
-        check_unchanged(job.sources[source].files[number], hashed.sha256)
+    for group in to_hash:
+        files = job.sources[group.source].files
+        for number in range(group.start, group.stop):
+            check_unchanged(files[number], digests[group.source][number].tobytes())
     used = [shard for shard in shards if shard.index in records]
-    return EncodedSources(used, [records[shard.index] for shard in used], files, encoder, num_proc)
+    return EncodedSources(used, [records[shard.index] for shard in used], digests, encoder, num_proc)
 
 
-def _run_task(job: EncodingJob, task: _Task) -> tuple[SourceFile, ...]:
-    """Encode a shard, or return the hashed files."""
-    if isinstance(task, Shard):
-        encode_shard(job, task)
-        return ()
-    return job.sources[task.source].hash_files(task.start, task.stop)
+def _run_task(job: EncodingJob, task: _Task) -> bytes:
+    """Encode a shard, or return the SHA-256 of files, joined."""
+    if isinstance(task, int):
+        encode_shard(job, job.shards[task])
+        return b""
+    files = job.sources[task.source].files
+    return b"".join(hash_files(map(files.__getitem__, range(task.start, task.stop))))
 
 
 def _what_is_read(job: EncodingJob, task: _Task) -> str:
     """Return the file or dataset that a task has come to."""
-    if not isinstance(task, Shard):
+    if not isinstance(task, int):
         return job.sources[task.source].name
-    done = job.progress[3 * task.index]
-    for part in task.parts:
+    done, shard = job.progress[3 * task], job.shards[task]
+    for part in shard.parts:
         if done < part.num_bytes:
             break
         done -= part.num_bytes
-    return part_name(job.sources[task.source], part)
+    return part_name(job.sources[shard.source], part)
 
 
 def _sample(sources: Sequence[Source], formats: Sequence[SourceFormat]) -> Iterator[str]:
     """Yield texts from parts spaced evenly over the sources."""
     num_bytes = sum(source.num_bytes for source in sources)
     part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
-    pairs = zip(sources, formats, strict=True)
-    parts = [(source, format_, part) for source, format_ in pairs for part in source.parts(part_bytes)]
     characters = min(max(int(num_bytes * _SAMPLED_SHARE), _MIN_SAMPLED), _MAX_SAMPLED) // _SAMPLED_PARTS
-    for source, format_, part in parts[:: max(1, len(parts) // _SAMPLED_PARTS)]:
-        yield from _first_texts(source, format_, part, characters)
+    parts = [source.pack(source.parts(part_bytes)) for source in sources]
+    every = max(1, sum(map(len, parts)) // _SAMPLED_PARTS)
+    before = 0
+    for source, format_, own in zip(sources, formats, parts, strict=True):
+        for index in range(-before % every, len(own), every):
+            yield from _first_texts(source, format_, own[index], characters)
+        before += len(own)
 
 
 def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
 from fabric_train.files.atomic_folder import complete_folder
 from fabric_train.tokenization.all_slices import check_settings, check_unchanged, folders_of_shards, open_input
@@ -11,6 +13,7 @@ from fabric_train.tokenization.encoding import EncodedSources, unfinished_shards
 from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.opened_corpus import OpenedCorpus
 from fabric_train.tokenization.progress import ThrottledLog
+from fabric_train.tokenization.reading.listing import SHA256_BYTES
 from fabric_train.tokenization.shard_files import ShardRecord, read_record
 from fabric_train.tokenization.slice_folder import Slice, states_of
 
@@ -58,11 +61,16 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
             records[shard.index] = record
     lost = [shard.index for shard in unfinished_shards(shards, records, corpus.caps)]
     check_unchanged(slices, corpus, shards, lost)
-    files = {file.state: file.hashed for one in slices for file in one.record.files if file.hashed is not None}
+    hashed = {file.state: file.hashed for one in slices for file in one.record.files if file.hashed is not None}
     return EncodedSources(
         shards=[shard for shard in shards if shard.index in records],
         records=[records[index] for index in sorted(records)],
-        files={key: files[state] for key, state in states_of(corpus.sources).items()},
+        digests=[
+            np.frombuffer(b"".join(bytes.fromhex(hashed[state].sha256) for state in states), np.uint8).reshape(
+                -1, SHA256_BYTES
+            )
+            for states in states_of(corpus.sources)
+        ],
         encoder=encoder,
         num_proc=1,
     )

@@ -3,15 +3,18 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.chats.chosen_template import read_chosen_template
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.tokenization.encoded_shards import split_into_shards
-from fabric_train.tokenization.manifest import SourceFile, SourceRecord
+from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
 from fabric_train.tokenization.reading.opening import open_sources
@@ -94,12 +97,11 @@ class OpenedCorpus:
         """Return all shards of the sources, as the encoder of this name encodes them."""
         return split_into_shards(self.sources, f"{self.settings} {encoder}")
 
-    def source_records(self, files: dict[tuple[int, int], SourceFile]) -> list[SourceRecord]:
-        """Return the sources' records for the manifest; ``files`` are all files by the numbers of source and file."""
+    def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
+        """Return the sources' records for the manifest; ``digests`` has the SHA-256 of the files of each source."""
         records = []
-        for number, (source, (name, place)) in enumerate(zip(self.sources, self.named, strict=True)):
-            record = source.record(tuple(files[number, index] for index in range(len(source.files))))
-            records.append(replace(record, name=name, place=redact(place)))
+        for source, of_files, (name, place) in zip(self.sources, digests, self.named, strict=True):
+            records.append(replace(source.record(of_files), name=name, place=redact(place)))
         return records
 
 

@@ -7,13 +7,14 @@ processes or shards.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.contamination import ContaminatedDocument
 from fabric_train.tokenization.cleaning.dropped_sample import DroppedDocument
+from fabric_train.tokenization.encoded_shards import part_name
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
@@ -155,21 +156,19 @@ def _parts(
     Raises:
         InputError: a file has more rows than the index can number.
     """
-    first_files = np.cumsum([0, *(len(source.origins) for source in sources)])
-    numbers: dict[int, dict[Any, int]] = {}
+    first_files = np.cumsum([0, *(source.num_origins for source in sources)]).tolist()
     files, rows_before = list[int](), list[int]()
     num_rows: Counter[int] = Counter()
     for shard, record in zip(shards, records, strict=True):
-        if shard.source not in numbers:
-            origins = sources[shard.source].origins
-            numbers[shard.source] = {origin: int(first_files[shard.source]) + i for i, origin in enumerate(origins)}
         for part, counted in zip(shard.parts, record.parts["rows"].tolist(), strict=True):
-            file = numbers[shard.source][part.origin]
+            file = first_files[shard.source] + part.origin
             files.append(file)
             rows_before.append(num_rows[file])
             num_rows[file] += counted
             if num_rows[file] >> 32:
-                raise InputError(f"{part.origin}: more than {1 << 32:,} rows; split it into smaller files")
+                raise InputError(
+                    f"{part_name(sources[shard.source], part)}: more than {1 << 32:,} rows; split it into smaller files"
+                )
     return np.array(files, dtype=np.int64), np.array(rows_before, dtype=np.int64)
 
 

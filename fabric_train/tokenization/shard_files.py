@@ -42,7 +42,7 @@ class Shard:
 
     index: int
     source: int
-    parts: tuple[Any, ...]
+    parts: Sequence[Any]
     num_bytes: int
     key: str
 

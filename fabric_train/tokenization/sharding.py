@@ -51,12 +51,12 @@ def files_to_hash(sources: Sequence[Source], input_slice: InputSlice) -> Iterato
 
     A file is hashed by one process, so that SHA-256 of it is as for the whole file.
     """
-    is_in = input_slice.of([file.size for source in sources for file in source.files])
+    is_in = input_slice.of([size for source in sources for size in source.files.sizes])
     first = 0
     for number, source in enumerate(sources):
         start, num_bytes = 0, 0
-        for index, file in enumerate(source.files):
-            num_bytes += file.size if is_in[first + index] else 0
+        for index, size in enumerate(source.files.sizes):
+            num_bytes += size if is_in[first + index] else 0
             if not is_in[first + index]:
                 if start < index:
                     yield FilesToHash(number, start, index)

@@ -19,6 +19,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.yaml_core import dump
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.manifest import SourceFile
+from fabric_train.tokenization.reading.listing import ListedFile
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard
 from fabric_train.tokenization.sharding import InputSlice
@@ -127,17 +128,14 @@ def _link(file: Path, target: Path) -> None:
         file.rename(target)
 
 
-def states_of(sources: Sequence[Source]) -> dict[tuple[int, int], FileState]:
-    """Return the state of each file, by the numbers of source and file."""
-    return {
-        (number, index): (number, _as_text(file.path), file.size, file.mtime_ns, file.ctime_ns)
-        for number, source in enumerate(sources)
-        for index, file in enumerate(source.files)
-    }
+def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
+    """Return the states of the files of each source."""
+    return [[_state(number, file) for file in source.files] for number, source in enumerate(sources)]
 
 
-def _as_text(path: Path) -> str:
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+def _state(source: int, file: ListedFile) -> FileState:
+    name = os.fsencode(file.name).decode("utf-8", "backslashreplace")
+    return source, name, file.size, file.mtime_ns, file.ctime_ns
 
 
 def open_slice(folder: Path) -> Slice:

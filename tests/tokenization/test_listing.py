@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,16 @@ import datasets
 import pytest
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.reading.file_parts import FilePart, PackedParts
 from fabric_train.tokenization.reading.files import is_readable
-from fabric_train.tokenization.reading.listing import check_unchanged, hash_files, list_file, list_folder, sha256
+from fabric_train.tokenization.reading.listing import (
+    ListedFiles,
+    check_unchanged,
+    hash_files,
+    list_file,
+    list_folder,
+    sha256,
+)
 from fabric_train.tokenization.reading.opening import open_sources
 from tests.support.token_datasets import TEXTS, manifest_of, tokenize, write_jsonl
 from tests.support.tokenizing import finish, start, wait_for_shards
@@ -71,6 +80,19 @@ def test_a_folder_is_in_the_order_of_its_paths(tmp_path: Path) -> None:
     write(tmp_path, "data/a.txt", "data/a/1.txt", "data/a-b/2.txt", "data/a/b/3.txt", "data/b.txt")
     found = list_folder(tmp_path / "data", is_readable).files
     assert [file.path for file in found] == sorted((tmp_path / "data").rglob("*.txt"))
+
+
+def test_a_listed_file_takes_little_memory(tmp_path: Path) -> None:
+    for number in range(100):
+        write(tmp_path, f"data/{number}.txt")
+    tracemalloc.start()
+    files = ListedFiles(list_file(f"{tmp_path}/data/{number % 100}.txt") for number in range(20_000))
+    packed = PackedParts(files, (FilePart(file, file.size, origin=number) for number, file in enumerate(files)))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken / len(files) < 32 + 32 + len(f"{tmp_path}/data/99.txt") + 16
+    assert packed[19_999].name == files[-1].name == f"{tmp_path}/data/99.txt"
+    assert [part.origin for part in packed[3:5]] == [3, 4]
 
 
 def test_names_that_are_not_utf_8_are_read_and_recorded(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -150,28 +172,28 @@ def rewrite(file: Path, keep_time: bool) -> None:
 @pytest.mark.parametrize("keep_time", [False, True])
 def test_a_rewritten_file_is_not_what_was_listed(tmp_path: Path, keep_time: bool) -> None:
     listed = list_file(write_jsonl(tmp_path / "a.jsonl"))
-    (hashed,) = hash_files(tmp_path, [listed])
-    assert (hashed.path, hashed.sha256) == ("a.jsonl", sha256(listed.path))
-    check_unchanged(listed, hashed.sha256)
+    (digest,) = hash_files([listed])
+    assert digest.hex() == sha256(listed.path)
+    check_unchanged(listed, digest)
     time.sleep(0.02)  # the clock of a file system has ticks
     rewrite(listed.path, keep_time)
     with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read"):
-        check_unchanged(listed, hashed.sha256)
+        check_unchanged(listed, digest)
     with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read"):
-        hash_files(tmp_path, [listed])
+        list(hash_files([listed]))
     listed.path.unlink()
     with pytest.raises(InputError, match=r"a\.jsonl: removed while it was read"):
-        check_unchanged(listed, hashed.sha256)
+        check_unchanged(listed, digest)
 
 
 def test_other_permissions_and_links_are_no_change(tmp_path: Path) -> None:
     listed = list_file(write_jsonl(tmp_path / "a.jsonl"))
-    (hashed,) = hash_files(tmp_path, [listed])
+    (digest,) = hash_files([listed])
     time.sleep(0.02)
     listed.path.chmod(0o400)
     os.link(listed.path, tmp_path / "b.jsonl")
     assert list_file(listed.path) != listed
-    check_unchanged(listed, hashed.sha256)
+    check_unchanged(listed, digest)
 
 
 @pytest.mark.parametrize("change", ["size", "time", "content"])

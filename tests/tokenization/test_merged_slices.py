@@ -19,7 +19,7 @@ from fabric_train.tokenization import encoded_shards, encoding, merge, slice_fol
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
-from fabric_train.tokenization.reading.listing import ListedFile, list_file
+from fabric_train.tokenization.reading.listing import ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
 from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, Shard, ShardRecord, read_record
@@ -109,7 +109,7 @@ def test_slices_are_consecutive_and_balanced_by_bytes(count: int) -> None:
 
 
 def test_a_terabyte_has_few_shards_and_slices_of_one_size() -> None:
-    source = FileSource("a", Path(), tuple(ListedFile(Path(f"{name}.jsonl"), 1 << 38, 0, 0) for name in range(4)))
+    source = FileSource("a", Path(), ListedFiles(ListedFile(f"{name}.jsonl", 1 << 38, 0, 0) for name in range(4)))
     sizes = [shard.num_bytes for shard in encoded_shards.split_into_shards([source], "")]
     assert sum(sizes) == 1 << 40
     assert 8000 < len(sizes) <= 8196
@@ -124,7 +124,7 @@ def test_groups_of_files_cover_each_file_once(tmp_path: Path, monkeypatch: pytes
     paths = [tmp_path / f"{number}.txt" for number in range(20)]
     for number, path in enumerate(paths):
         path.write_text("x" * (7 * number % 90))
-    files = tuple(map(list_file, paths))
+    files = ListedFiles(map(list_file, paths))
     sources = [FileSource("a", tmp_path, files[:8]), FileSource("b", tmp_path, files[8:])]
     groups = [group for number in (1, 2, 3) for group in files_to_hash(sources, InputSlice(number, 3))]
     assert len(groups) > 6
@@ -277,7 +277,7 @@ def test_two_tasks_of_one_slice_at_a_time_are_refused(tmp_path: Path, tiny_model
 def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_path: Path, packing: Packing) -> None:
     num_shards, of_each = 8, 10_000
     (tmp_path / "file").touch()
-    source = FileSource("a", tmp_path, (list_file(tmp_path / "file"),))
+    source = FileSource("a", tmp_path, ListedFiles([list_file(tmp_path / "file")]))
     (part,) = source.parts(1)
     shards = [Shard(0, 0, (part,), 1, min((made / "1").glob("*.npz")).stem)] * num_shards
     small, random = read_record(made / "1", shards[0]), np.random.default_rng(0)

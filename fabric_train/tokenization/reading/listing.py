@@ -10,28 +10,72 @@ import heapq
 import os
 import re
 import stat
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.manifest import SourceFile
 
+SHA256_BYTES = 32
+"""Bytes of a SHA-256."""
+READ_AT_ONCE = 1 << 20
+"""Bytes up to which a file is read in one piece."""
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A regular file as it was when it was listed: size in bytes, times of the last change in ns.
+    """A regular file as it was when it was listed: its path as text, size in bytes, times of the last change in ns.
 
     A program can set ``mtime_ns`` back, but not ``ctime_ns``, which changes with permissions and links too.
     """
 
-    path: Path
+    name: str
     size: int
     mtime_ns: int
     ctime_ns: int
+
+    @property
+    def path(self) -> Path:
+        """The path; making it takes longer than a system call, so that code for many files uses ``name``."""
+        return Path(self.name)
+
+
+class ListedFiles(Sequence[ListedFile]):
+    """Files in 32 bytes each and their paths; there may be millions of them.
+
+    ``sizes`` are their sizes in bytes.
+    """
+
+    def __init__(self, files: Iterable[ListedFile] = ()) -> None:
+        names, self._ends = bytearray(), array("q", [0])
+        self.sizes, self._mtimes, self._ctimes = array("q"), array("q"), array("q")
+        for file in files:
+            names += os.fsencode(file.name)
+            self._ends.append(len(names))
+            self.sizes.append(file.size)
+            self._mtimes.append(file.mtime_ns)
+            self._ctimes.append(file.ctime_ns)
+        self._names = bytes(names)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> ListedFile: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "ListedFiles": ...
+
+    def __getitem__(self, index: int | slice) -> "ListedFile | ListedFiles":
+        if isinstance(index, slice):
+            return ListedFiles(map(self.__getitem__, range(*index.indices(len(self)))))
+        index = range(len(self))[index]
+        name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]])
+        return ListedFile(name, self.sizes[index], self._mtimes[index], self._ctimes[index])
 
 
 @dataclass(frozen=True)
@@ -44,41 +88,41 @@ class Listing:
         repeated: links to folders that are listed under another path, such as links to a folder above them.
     """
 
-    files: tuple[ListedFile, ...]
+    files: ListedFiles
     others: Counter[str]
     repeated: tuple[str, ...] = ()
 
 
-def list_file(path: Path) -> ListedFile:
+def list_file(path: str | Path) -> ListedFile:
     """Return a file's size and times.
 
     Raises:
         InputError: it is a link to nowhere, a pipe, a socket or a device.
     """
     try:
-        status = path.stat()
+        status = os.stat(path)
     except FileNotFoundError:
-        if path.is_symlink():
+        if os.path.islink(path):
             fix = "restore that file, or remove the link"
             raise InputError(f"{path}: a link to {os.readlink(path)}, which does not exist; {fix}") from None
         raise
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a folder")
         raise InputError(f"{path}: {kind}, not a file; write its content to a file first, or remove it")
-    return ListedFile(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return ListedFile(os.fspath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-def list_folder(folder: Path, is_wanted: Callable[[Path], bool]) -> Listing:
+def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
     """List the files of a folder and of all folders in it, except hidden ones.
 
     Raises:
         InputError: a link leads nowhere, or what is called like a wanted file is a pipe, a socket or a device.
     """
     repeated: list[str] = []
-    return _listing(_walk([str(folder)], repeated), is_wanted, repeated)
+    return _listing(_walk(["" if folder == Path() else str(folder)], repeated), is_wanted, repeated)
 
 
-def list_pattern(pattern: str, is_wanted: Callable[[Path], bool]) -> Listing:
+def list_pattern(pattern: str, is_wanted: Callable[[str], bool]) -> Listing:
     """List the files whose paths match a pattern; ``**`` stands for any number of folders.
 
     Raises:
@@ -99,20 +143,24 @@ def list_pattern(pattern: str, is_wanted: Callable[[Path], bool]) -> Listing:
         ]
     else:
         found = [path for path in glob.glob(pattern) if not os.path.isdir(path)]
+    if str(Path(pattern)) != pattern:  # it has // or ./
+        found = [str(Path(path)) for path in found]
     return _listing(found, is_wanted, repeated)
 
 
-def _listing(found: Iterable[str], is_wanted: Callable[[Path], bool], repeated: Sequence[str]) -> Listing:
-    wanted: list[ListedFile] = []
+def _listing(found: Iterable[str], is_wanted: Callable[[str], bool], repeated: Sequence[str]) -> Listing:
     others: Counter[str] = Counter()
-    for path in map(Path, sorted(found, key=lambda path: path.replace(os.sep, "\0"))):  # folder by folder
-        if is_wanted(path):
-            wanted.append(list_file(path))
-            continue
-        if path.is_symlink() and not path.exists():
-            list_file(path)  # raises: it may be a folder of documents that is missing
-        others[path.suffix or "no suffix"] += 1
-    return Listing(tuple(wanted), others, tuple(sorted(repeated)))
+
+    def wanted() -> Iterator[ListedFile]:
+        for path in sorted(found, key=lambda path: path.replace(os.sep, "\0")):  # folder by folder
+            if is_wanted(path):
+                yield list_file(path)
+                continue
+            if os.path.islink(path) and not os.path.exists(path):
+                list_file(path)  # raises: it may be a folder of documents that is missing
+            others[Path(path).suffix or "no suffix"] += 1
+
+    return Listing(ListedFiles(wanted()), others, tuple(sorted(repeated)))
 
 
 def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
@@ -145,32 +193,49 @@ def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
                     yield path
 
 
-def hash_files(root: Path, files: Sequence[ListedFile]) -> tuple[SourceFile, ...]:
-    """Return the path relative to ``root``, the size in bytes and the SHA-256 of each file.
+def read_file(file: ListedFile) -> tuple[bytes, ListedFile]:
+    """Return the content of a file, up to the size that it was listed with, and the file as it is now.
+
+    Each call of the system counts with very many files: there are four, to open, read, look and close.
+    """
+    opened = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.read(opened, file.size)
+        while len(data) < file.size and (piece := os.read(opened, file.size - len(data))):
+            data += piece  # some file systems give a part at a time
+        status = os.fstat(opened)
+    finally:
+        os.close(opened)
+    return data, ListedFile(file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def hash_files(files: Iterable[ListedFile]) -> Iterator[bytes]:
+    """Yield the SHA-256 of each file.
 
     Raises:
         InputError: a file has changed since it was listed.
     """
-    hashed: list[SourceFile] = []
     for file in files:
-        digest = sha256(file.path)
-        if list_file(file.path) != file:
+        if file.size <= READ_AT_ONCE:
+            data, now = read_file(file)
+            digest = hashlib.sha256(data).digest()
+        else:
+            digest, now = bytes.fromhex(sha256(file.name)), list_file(file.name)
+        if now != file:
             raise _changed(file)
-        path = os.fsencode(file.path.relative_to(root)).decode("utf-8", "backslashreplace")
-        hashed.append(SourceFile(path, file.size, digest))
-    return tuple(hashed)
+        yield digest
 
 
-def sha256(path: Path) -> str:
+def sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file's content in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
 
 
-def check_unchanged(file: ListedFile, digest: str | None = None) -> None:
+def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     """Check that a file is still what it was when it was listed.
 
     Args:
@@ -182,14 +247,14 @@ def check_unchanged(file: ListedFile, digest: str | None = None) -> None:
         InputError: its size, time or content has changed, or it is gone.
     """
     try:
-        now = list_file(file.path)
+        now = list_file(file.name)
     except FileNotFoundError:
-        raise InputError(f"{file.path}: removed while it was read; restore it, then start again") from None
+        raise InputError(f"{file.name}: removed while it was read; restore it, then start again") from None
     if (now.size, now.mtime_ns) != (file.size, file.mtime_ns):
         raise _changed(file)
-    if digest is not None and now.ctime_ns != file.ctime_ns and sha256(file.path) != digest:
+    if digest is not None and now.ctime_ns != file.ctime_ns and sha256(file.name) != digest.hex():
         raise _changed(file)
 
 
 def _changed(file: ListedFile) -> InputError:
-    return InputError(f"{file.path}: changed while it was read; start again once nothing writes to it")
+    return InputError(f"{file.name}: changed while it was read; start again once nothing writes to it")

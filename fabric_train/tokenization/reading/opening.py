@@ -18,7 +18,7 @@ from fabric_train.tokenization.reading.hub_names import (
     is_hub_name,
     parse_dataset_name,
 )
-from fabric_train.tokenization.reading.listing import Listing, list_file, list_folder, list_pattern
+from fabric_train.tokenization.reading.listing import ListedFiles, Listing, list_file, list_folder, list_pattern
 from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
                 f"{option} {name}: cannot read {path.suffix or 'a file without suffix'}; "
                 f"readable are {readable_suffixes()}"
             )
-        return FileSource(name=name, root=path.parent, files=(file,))
+        return FileSource(name=name, root=path.parent, files=ListedFiles([file]))
     dataset = parse_dataset_name(name)
     if dataset and Path(dataset.name).expanduser().is_dir():
         return _open_part_of_folder(name, option, dataset)
     if glob.has_magic(name):
         listing = list_pattern(os.path.expanduser(name), is_readable)
-        folders = [file.path.parent for file in listing.files]
+        folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
         return _of_files(name, option, "what this pattern names", root, listing)
     if dataset is None or is_readable(Path(dataset.name)) or not is_hub_name(dataset.name):
@@ -101,7 +101,7 @@ def _of_files(name: str, option: str, where: str, root: Path, listing: Listing) 
 def _open_url(name: str, option: str, downloads: Path) -> FileSource:
     from fabric_train.tokenization.reading.url_download import download
 
-    files = tuple(map(list_file, download(name, option, downloads)))
+    files = ListedFiles(map(list_file, download(name, option, downloads)))
     return FileSource(name=redact(name), root=downloads, files=files)
 
 
@@ -148,7 +148,7 @@ def _open_part_of_folder(name: str, option: str, dataset: DatasetName) -> Datase
         if not is_readable(path):
             raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
     notes = (f"subset {builder.config.name}, splits read: {', '.join(by_split)}",)
-    return FileSource(name=name, root=folder, files=tuple(map(list_file, paths)), notes=notes)
+    return FileSource(name=name, root=folder, files=ListedFiles(map(list_file, paths)), notes=notes)
 
 
 def _open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:

@@ -1,18 +1,21 @@
 """Sources of documents: files, save_to_disk folders, datasets on the hub; their parts, rows and records."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from fabric_train.cli.errors import RunError, first_line
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
 from fabric_train.tokenization.reading.columns import Row, check_text_columns
-from fabric_train.tokenization.reading.files import FilePart, FileReader, split_file
+from fabric_train.tokenization.reading.file_parts import FilePart, PackedParts
+from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.hub_names import DatasetName, errors_of_datasets
-from fabric_train.tokenization.reading.listing import ListedFile, hash_files
+from fabric_train.tokenization.reading.listing import ListedFiles
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -38,61 +41,61 @@ class FileSource:
 
     - ``notes``: lines for the user.
     - ``files``: the local files that it consists of, as they were when it was opened.
-    - ``origins``: its files or splits, in the order of ``record(files)``; each part has the ``origin`` that it is of.
+    - ``num_origins``: number of its files or splits, in the order of ``record``; each part has the ``origin``, from 0.
     - ``num_bytes``: size of the source; 0 if it is unknown.
     - ``parts(part_bytes)``: yields the source's parts in order, each of about ``part_bytes`` bytes if its kind allows.
+    - ``pack(parts)``: returns parts in little memory.
     - ``reader(part, columns)``: returns an iterable over the rows of a part.
     - ``identity(part)``: returns a string that changes if the part changes; None if there is no such string.
-    - ``hash_files(start, stop)``: returns the size and SHA-256 of some of its ``files``.
-    - ``record(files)``: returns the source's record for the manifest; ``files`` are all of it, hashed.
+    - ``record(digests)``: returns the source's record for the manifest; uint8 [files, 32], SHA-256 of its ``files``.
     """
 
     name: str
     root: Path
-    files: tuple[ListedFile, ...]
+    files: ListedFiles
     notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.size for file in self.files)
+        return sum(self.files.sizes)
 
     @property
-    def origins(self) -> list[Path]:
-        return [file.path for file in self.files]
+    def num_origins(self) -> int:
+        return len(self.files)
 
     def parts(self, part_bytes: int) -> Iterator[FilePart]:
-        for file in self.files:
-            yield from split_file(file, part_bytes)
+        for number, file in enumerate(self.files):
+            yield from split_file(file, part_bytes, number)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[FilePart]:
+        return PackedParts(self.files, parts)
 
     def reader(self, part: Any, columns: tuple[str, ...]) -> FileReader:
         return FileReader(part, columns)
 
     def identity(self, part: Any) -> str:
         file = part.file
-        path = os.fsencode(file.path.absolute()).hex()  # a name need not be text
+        path = os.fsencode(os.path.join(os.getcwd(), file.name)).hex()  # a name need not be text
         return f"{path} {file.size} {file.mtime_ns} {file.ctime_ns} {part.start} {part.stop}"
 
-    def hash_files(self, start: int, stop: int) -> tuple[SourceFile, ...]:
-        return hash_files(self.root, self.files[start:stop])
-
-    def record(self, files: tuple[SourceFile, ...]) -> SourceRecord:
+    def record(self, digests: np.ndarray) -> SourceRecord:
+        files = _hashed(self.root, self.files, digests)
         folder = None if "://" in self.name else os.fsencode(self.root).decode("utf-8", "backslashreplace")
         return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` of a split; of a streamed split, shard ``start`` of ``stop`` shards."""
+    """Rows ``start`` to ``stop`` of a split; of a streamed split, shard ``start`` of ``stop`` shards.
+
+    ``origin`` is the number of the split in its source.
+    """
 
     split: str
     start: int
     stop: int
     num_bytes: int
-
-    @property
-    def origin(self) -> str:
-        """The split."""
-        return self.split
+    origin: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class DatasetSource:
     name: str
     splits: "dict[str, Dataset]"
     root: Path = Path()
-    files: tuple[ListedFile, ...] = ()
+    files: ListedFiles = field(default_factory=ListedFiles)
     hub: DatasetName | None = None
 
     @property
@@ -117,16 +120,19 @@ class DatasetSource:
         return sum(dataset.data.nbytes for dataset in self.splits.values())
 
     @property
-    def origins(self) -> list[str]:
-        return list(self.splits)
+    def num_origins(self) -> int:
+        return len(self.splits)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
+        return tuple(parts)
 
     def parts(self, part_bytes: int) -> Iterator[RowRange]:
-        for split, dataset in self.splits.items():
+        for origin, (split, dataset) in enumerate(self.splits.items()):
             bytes_per_row = max(1, dataset.data.nbytes // max(1, len(dataset)))
             num_rows = max(1, part_bytes // bytes_per_row)
             for start in range(0, len(dataset), num_rows):
                 stop = min(start + num_rows, len(dataset))
-                yield RowRange(split, start, stop, (stop - start) * bytes_per_row)
+                yield RowRange(split, start, stop, (stop - start) * bytes_per_row, origin)
 
     def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
         dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
@@ -138,12 +144,10 @@ class DatasetSource:
     def identity(self, part: Any) -> str:
         return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
 
-    def hash_files(self, start: int, stop: int) -> tuple[SourceFile, ...]:
-        return hash_files(self.root, self.files[start:stop])
-
-    def record(self, files: tuple[SourceFile, ...]) -> SourceRecord:
+    def record(self, digests: np.ndarray) -> SourceRecord:
         if self.hub:
             return _hub_record(self.hub, self.splits)
+        files = _hashed(self.root, self.files, digests)
         return SourceRecord(name=self.name, kind="saved_dataset", files=files, splits=tuple(self.splits), revision=None)
 
 
@@ -154,7 +158,7 @@ class StreamSource:
     name: str
     splits: "dict[str, IterableDataset]"
     hub: DatasetName
-    files: tuple[ListedFile, ...] = ()
+    files: ListedFiles = field(default_factory=ListedFiles)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -165,14 +169,17 @@ class StreamSource:
         return sum(dataset.info.dataset_size or 0 for dataset in self.splits.values())
 
     @property
-    def origins(self) -> list[str]:
-        return list(self.splits)
+    def num_origins(self) -> int:
+        return len(self.splits)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
+        return tuple(parts)
 
     def parts(self, _part_bytes: int) -> Iterator[RowRange]:
-        for split, dataset in self.splits.items():
+        for origin, (split, dataset) in enumerate(self.splits.items()):
             for index in range(dataset.num_shards):
                 num_bytes = (dataset.info.dataset_size or 0) // dataset.num_shards
-                yield RowRange(split, index, dataset.num_shards, num_bytes)
+                yield RowRange(split, index, dataset.num_shards, num_bytes, origin)
 
     def reader(self, part: Any, _columns: tuple[str, ...]) -> "RowReader":
         rows = self.splits[part.split].shard(num_shards=part.stop, index=part.start, contiguous=True)
@@ -181,11 +188,17 @@ class StreamSource:
     def identity(self, _part: Any) -> None:
         return None
 
-    def hash_files(self, _start: int, _stop: int) -> tuple[SourceFile, ...]:
-        return ()
-
-    def record(self, _files: tuple[SourceFile, ...]) -> SourceRecord:
+    def record(self, _digests: np.ndarray) -> SourceRecord:
         return _hub_record(self.hub, self.splits)
+
+
+def _hashed(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[SourceFile, ...]:
+    """Return the records of hashed files; a path that is not UTF-8 has escapes."""
+    folder = "" if root == Path() else os.path.join(root, "")
+    names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
+    paths = (name.decode("utf-8", "backslashreplace") for name in names)
+    hashes = (digest.tobytes().hex() for digest in digests)
+    return tuple(map(SourceFile, paths, files.sizes, hashes))
 
 
 def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
