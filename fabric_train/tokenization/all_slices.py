@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.tokenization.opened_corpus import OpenedCorpus, open_corpus
@@ -151,7 +153,9 @@ def check_unchanged(
     of_shards = slice_numbers([shard.num_bytes for shard in shards], count)
     of_files = slice_numbers([size for _, _, size, *_ in states], count)
     unknown = [index for index, state in enumerate(states) if state not in known]
-    stale = sorted({*(of_shards[index] for index in lost), *(of_files[index] for index in unknown)})
+    is_of_shard = np.concatenate([[], *corpus.files_read_at_once(shards)]).astype(bool)  # a slice has it with its shard
+    apart = [index for index in unknown if not is_of_shard[index]]
+    stale = sorted({*(of_shards[index] for index in lost), *(of_files[index] for index in apart)})
     if stale:
         what = states[unknown[0]][1] if unknown else "the input"
         named = ", ".join(str(slices[number - 1].folder) for number in stale[:10])

@@ -86,7 +86,15 @@ def _shard(index: int, number: int, source: Source, parts: list[Any], settings: 
     known = all(identity is not None for identity in identities)
     content = "\n".join([f"{FORMAT} {settings}", *map(str, identities)]) if known else os.urandom(16).hex()
     key = hashlib.sha256(content.encode()).hexdigest()[:24]
-    return Shard(index, number, source.pack(parts), sum(part.num_bytes for part in parts), key)
+    return Shard(
+        index=index,
+        source=number,
+        parts=source.pack(parts),
+        num_bytes=sum(part.num_bytes for part in parts),
+        key=key,
+        origins=np.array([part.origin for part in parts], dtype=np.int64),
+        read_at_once=np.array([isinstance(part, FilePart) and part.is_read_at_once for part in parts]),
+    )
 
 
 def encode_shard(job: EncodingJob, shard: Shard) -> None:
@@ -130,7 +138,7 @@ def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: ShardWriter,
     finally:  # what is written to while it is read may look damaged: then that is the error to report
         if isinstance(part, FilePart):
             check_unchanged(part.file)
-    writer.end_part(num_documents, part.num_bytes, reader.num_counted)
+    writer.end_part(num_documents, part.num_bytes, reader.num_counted, reader.sha256())
 
 
 def part_name(source: Source, part: Any) -> str:

@@ -118,7 +118,7 @@ def _encode_all(
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
     all_shards = corpus.shards(encoder)
     shards = list(compress(all_shards, input_slice.of([shard.num_bytes for shard in all_shards])))
-    to_hash = list(files_to_hash(job.sources, input_slice))
+    to_hash = list(files_to_hash(job.sources, input_slice, corpus.files_read_at_once(all_shards)))
     job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)), shards=all_shards)
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
     for index, record in records.items():
@@ -127,7 +127,7 @@ def _encode_all(
     digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in job.sources]
     total = sum(shard.num_bytes for shard in shards)
     tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(shards, records, corpus.caps)))
-    num_proc = min(corpus.num_proc, len(to_hash) + len(shards) - len(records))
+    num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
     with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
@@ -150,11 +150,14 @@ def _encode_all(
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
-    for group in to_hash:
-        files = job.sources[group.source].files
-        for number in range(group.start, group.stop):
-            check_unchanged(files[number], digests[group.source][number].tobytes())
     used = [shard for shard in shards if shard.index in records]
+    for shard in used:
+        hashed = np.ascontiguousarray(records[shard.index].parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
+        are_hashed = hashed.any(axis=1)
+        digests[shard.source][shard.origins[are_hashed]] = hashed[are_hashed]
+    for source, of_files in zip(job.sources, digests, strict=True):
+        for number in np.flatnonzero(of_files.any(axis=1)).tolist():
+            check_unchanged(source.files[number], of_files[number].tobytes())
     return EncodedSources(used, [records[shard.index] for shard in used], digests, encoder, num_proc)
 
 

@@ -21,6 +21,7 @@ from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.source_names import split_names
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard
+from fabric_train.tokenization.sharding import files_read_at_once
 from fabric_train.tokenization.source_formats import SourceFormat, find_kinds, open_formats
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
@@ -96,6 +97,14 @@ class OpenedCorpus:
     def shards(self, encoder: str) -> list[Shard]:
         """Return all shards of the sources, as the encoder of this name encodes them."""
         return split_into_shards(self.sources, f"{self.settings} {encoder}")
+
+    def files_read_at_once(self, shards: Sequence[Shard]) -> list[np.ndarray]:
+        """Return which files of each source are hashed when their shard is read, bool [files] each.
+
+        There are none if a cap may end the reading before.
+        """
+        ends_early = self.caps.max_documents is not None or self.caps.max_tokens is not None
+        return files_read_at_once(self.sources, [] if ends_early else shards)
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``digests`` has the SHA-256 of the files of each source."""

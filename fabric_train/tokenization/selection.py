@@ -160,15 +160,15 @@ def _parts(
     files, rows_before = list[int](), list[int]()
     num_rows: Counter[int] = Counter()
     for shard, record in zip(shards, records, strict=True):
-        for part, counted in zip(shard.parts, record.parts["rows"].tolist(), strict=True):
-            file = first_files[shard.source] + part.origin
+        counts = zip(shard.origins.tolist(), record.parts["rows"].tolist(), strict=True)
+        for index, (origin, counted) in enumerate(counts):
+            file = first_files[shard.source] + origin
             files.append(file)
             rows_before.append(num_rows[file])
             num_rows[file] += counted
             if num_rows[file] >> 32:
-                raise InputError(
-                    f"{part_name(sources[shard.source], part)}: more than {1 << 32:,} rows; split it into smaller files"
-                )
+                name = part_name(sources[shard.source], shard.parts[index])
+                raise InputError(f"{name}: more than {1 << 32:,} rows; split it into smaller files")
     return np.array(files, dtype=np.int64), np.array(rows_before, dtype=np.int64)
 
 

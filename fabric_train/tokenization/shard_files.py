@@ -25,26 +25,34 @@ from fabric_train.tokenization.cleaning.cleaner import Dropped
 from fabric_train.tokenization.cleaning.contamination import TaskHit
 from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS
 from fabric_train.tokenization.documents import BadRowError, LeftOut
+from fabric_train.tokenization.reading.listing import SHA256_BYTES
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
 # characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
 ENCODED = np.dtype([(name, "u4") for name in ("number", "row", "length", "characters", "bytes", "num_tokens_cut")])
-PART = np.dtype([("documents", "u4"), ("rows", "u4")])  # documents kept, and rows counted by the reader
+# documents kept, rows counted by the reader, and the SHA-256 of a file that was read at once, otherwise NO_SHA256
+PART = np.dtype([("documents", "u4"), ("rows", "u4"), ("sha256", f"V{SHA256_BYTES}")])
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Parts of one source that are encoded together; ``key`` names its files, ``source`` is the source's number."""
+    """Parts of one source that are encoded together; ``key`` names its files, ``source`` is the source's number.
+
+    ``origins`` has the number of each part's file or split, int64 [parts]; ``read_at_once`` whether its reader hashes
+    it, bool [parts].
+    """
 
     index: int
     source: int
     parts: Sequence[Any]
     num_bytes: int
     key: str
+    origins: np.ndarray
+    read_at_once: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ def remove_outdated_shards(folder: Path) -> int:
     outdated = []
     for file in folder.glob("*.npz"):
         with np.load(file, allow_pickle=False) as stored:
-            if "hits" not in stored.files:
+            if "hits" not in stored.files or stored["parts"].dtype != PART:
                 outdated.append(file)
     for file in outdated:
         for suffix in (".tokens", ".masks", ".signatures", ".npz"):
@@ -179,7 +187,7 @@ class ShardWriter:
         skips_bad_rows: bool,
     ) -> None:
         self._documents: list[np.ndarray] = []
-        self._parts: list[tuple[int, int]] = []
+        self._parts: list[tuple[int, int, bytes]] = []
         self._skipped: list[tuple[int, int, int]] = []
         self._reasons: dict[str, int] = {}  # with their numbers
         self._edits: list[tuple[int, int, int]] = []
@@ -211,15 +219,16 @@ class ShardWriter:
             if file is not None:
                 file.close()
 
-    def end_part(self, num_documents: int, num_bytes: int, num_rows: int) -> None:
+    def end_part(self, num_documents: int, num_bytes: int, num_rows: int, sha256: bytes) -> None:
         """Count a part as read; its documents may be written later.
 
         Args:
             num_documents: documents kept.
             num_bytes: size of the part.
             num_rows: rows counted by the reader.
+            sha256: of its file, or NO_SHA256.
         """
-        self._parts.append((num_documents, num_rows))
+        self._parts.append((num_documents, num_rows, sha256))
         self._bytes_before += num_bytes
         self._show(0)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fabric_train.tokenization.reading.sources import Source
+from fabric_train.tokenization.shard_files import Shard
 
 _BYTES_HASHED_TOGETHER = 256 << 20
 
@@ -46,12 +47,28 @@ class FilesToHash:
     stop: int
 
 
-def files_to_hash(sources: Sequence[Source], input_slice: InputSlice) -> Iterator[FilesToHash]:
+def files_read_at_once(sources: Sequence[Source], shards: Sequence[Shard]) -> list[np.ndarray]:
+    """Return which files of each source are hashed when their shard is read, bool [files] each."""
+    are_read = [np.zeros(len(source.files), dtype=bool) for source in sources]
+    for shard in shards:
+        are_read[shard.source][shard.origins[shard.read_at_once]] = True
+    return are_read
+
+
+def files_to_hash(
+    sources: Sequence[Source], input_slice: InputSlice, are_read: Sequence[np.ndarray]
+) -> Iterator[FilesToHash]:
     """Yield the files of a slice, in groups of about 256 MiB; the slices of files are not those of shards.
 
     A file is hashed by one process, so that SHA-256 of it is as for the whole file.
+
+    Args:
+        sources: all sources.
+        input_slice: the slice.
+        are_read: which files of each source are hashed elsewhere, bool [files] each.
     """
     is_in = input_slice.of([size for source in sources for size in source.files.sizes])
+    is_in = (np.array(is_in, dtype=bool) & ~np.concatenate([[], *are_read]).astype(bool)).tolist()
     first = 0
     for number, source in enumerate(sources):
         start, num_bytes = 0, 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "slice.json"
 _ARGUMENTS = "config.yaml"
-_FORMAT = 1
+_FORMAT = 2
 _OF_EACH_TASK = ("shard", "output_dir", "num_proc")
 MAKE_AGAIN = "remove it, and run its task again"
 """How to fix a slice, for error messages."""

@@ -1,5 +1,6 @@
 """Files are listed once, through links too; what is no file is refused, and so is a file that changes meanwhile."""
 
+import gzip
 import json
 import os
 import shutil
@@ -13,8 +14,9 @@ import datasets
 import pytest
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.file_parts import FilePart, PackedParts
-from fabric_train.tokenization.reading.files import is_readable
+from fabric_train.tokenization.reading.files import FileReader, is_readable, split_file
 from fabric_train.tokenization.reading.listing import (
     ListedFiles,
     check_unchanged,
@@ -83,15 +85,14 @@ def test_a_folder_is_in_the_order_of_its_paths(tmp_path: Path) -> None:
 
 
 def test_a_listed_file_takes_little_memory(tmp_path: Path) -> None:
-    for number in range(100):
-        write(tmp_path, f"data/{number}.txt")
+    write(tmp_path, "data/99.txt")
     tracemalloc.start()
-    files = ListedFiles(list_file(f"{tmp_path}/data/{number % 100}.txt") for number in range(20_000))
+    files = ListedFiles(list_file(f"{tmp_path}/data/99.txt") for _ in range(2_000))
     packed = PackedParts(files, (FilePart(file, file.size, origin=number) for number, file in enumerate(files)))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert taken / len(files) < 32 + 32 + len(f"{tmp_path}/data/99.txt") + 16
-    assert packed[19_999].name == files[-1].name == f"{tmp_path}/data/99.txt"
+    assert packed[1_999].name == files[-1].name == f"{tmp_path}/data/99.txt"
     assert [part.origin for part in packed[3:5]] == [3, 4]
 
 
@@ -194,6 +195,42 @@ def test_other_permissions_and_links_are_no_change(tmp_path: Path) -> None:
     os.link(listed.path, tmp_path / "b.jsonl")
     assert list_file(listed.path) != listed
     check_unchanged(listed, digest)
+
+
+SMALL_FILES = {
+    "a.txt": b"some text\n",
+    "a.jsonl": b'{"text": "some text"}\n',
+    "a.json": b'[{"text": "some text"}]',
+    "a.csv": b"text\nsome text\n",
+    "a.jsonl.gz": gzip.compress(b'{"text": "some text"}\n'),
+    "empty.txt": b"",
+}
+
+
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_a_small_file_is_opened_once_to_be_read_and_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).write_bytes(SMALL_FILES[name])
+    (part,) = split_file(list_file(tmp_path / name), 1 << 20)
+    names, open_file = list[str](), os.open
+
+    def note_name(path: str, flags: int) -> int:
+        names.append(path)
+        return open_file(path, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", note_name)
+        patched.setattr("builtins.open", None)
+        reader = FileReader(part, ("text",))
+        texts = [row["text"].strip() for _, row in reader if not isinstance(row, BadRowError)]
+    assert (names, texts) == ([part.name], ["some text" if SMALL_FILES[name] else ""])
+    assert reader.sha256().hex() == sha256(part.name)
+    time.sleep(0.02)
+    rewrite(tmp_path / name, keep_time=True)
+    assert list(reader)
+    with pytest.raises(InputError, match=f"{name}: changed while it was read"):
+        reader.sha256()
 
 
 @pytest.mark.parametrize("change", ["size", "time", "content"])

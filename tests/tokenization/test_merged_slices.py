@@ -19,11 +19,11 @@ from fabric_train.tokenization import encoded_shards, encoding, merge, slice_fol
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
-from fabric_train.tokenization.reading.listing import ListedFile, ListedFiles, list_file
+from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
 from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, Shard, ShardRecord, read_record
-from fabric_train.tokenization.sharding import InputSlice, files_to_hash, slice_numbers
+from fabric_train.tokenization.sharding import InputSlice, files_read_at_once, files_to_hash, slice_numbers
 from tests.support.token_datasets import TEXTS, write_jsonl
 
 NUM_TASKS = 3
@@ -126,7 +126,8 @@ def test_groups_of_files_cover_each_file_once(tmp_path: Path, monkeypatch: pytes
         path.write_text("x" * (7 * number % 90))
     files = ListedFiles(map(list_file, paths))
     sources = [FileSource("a", tmp_path, files[:8]), FileSource("b", tmp_path, files[8:])]
-    groups = [group for number in (1, 2, 3) for group in files_to_hash(sources, InputSlice(number, 3))]
+    are_read = files_read_at_once(sources, [])
+    groups = [group for number in (1, 2, 3) for group in files_to_hash(sources, InputSlice(number, 3), are_read)]
     assert len(groups) > 6
     assert all(sum(file.size for file in sources[g.source].files[g.start : g.stop - 1]) < 100 for g in groups)
     covered = Counter((group.source, index) for group in groups for index in range(group.start, group.stop))
@@ -279,7 +280,8 @@ def test_a_merge_takes_less_than_200_bytes_of_memory_a_document(made: Path, tmp_
     (tmp_path / "file").touch()
     source = FileSource("a", tmp_path, ListedFiles([list_file(tmp_path / "file")]))
     (part,) = source.parts(1)
-    shards = [Shard(0, 0, (part,), 1, min((made / "1").glob("*.npz")).stem)] * num_shards
+    key = min((made / "1").glob("*.npz")).stem
+    shards = [Shard(0, 0, (part,), 1, key, np.zeros(1, int), np.zeros(1, bool))] * num_shards
     small, random = read_record(made / "1", shards[0]), np.random.default_rng(0)
     assert small is not None
     tracemalloc.start()
@@ -303,7 +305,7 @@ def enlarged(record: ShardRecord, num_documents: int, random: np.random.Generato
     return replace(
         record,
         documents=documents,
-        parts=np.array([(num_documents, num_documents)], PART),
+        parts=np.array([(num_documents, num_documents, NO_SHA256)], PART),
         hashes=hashes.reshape(num_documents, -1),
         num_read=num_documents,
     )

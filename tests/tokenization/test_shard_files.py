@@ -5,11 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fabric_train.tokenization.reading.listing import NO_SHA256
 from fabric_train.tokenization.shard_files import ENCODED, Shard, ShardWriter, read_record
 
 
 def test_a_record_appears_after_the_other_files_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard, rename, sizes = Shard(0, 0, (), 10, "key"), Path.rename, list[list[int]]()
+    shard = Shard(0, 0, (), 10, "key", np.zeros(1, int), np.zeros(1, bool))
+    rename, sizes = Path.rename, list[list[int]]()
 
     def note_sizes(file: Path, target: Path) -> Path:
         sizes.append([(tmp_path / f"key.{name}").stat().st_size for name in ("tokens", "masks", "signatures")])
@@ -23,7 +25,7 @@ def test_a_record_appears_after_the_other_files_are_whole(tmp_path: Path, monkey
         writer.read()
         writer.sign(np.zeros(112, np.uint32))
         writer.write(document, np.arange(100, dtype=np.int32), np.ones(100, dtype=bool), 10)
-        writer.end_part(1, 10, 1)
+        writer.end_part(1, 10, 1, NO_SHA256)
         assert read_record(tmp_path, shard) is None
         writer.finish()
     assert sizes == [[400, 100, 448]]

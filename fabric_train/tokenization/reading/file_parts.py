@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from fabric_train.tokenization.reading.listing import ListedFile, ListedFiles
+from fabric_train.tokenization.reading.listing import READ_AT_ONCE, ListedFile, ListedFiles
 
 _TO_THE_END = -1
 _FIELDS = 4
@@ -29,6 +29,11 @@ class FilePart:
     def name(self) -> str:
         """Path of the file."""
         return self.file.name
+
+    @property
+    def is_read_at_once(self) -> bool:
+        """Whether it is a whole file, small enough that its reader has all of it in memory and can hash it."""
+        return self.stop is None and self.file.size <= READ_AT_ONCE
 
 
 class PackedParts(Sequence[FilePart]):

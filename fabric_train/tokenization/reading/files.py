@@ -6,6 +6,7 @@ like dates become dates) and report bad JSON or bad UTF-8 without its place.
 
 import codecs
 import csv
+import hashlib
 import io
 import json
 import sys
@@ -20,7 +21,7 @@ from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.reading.columns import Row, check_not_repeated, check_text_columns, missing_column
 from fabric_train.tokenization.reading.file_parts import FilePart
-from fabric_train.tokenization.reading.listing import ListedFile
+from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, changed, read_file
 from fabric_train.tokenization.reading.opened_text import (
     COMPRESSIONS,
     file_suffix,
@@ -49,11 +50,15 @@ class FileReader:
 
     def __init__(self, part: FilePart, columns: tuple[str, ...]) -> None:
         self.part, self.columns, self.position, self.num_counted = part, columns, 0, 0
+        self.content: bytes | None = None  # of the file, once it has been read at once
+        self._now = part.file
         self._suffix = file_suffix(part.name)
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]:
         try:
             with memory_errors_name(self.part.name):
+                if self.part.is_read_at_once:
+                    self.content, self._now = read_file(self.part.file)
                 for number, row in _READERS[self._suffix](self):
                     self.num_counted = number
                     yield number, row
@@ -62,6 +67,18 @@ class FileReader:
                 error.filename = self.part.name
             raise
         self.position = self.part.num_bytes
+
+    def sha256(self) -> bytes:
+        """Return the SHA-256 of a file that was read at once, ``NO_SHA256`` for others.
+
+        Raises:
+            InputError: it has changed since it was listed.
+        """
+        if self.content is None:
+            return NO_SHA256
+        if self._now != self.part.file:
+            raise changed(self.part.file)
+        return hashlib.sha256(self.content).digest()
 
     def place(self, number: int) -> str:
         """Return the place of row ``number`` for messages."""
@@ -146,7 +163,7 @@ def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FileP
 
 def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.name
-    with opened(reader.part.file) as file:
+    with opened(reader.part.file, reader.content) as file:
         data = file.read()
     zero = data.find(b"\0")
     if zero >= 0:
@@ -163,7 +180,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
     compressed = is_compressed(part.name)
-    with opened(part.file) as file:
+    with opened(part.file, reader.content) as file:
         position = 0
         if part.start:
             position = file.seek(part.start - 1)
@@ -211,10 +228,10 @@ def _checked(row: Any, reader: FileReader, number: int) -> Row | BadRowError:
 def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     """Yield the rows of a .json file: an array of objects, one object, or JSON lines."""
     path = reader.part.name
-    if is_json_lines(reader.part.file):
+    if is_json_lines(reader.part.file, reader.content):
         yield from _read_json_lines(reader)
         return
-    with opened(reader.part.file) as file:
+    with opened(reader.part.file, reader.content) as file:
         data = file.read()
     try:
         text = _decode(data, path, 0)
@@ -228,10 +245,10 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
         yield number, _checked(row, reader, number)
 
 
-def is_json_lines(file: ListedFile) -> bool:
-    """Return whether the first line that is not blank is a complete JSON object."""
-    with opened(file) as content:
-        first = next((line for line in content if line.strip()), b"")
+def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
+    """Return whether the first line that is not blank is a complete JSON object; ``content`` as for ``opened``."""
+    with opened(file, content) as lines:
+        first = next((line for line in lines if line.strip()), b"")
     try:
         return first.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
@@ -242,7 +259,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.name
     csv.field_size_limit(sys.maxsize)
     with (
-        opened(reader.part.file) as binary,
+        opened(reader.part.file, reader.content) as binary,
         # bytes that are not UTF-8 are kept as surrogates, so that they are a fault of their own row only
         io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
     ):

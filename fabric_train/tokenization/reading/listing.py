@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import overload
 
@@ -21,6 +22,8 @@ from fabric_train.cli.errors import InputError
 
 SHA256_BYTES = 32
 """Bytes of a SHA-256."""
+NO_SHA256 = bytes(SHA256_BYTES)
+"""Stands for that of a file that is not hashed."""
 READ_AT_ONCE = 1 << 20
 """Bytes up to which a file is read in one piece."""
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -64,6 +67,12 @@ class ListedFiles(Sequence[ListedFile]):
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def __iter__(self) -> Iterator[ListedFile]:
+        start = 0
+        for end, *state in zip(islice(self._ends, 1, None), self.sizes, self._mtimes, self._ctimes, strict=True):
+            yield ListedFile(os.fsdecode(self._names[start:end]), *state)
+            start = end
+
     @overload
     def __getitem__(self, index: int) -> ListedFile: ...
 
@@ -73,7 +82,8 @@ class ListedFiles(Sequence[ListedFile]):
     def __getitem__(self, index: int | slice) -> "ListedFile | ListedFiles":
         if isinstance(index, slice):
             return ListedFiles(map(self.__getitem__, range(*index.indices(len(self)))))
-        index = range(len(self))[index]
+        if index < 0:
+            index += len(self)
         name = os.fsdecode(self._names[self._ends[index] : self._ends[index + 1]])
         return ListedFile(name, self.sizes[index], self._mtimes[index], self._ctimes[index])
 
@@ -222,7 +232,7 @@ def hash_files(files: Iterable[ListedFile]) -> Iterator[bytes]:
         else:
             digest, now = bytes.fromhex(sha256(file.name)), list_file(file.name)
         if now != file:
-            raise _changed(file)
+            raise changed(file)
         yield digest
 
 
@@ -251,10 +261,11 @@ def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     except FileNotFoundError:
         raise InputError(f"{file.name}: removed while it was read; restore it, then start again") from None
     if (now.size, now.mtime_ns) != (file.size, file.mtime_ns):
-        raise _changed(file)
+        raise changed(file)
     if digest is not None and now.ctime_ns != file.ctime_ns and sha256(file.name) != digest.hex():
-        raise _changed(file)
+        raise changed(file)
 
 
-def _changed(file: ListedFile) -> InputError:
+def changed(file: ListedFile) -> InputError:
+    """Return the error for a file that is not what was listed."""
     return InputError(f"{file.name}: changed while it was read; start again once nothing writes to it")

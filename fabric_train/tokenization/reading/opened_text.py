@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.reading.listing import READ_AT_ONCE, ListedFile, read_file
+from fabric_train.tokenization.reading.listing import ListedFile
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _NOT_TEXT_SIGNATURES = {
@@ -26,7 +26,7 @@ _NOT_TEXT_SIGNATURES = {
 
 def file_suffix(name: str | Path) -> str:
     """Return the lower-case suffix that names the kind of file, without that of a compression."""
-    stem, suffix = os.path.splitext(os.path.basename(name).lower())
+    stem, suffix = os.path.splitext(os.fspath(name).lower())
     return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
 
 
@@ -36,13 +36,13 @@ def is_compressed(name: str | Path) -> bool:
 
 
 @contextmanager
-def opened(file: ListedFile) -> Iterator[BinaryIO]:
-    """Open a file at its beginning, decompressed.
+def opened(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
+    """Open a file at its beginning, decompressed; ``content`` is what is in it, if that has been read.
 
     Raises:
         InputError: it is no text, or a damaged archive.
     """
-    with io.BytesIO(read_file(file)[0]) if file.size <= READ_AT_ONCE else open(file.name, "rb") as raw:
+    with open(file.name, "rb") if content is None else io.BytesIO(content) as raw:
         if not is_compressed(file.name):
             _check_is_text(file.name, raw.read(8))
             raw.seek(0)
@@ -54,9 +54,9 @@ def opened(file: ListedFile) -> Iterator[BinaryIO]:
         try:
             counted = _Counted(raw)
             with pyarrow.CompressedInputStream(counted, compression) as stream:
-                content = _Decompressed(stream, counted)
-                _check_is_text(file.name, content.peek(8)[:8])
-                yield content
+                text = _Decompressed(stream, counted)
+                _check_is_text(file.name, text.peek(8)[:8])
+                yield text
         except OSError as error:  # for a damaged stream, pyarrow raises an OSError without errno
             if error.errno:
                 raise

@@ -15,7 +15,7 @@ from fabric_train.tokenization.reading.columns import Row, check_text_columns
 from fabric_train.tokenization.reading.file_parts import FilePart, PackedParts
 from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.hub_names import DatasetName, errors_of_datasets
-from fabric_train.tokenization.reading.listing import ListedFiles
+from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFiles
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -28,6 +28,9 @@ class PartReader(Protocol):
     num_counted: int
 
     def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]: ...
+
+    def sha256(self) -> bytes:
+        """Return the SHA-256 of the file that was read, ``NO_SHA256`` if that is not known."""
 
     def place(self, number: int) -> str:
         """Return the place of row ``number`` for messages."""
@@ -232,6 +235,9 @@ class RowReader:
             yield from self._rows.iter(batch_size=256)
         except errors_of_datasets() as error:
             raise RunError(f"{self._place}: cannot be read to the end: {first_line(error)}") from None
+
+    def sha256(self) -> bytes:
+        return NO_SHA256
 
     def place(self, number: int) -> str:
         return f"{self._place}, row {self._first + number}"
