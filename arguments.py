@@ -680,18 +680,21 @@ class CleaningArguments:
     """Cleaning of documents, each drop and change counted"""
 
     language: str | None = None
-    """Keep the documents of text in these languages, such as es,ca: ISO 639 codes, and va, which is Valencian. A number
-    may follow, as in es,ca:0.8: the least probability at which the identifier is certain; default: 0.65.
+    """Keep the documents in these languages, such as es,ca: ISO 639 codes, and va, which is Valencian. A number may
+    follow, as in es,ca:0.8: the least probability at which the identifier is certain; default: 0.65. Of chats, what
+    user and assistant say counts.
     """
     language_by: Literal["document", "paragraph"] = "document"
-    """With --language: leave out documents in other languages, or remove paragraphs in other languages first."""
+    """With --language: leave out documents in other languages, or, of texts, remove paragraphs in other languages
+    first.
+    """
     quality: str | None = None
     """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
     as gopher,fineweb. Those of c4 also remove lines.
     """
     near_duplicates: PositiveShare | None = None
-    """Leave out texts that nearly repeat an earlier one, of any source: the smallest share of 5-grams of words, such as
-    0.8, that they have in common (estimated by MinHash).
+    """Leave out texts and chats that nearly repeat an earlier one, of any source: the smallest share of 5-grams of
+    words, such as 0.8, that they have in common (estimated by MinHash). System messages do not count.
     """
     boilerplate: PositiveInt64 | str | None = None
     """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as

@@ -16,6 +16,7 @@ from rich.table import Table
 from benchmarks.measure import ROOT, Command, Spread, interleave, run, spread
 from benchmarks.report import Report
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
+from fabric_train.tokenization.chats.chat_format import read_chat
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from sample_data import real_data
@@ -89,7 +90,7 @@ def _encode(tokenizer: Path, max_length: int) -> ChatTokensRun:
     encoder = ChatEncoder(tokenizer, "messages", "assistant", "cut_end", max_length)
     started = time.process_time()
     tokens = kept = 0
-    for document in encoder.encode_all(rows):
+    for document in encoder.encode_all(read_chat(row, "messages") for row in rows):
         assert not isinstance(document, BadRowError), document
         num_tokens = len(getattr(document, "input_ids", ()))
         kept += num_tokens

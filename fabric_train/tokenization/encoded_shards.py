@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.cleaning.chat_rows import text_of_chat
+from fabric_train.tokenization.chats.chat_format import Chat, is_blank, read_chat
+from fabric_train.tokenization.cleaning.chat_texts import text_without_system
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
 from fabric_train.tokenization.documents import BadRowError, LeftOut
-from fabric_train.tokenization.reading.columns import Row, text_of
+from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.file_parts import FilePart
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import check_unchanged
@@ -41,7 +42,7 @@ class EncodingJob:
 
     ``formats`` has one entry per source. ``shards`` are all shards, so that no shard with its many files is sent to a
     process: it gets the number of one. ``progress`` is an array of int64 [3 * shards] in shared memory: the bytes,
-    documents and tokens done of each shard. ``hashed`` asks for hashes of the documents. ``cleaner`` is for texts.
+    documents and tokens done of each shard. ``hashed`` asks for hashes of the documents.
     """
 
     folder: Path
@@ -134,7 +135,7 @@ def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: ShardWriter,
             if format_.chat is None:
                 num_documents = _read_texts(job, reader, format_.columns[0], writer, waiting)
             else:
-                num_documents = _encode_chats(job, format_.chat, format_.columns, reader, writer)
+                num_documents = _encode_chats(job, format_, format_.chat, reader, writer)
     finally:  # what is written to while it is read may look damaged: then that is the error to report
         if isinstance(part, FilePart):
             check_unchanged(part.file)
@@ -144,6 +145,15 @@ def _encode_part(job: EncodingJob, shard: Shard, part: Any, writer: ShardWriter,
 def part_name(source: Source, part: Any) -> str:
     """Return the file of a part, or the name of a dataset that does not consist of files."""
     return part.name if isinstance(part, FilePart) else source.name
+
+
+@dataclass(frozen=True)
+class _WaitingChat:
+    """A chat that waits to be encoded, as it was given to the encoder; ``signature`` is that of its text, if any."""
+
+    place: _Place
+    given: Chat | BadRowError
+    signature: np.ndarray | None
 
 
 class _WaitingTexts:
@@ -207,27 +217,29 @@ def _read_texts(job: EncodingJob, reader: PartReader, column: str, writer: Shard
 
 
 def _encode_chats(
-    job: EncodingJob, chat: "ChatEncoder", columns: Sequence[str], reader: PartReader, writer: ShardWriter
+    job: EncodingJob, format_: SourceFormat, chat: "ChatEncoder", reader: PartReader, writer: ShardWriter
 ) -> int:
-    """Encode and write a part's chats, and return the number of those that are kept."""
+    """Read, clean, encode and write a part's chats, and return the number of those that are kept."""
     num_documents = 0
-    waiting: deque[tuple[int, int, Row | BadRowError]] = deque()  # number and row, see ENCODED, and what was read
+    waiting: deque[_WaitingChat] = deque()
 
-    def read_rows() -> Iterator[Row | BadRowError]:
+    def read_chats() -> Iterator[Chat | BadRowError]:
         for row_number, row in reader:
             place = writer.read(), row_number
             try:
-                cleaned = row if isinstance(row, BadRowError) else _clean_chat(job, row, columns, place, writer)
+                read = row if isinstance(row, BadRowError) else read_chat(row, format_.kind)
+                cleaned = _clean_chat(job, read, place, writer)
             except BadRowError as error:
-                cleaned = error
+                cleaned = BadRowError(f"{reader.place(row_number)}: {error}"), None
             if cleaned is not None:
-                waiting.append((*place, row))
-                yield cleaned
+                waiting.append(_WaitingChat(place, *cleaned))
+                yield cleaned[0]
 
-    for encoded in chat.encode_all(read_rows()):
-        ordinal, row_number, row = waiting.popleft()
+    for encoded in chat.encode_all(read_chats()):
+        one = waiting.popleft()
+        ordinal, row_number = one.place
         if isinstance(encoded, BadRowError):
-            place = "" if encoded is row else f"{reader.place(row_number)}: "
+            place = "" if encoded is one.given else f"{reader.place(row_number)}: "
             writer.skip_bad_row(ordinal, BadRowError(f"{place}{encoded}"))
         elif isinstance(encoded, LeftOut):
             writer.skip(ordinal, encoded)
@@ -235,19 +247,28 @@ def _encode_chats(
             counts = (encoded.num_characters, encoded.num_bytes, encoded.num_tokens_cut)
             document = np.array([(ordinal, row_number, len(encoded.input_ids), *counts)], dtype=ENCODED)
             writer.write(document, encoded.input_ids, encoded.supervised, reader.position)
+            writer.sign(one.signature)
             writer.turn_ends |= encoded.turn_ends
             num_documents += 1
     return num_documents
 
 
-def _clean_chat(job: EncodingJob, row: Row, columns: Sequence[str], place: _Place, writer: ShardWriter) -> Row | None:
-    """Return the row as cleaning leaves it, or None if cleaning drops it; record what was changed and found."""
-    if job.cleaner is None:
-        return row
-    result = job.cleaner.clean_chat(row, columns)
+def _clean_chat(
+    job: EncodingJob, chat: Chat | BadRowError, place: _Place, writer: ShardWriter
+) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
+    """Return the chat as cleaning leaves it with its signature, or None if cleaning drops it; record what was found.
+
+    Bad rows stay as they are, and so do blank chats: encoding reports or counts them.
+
+    Raises:
+        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    """
+    if job.cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
+        return chat, None
+    result = job.cleaner.clean_chat(chat)
     writer.list_hits(*place, result.hits)
     if isinstance(result, Dropped):
-        writer.drop(*place, result, text_of_chat(row, columns), job.cleaner.redact)
+        writer.drop(*place, result, text_without_system(chat), job.cleaner.redact)
         return None
     writer.count_edits(place[0], result.edits)
-    return result.row
+    return result.chat, result.signature

@@ -588,10 +588,10 @@ def test_a_cut_chat_is_rendered_three_times_and_no_text_is_encoded_twice(
 def test_rows_around_a_bad_one_are_encoded_in_their_order(chatml_dir: Path) -> None:
     bad = BadRowError("no JSON")
     rows = [{"messages": exchanges("a", str(number))} for number in range(4)]
-    other: list[Any] = [{"messages": "x"}, {"messages": []}, {"messages": [QUESTION]}]
-    given = [rows[0], bad, rows[1], *other[:2], rows[2], other[2], rows[3]]
+    half, *others = ({"messages": messages} for messages in (exchanges("a", "\ud800"), [], [QUESTION]))
+    given: list[Any] = [rows[0], bad, rows[1], half, others[0], rows[2], others[1], rows[3]]
     chats = encoder(chatml_dir)
-    results = list(chats.encode_all(given))
+    results = list(chats.encode_all(one if one is bad else read_chat(one, "messages") for one in given))
     assert results[1] is bad
     assert isinstance(results[3], BadRowError)
     assert (results[4], results[6]) == (LeftOut(manifest.EMPTY), LeftOut(manifest.NOTHING_SUPERVISED))

@@ -222,7 +222,7 @@ def test_lists_with_places_and_dropped_texts_are_not_published(datasets_dir: Pat
 def test_a_chat_is_compared_as_a_whole_and_its_sample_is_redacted(tmp_path: Path, chatml_dir: Path, task: Path) -> None:
     words = QUESTION.split()
     asked, clean = " ".join(words[:20]), [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    planted = [{"role": "user", "content": f"ana@uni.es: {asked} \ud800"}, {"role": "assistant", "content": "No sé"}]
+    planted = [{"role": "user", "content": f"ana@uni.es: {asked}"}, {"role": "assistant", "content": "No sé"}]
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (clean, planted, clean)))
     options = {"decontaminate": task, "redact": "email", "validation_split": 0, "max_length": 64}
@@ -233,7 +233,7 @@ def test_a_chat_is_compared_as_a_whole_and_its_sample_is_redacted(tmp_path: Path
     (hit,) = map(json.loads, (tmp_path / "out" / "contamination.jsonl").read_text(encoding="utf-8").splitlines())
     (sample,) = map(json.loads, (tmp_path / "out" / "dropped.jsonl").read_text(encoding="utf-8").splitlines())
     assert hit["place"] == sample["place"] == f"{source}: {source}:2"
-    assert sample["text"] == f"<EMAIL>: {asked} ?\nNo sé"
+    assert sample["text"] == f"<EMAIL>: {asked}\nNo sé"
 
 
 def test_hits_are_the_same_for_any_number_of_processes_and_shards(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build, encoded_shards, encoding, unfinished
 from fabric_train.tokenization.cleaning import minhash, near_duplicates
 from fabric_train.tokenization.cleaning.minhash import NUM_HASHES, choose_bands, signature, similarities
@@ -207,11 +206,3 @@ def test_exact_duplicates_and_caps_are_counted_apart(
     assert [line["reason"] for line in sample] == ["duplicate", *["near_duplicate"] * 3]
     assert sample[0]["place"].endswith("c.jsonl:3")
     assert texts[0].startswith(sample[0]["text"][:400])
-
-
-def test_near_duplicates_of_chats_are_refused(tmp_path: Path, chatml_dir: Path) -> None:
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    with pytest.raises(InputError, match="--near_duplicates: for text, and a source has messages"):
-        tokenize(tmp_path / "out", chatml_dir, chats, near_duplicates=0.8)
-    assert not (tmp_path / "out").exists()

@@ -102,22 +102,20 @@ class ChatEncoder:
         Raises:
             BadRowError: the row has another format, or the template cannot render or mark it.
         """
-        (result,) = self.encode_all([record])
+        (result,) = self.encode_all([read_chat(record, self._data_format)])
         if isinstance(result, BadRowError):
             raise result
         return result
 
-    def encode_all(
-        self, records: Iterable[Mapping[str, Any] | BadRowError]
-    ) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
-        """Yield what ``encode`` returns or raises for each row, in order; a row that is known to be bad stays as it is.
+    def encode_all(self, chats: Iterable[Chat | BadRowError]) -> Iterator[EncodedDocument | LeftOut | BadRowError]:
+        """Yield what ``encode`` returns or raises for each chat, in order; an error that is given stays as it is.
 
-        The rows are encoded in batches, so rows are read ahead.
+        The chats are encoded in batches, so they are read ahead.
         """
         batch: list[_RenderedChat | LeftOut | BadRowError] = []
         num_characters = 0
-        for record in records:
-            rendered = _or_bad_row(self._render, record)
+        for chat in chats:
+            rendered = _or_bad_row(self._render, chat)
             batch.append(rendered)
             num_characters += len(rendered.whole.text) if isinstance(rendered, _RenderedChat) else 0
             if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
@@ -132,8 +130,7 @@ class ChatEncoder:
         for chat in batch:
             yield _or_bad_row(self._encode_rendered, chat) if isinstance(chat, _RenderedChat) else chat
 
-    def _render(self, record: Mapping[str, Any]) -> "_RenderedChat | LeftOut":
-        chat = read_chat(record, self._data_format)
+    def _render(self, chat: Chat) -> "_RenderedChat | LeftOut":
         if is_blank(chat):
             return LeftOut(manifest.EMPTY)
         turns = supervised_turns(chat, self._train_on)

@@ -1,7 +1,7 @@
 """Apply the cleaning steps to one document after another, in a fixed order."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,15 +9,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.chats.chat_format import Chat
 from fabric_train.tokenization.cleaning import minhash
-from fabric_train.tokenization.cleaning.chat_rows import change_texts, text_of_chat
+from fabric_train.tokenization.cleaning.chat_texts import all_text, change_texts, spoken_text, text_without_system
 from fabric_train.tokenization.cleaning.contamination import TaskHit
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
     from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
 
-_FOR_CHATS = ("redact", "decontaminate")
+_JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
+"""What a step that leaves out chats judges."""
+_NOT_FOR_CHATS = {
+    "boilerplate": "a chat cannot lose a line of a turn",
+    "language_by paragraph": "a chat cannot lose a paragraph of a turn",
+    "quality": "its rules are for web pages, and a good answer may be one word",
+}
+"""Switches, and why they are refused for chats."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +70,11 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class CleanedChat:
-    """A chat that is kept: its row with changed texts, the number of changes by kind, and hits."""
+    """A chat that is kept: with changed texts, and the rest as in ``Cleaned``."""
 
-    row: dict[str, Any]
+    chat: Chat
     edits: dict[str, int]
+    signature: np.ndarray | None
     hits: tuple[TaskHit, ...]
 
 
@@ -101,23 +110,25 @@ class Cleaner:
                 text, hits = result.text, (*hits, *result.hits)
             else:
                 text = result
-        signature = None if self.near_duplicates is None else minhash.signature(text)
-        return Cleaned(text, dict(edits), signature, hits)
+        return Cleaned(text, dict(edits), self._sign(text), hits)
 
-    def clean_chat(self, row: Mapping[str, Any], columns: Sequence[str]) -> CleanedChat | Dropped:
-        """Return the row of a chat with each text redacted, or why it is dropped: its texts are compared as one.
+    def clean_chat(self, chat: Chat) -> CleanedChat | Dropped:
+        """Return the chat with each text redacted, or why a step drops it; the first that does decides.
 
-        Args:
-            row: a chat or an instruction.
-            columns: those that hold it.
+        Raises:
+            BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
         """
         edits: Counter[str] = Counter()
-        changed = dict(row)
-        if "redact" in self.steps:
-            changed = change_texts(row, columns, partial(self._redact, edits=edits))
-        others = Cleaner({name: step for name, step in self.steps.items() if name != "redact"}, near_duplicates=None)
-        result = others.clean(text_of_chat(changed, columns))
-        return result if isinstance(result, Dropped) else CleanedChat(changed, dict(edits), result.hits)
+        hits: tuple[TaskHit, ...] = ()
+        for name, step in self.steps.items():
+            if name == "redact":
+                chat = change_texts(chat, partial(self._redact, edits=edits))
+                continue
+            result = step.clean(_JUDGED_TEXT[name](chat), edits)
+            if isinstance(result, Dropped):
+                return result
+            hits += result.hits if isinstance(result, Marked) else ()
+        return CleanedChat(chat, dict(edits), self._sign(text_without_system(chat)), hits)
 
     def redact(self, text: str) -> str:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""
@@ -127,6 +138,9 @@ class Cleaner:
         """Return the cleaner that first removes the lines of ``step``; it shows them without personal data."""
         others = {name: one for name, one in self.steps.items() if name != "boilerplate"}
         return replace(self, steps={"boilerplate": step.redacted(self.redact), **others})
+
+    def _sign(self, text: str) -> np.ndarray | None:
+        return None if self.near_duplicates is None else minhash.signature(text)
 
     def _redact(self, text: str, edits: Counter[str]) -> str:
         result = self.steps["redact"].clean(text, edits)
@@ -149,8 +163,9 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         kinds: the data format of each source.
 
     Raises:
-        InputError: a switch cannot be used, or is for texts and a source has chats.
+        InputError: a switch cannot be used, or not for chats and a source has them.
     """
+    _check_for_chats(arguments, kinds)
     steps: dict[str, CleaningStep] = {}
     if arguments.language is not None:
         from fabric_train.tokenization.cleaning.language_filter import open_language_filter
@@ -173,9 +188,25 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         from fabric_train.tokenization.cleaning.repeated_lines import open_boilerplate
 
         cleaner = cleaner.with_boilerplate(open_boilerplate(arguments.boilerplate, arguments.text_column))
+    return cleaner if cleaner.settings() else None
+
+
+def _check_for_chats(arguments: "TokenizeArguments", kinds: Sequence[str]) -> None:
+    """Check that no switch is given that is not for chats, if a source has chats.
+
+    Raises:
+        InputError: one line for each such switch.
+    """
     chats = [kind for kind in kinds if kind != "text"]
-    switches = cleaner.settings()
-    for_texts = ", ".join(f"--{name}" for name in switches if name not in _FOR_CHATS)
-    if for_texts and chats:
-        raise InputError(f"{for_texts}: for text, and a source has {chats[0]}; tokenize it without, then merge")
-    return cleaner if switches else None
+    given = {
+        "boilerplate": arguments.boilerplate is not None,
+        "language_by paragraph": arguments.language_by == "paragraph",
+        "quality": arguments.quality is not None,
+    }
+    faults = [
+        f"--{name}: {reason}, and a source has {chats[0]}; tokenize it without --{name}, then merge"
+        for name, reason in _NOT_FOR_CHATS.items()
+        if chats and given[name]
+    ]
+    if faults:
+        raise InputError(*faults)
