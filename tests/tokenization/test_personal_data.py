@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -147,6 +148,19 @@ def test_hard_texts_take_no_time_that_grows_with_their_square(text: str) -> None
     assert (
         open_redaction(ALL).clean(text, Counter()) == text
     )  # a pattern that tries again from each place takes minutes
+
+
+def test_a_long_row_of_numbers_takes_little_memory_and_hides_none() -> None:
+    redaction = open_redaction(ALL)
+    for count in range(3_990, 4_060, 3):
+        text = f"{'7' * count}; 612 345 678; 12345678Z; {'7 ' * 4_500}; +34 93 123 45 67; {'1' * count}"
+        expected = text.replace("+34 93 123 45 67", "<PHONE>").replace("612 345 678", "<PHONE>")
+        assert redaction.clean(text, Counter()) == expected.replace("12345678Z", "<DNI>")
+    text = "1234567890 " * 50_000
+    tracemalloc.start()
+    assert redaction.clean(text, Counter()) == text
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

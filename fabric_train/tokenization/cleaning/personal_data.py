@@ -35,7 +35,9 @@ _RULES = 2  # the version of what follows; shards that were finished with anothe
 _SPACE = " \u00a0\u2009\u202f"
 _SPACES = re.compile(f"[{_SPACE}]")
 # where telephone and identity numbers can be: this is several times as fast as a pattern that begins by looking behind
-_DIGITS = re.compile(r"[0-9](?:[^0-9\n]{0,3}[0-9]){6,}")
+_MOST_DIGITS = 4000  # of a match, which takes some 100 bytes of memory for each
+_DIGITS = re.compile(rf"[0-9](?:[^0-9\n]{{0,3}}[0-9]){{6,{_MOST_DIGITS}}}")
+_LONGEST_NUMBER = 64
 _AROUND = 5  # characters before and after the digits that belong to a number, or decide that there is none
 
 # RFC 5321: at most 64 characters before the @, 63 in a label; RFC 6531: letters of any script. Left out are those of
@@ -178,8 +180,16 @@ def _longest(candidate: str, is_valid: Callable[[str], bool]) -> int:
 
 
 def _near_digits(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    for digits in _DIGITS.finditer(text):
-        yield from pattern.finditer(text, max(0, digits.start() - _AROUND), digits.end() + _AROUND)
+    """Yield the matches, of up to 64 characters, that have seven digits or more in a row or nearly so."""
+    done = 0
+    while digits := _DIGITS.search(text, done):
+        more_may_follow = len(digits[0]) > _MOST_DIGITS
+        done = digits.end() - (_LONGEST_NUMBER if more_may_follow else 0)
+        for found in pattern.finditer(text, max(0, digits.start() - _AROUND), digits.end() + _AROUND):
+            if more_may_follow and found.end() > done:
+                done = found.start()
+                break
+            yield found
 
 
 def _find_phones(text: str) -> Iterator[_Span]:
