@@ -284,6 +284,8 @@ def _split_ledger(
 
 
 def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArguments") -> str:
+    if not len(split.collection.kept):
+        return f"{name}: {_nothing_left(Counter(split.collection.skipped))}"
     without = " or --validation_split 0" if name == "validation" else ""
     return (
         f"{name} has {plan.tokens_in:,} tokens in {len(split.order):,} documents, less than one row of "

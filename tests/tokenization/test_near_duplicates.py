@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build, encoded_shards, encoding, unfinished
 from fabric_train.tokenization.cleaning import minhash, near_duplicates
 from fabric_train.tokenization.cleaning.minhash import NUM_HASHES, choose_bands, signature, similarities
@@ -206,3 +207,12 @@ def test_exact_duplicates_and_caps_are_counted_apart(
     assert [line["reason"] for line in sample] == ["duplicate", *["near_duplicate"] * 3]
     assert sample[0]["place"].endswith("c.jsonl:3")
     assert texts[0].startswith(sample[0]["text"][:400])
+
+
+def test_validation_that_only_repeats_training_is_named(
+    tmp_path: Path, tiny_model_dir: Path, files: list[Path]
+) -> None:
+    message = r"^validation: every document is left out \(4 near duplicate\); leave out the source, or what drops them$"
+    with pytest.raises(InputError, match=message):
+        tokenize(tmp_path / "out", tiny_model_dir, files[0], validation_dataset=files[0], near_duplicates=0.8)
+    assert not (tmp_path / "out").exists()
