@@ -15,7 +15,7 @@ from fabric_train.tokenization.cleaning.chat_texts import all_text, change_texts
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
 from fabric_train.tokenization.cleaning.language import identify
 from fabric_train.tokenization.cleaning.language_filter import LanguageFilter
-from fabric_train.tokenization.cleaning.minhash import signature, similarities
+from fabric_train.tokenization.cleaning.minhash import NO_WORDS, signature, similarities
 from tests.support.dirty_texts import OTHER_LANGUAGES
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
@@ -68,6 +68,13 @@ def test_language_is_that_of_what_is_said_and_repeats_are_of_all_but_system() ->
     assert spoken_text(with_tools()) == "¿Quién es?\n"
     assert text_without_system(with_tools()).split() == ["¿Quién", "es?", "ana@uni.es", "b@uni.es", "Ana"]
     assert all_text(with_tools()).startswith("Be brief")
+
+
+def test_a_chat_of_a_system_message_alone_repeats_no_other() -> None:
+    cleaned = Cleaner({}, near_duplicates=0.8).clean_chat(read_chat(chat_of(), "messages"))
+    assert not isinstance(cleaned, Dropped)
+    assert cleaned.signature is not None
+    assert (cleaned.signature == NO_WORDS).all()
 
 
 def test_every_argument_of_a_tool_call_is_changed_whatever_its_name() -> None:

@@ -38,7 +38,7 @@ _HALF = np.uint64(32)
 
 def signature(text: str) -> np.ndarray:
     """Return the signature of a text, uint32 [112]; all values are ``NO_WORDS`` if it has no words."""
-    pieces = range(0, len(text), _CHARACTERS_AT_ONCE)
+    pieces = range(0, max(1, len(text)), _CHARACTERS_AT_ONCE)
     words = np.concatenate([_words(text[start : start + _CHARACTERS_AT_ONCE]) for start in pieces])
     if not len(words):
         return np.full(NUM_HASHES, NO_WORDS)
