@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -163,6 +164,65 @@ def test_the_text_of_bos_and_eos_in_a_document_does_not_end_it(llama3_dir: Path)
     ids, lengths = encoder.encode_documents(texts, Borders(128_000, 128_001))
     assert lengths.tolist() == [3, 3, 6, 3]
     assert ids[[0, 2, 3, 5, 6, 11, 12, 14]].tolist() == [128_000, 128_001] * 4
+
+
+def byte_tokenizer(target: Path, eos: str, *added: dict[str, object], **parts: object) -> Path:
+    """Write a byte-level tokenizer with a token for each byte, one for "'S", EOS (256) and more added tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*letters, eos, "'S"])}
+    defaults = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokens = [{"content": eos, "special": True}, *added]
+    content = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["'", "S"]]},
+        "added_tokens": [defaults | token | {"id": 256 + 2 * number} for number, token in enumerate(tokens)],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    }
+    target.write_text(json.dumps(content | parts), encoding="utf-8")
+    return target
+
+
+def check_documents(file: Path, borders: Borders, *texts: str) -> None:
+    """Check that documents encoded by gigatoken have the tokenizer's ids, each on its own and all joined."""
+    encoder, name = open_encoder(file, False)
+    assert name == "gigatoken"
+    expected = Reference(file, False).encode(texts)
+    assert find_difference_from(texts, expected, encoder.encode_batch(list(texts))) is None
+    ids, lengths = encoder.encode_documents([text.encode() for text in texts], borders)
+    documents = np.split(ids, np.cumsum(lengths)[:-1])
+    assert find_different_document(texts, expected, documents, borders) is None
+
+
+NFC = {"type": "NFC"}
+
+
+def test_nfc_gives_the_tokenizers_ids_also_for_new_marks(tmp_path: Path) -> None:
+    file = byte_tokenizer(tmp_path / "tokenizer.json", "<eos>", normalizer=NFC)
+    marks = {chr(code) for code in range(0x300, 0x1F000) if unicodedata.combining(chr(code))}
+    marks |= {chr(code) for code in gigatoken_json._NEW_IN_NFC}
+    composed = ["\U00011935\U00011930", "\U000105d2\u0307", "\U00016d69\U00016d67", "\u1100\u1161\u11a8"]
+    texts = [f"a{mark}\u0338b\u0301{mark}" for mark in sorted(marks)]
+    check_documents(file, Borders(None, 256), *texts, *composed, "e\u0301", "\u0338")
+
+
+def test_added_tokens_that_are_matched_after_nfc_are_left_to_tokenizers(tmp_path: Path) -> None:
+    token = {"content": "<tool>", "normalized": True}
+    file = byte_tokenizer(tmp_path / "tokenizer.json", "<eos>", token, normalizer=NFC)
+    encoder, name = open_encoder(file, False)
+    assert name == "tokenizers: it is of another kind: it has added tokens that are matched after NFC"
+    assert find_difference(encoder, file, False, "a<tool>b <tool>\u0338") is None
+
+
+def test_symbols_of_the_newest_unicode_are_split_as_by_the_tokenizer(tmp_path: Path) -> None:
+    isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+    words = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    others = "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+    patterns = ("\\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", words + others)  # DeepSeek's
+    splits: list[dict[str, object]] = [isolated | {"pattern": {"Regex": pattern}} for pattern in patterns]
+    splits += [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": splits}
+    file = byte_tokenizer(tmp_path / "tokenizer.json", "<eos>", pre_tokenizer=pre_tokenizer)
+    codes = [*gigatoken_json._NEW_SYMBOLS, *range(0x2000, 0x2C00), *range(0x1F000, 0x1FC00), *range(0xFB50, 0xFE00)]
+    check_documents(file, Borders(None, 256), *(f"{chr(code)}'S {chr(code)} 'S" for code in codes))
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])

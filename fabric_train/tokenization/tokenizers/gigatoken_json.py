@@ -27,6 +27,25 @@ _NEW_CHARACTERS = (
     *(*range(0x18D80, 0x18DF3), *range(0x1E6C0, 0x1E700), *range(0x2B73A, 0x2B740), *range(0x2CEA2, 0x2CEAE)),
     *range(0x323B0, 0x3347A),
 )
+# the symbols that are new in 17, for split patterns with \p{S} (DeepSeek's)
+_NEW_SYMBOLS = (
+    *(0x20C1, 0x2B96, *range(0xFBC3, 0xFBD3), *range(0xFD90, 0xFD92), *range(0xFDC8, 0xFDCF)),
+    *(*range(0x10ED0, 0x10ED9), *range(0x1CCFA, 0x1CCFD), *range(0x1CEBA, 0x1CED1), *range(0x1CEE0, 0x1CEF1)),
+    *(0x1F6D8, *range(0x1F777, 0x1F77B), *range(0x1F8D0, 0x1F8D9), *range(0x1FA54, 0x1FA58), 0x1FA8A, 0x1FA8E),
+    *(0x1FAC8, 0x1FACD, 0x1FAEA, 0x1FAEF, 0x1FBFA),
+)
+# marks, and letters that are composed with marks, which the older tables of tokenizers' NFC do not know
+_NEW_IN_NFC = (
+    *(0x7FD, *range(0x897, 0x8A0), *range(0x8CA, 0x8D4), 0x9FE, 0xC3C, *range(0xD3B, 0xD3D), 0xEBA, 0x1715),
+    *(*range(0x1ABF, 0x1ACF), *range(0x1DF6, 0x1DFB), 0xA82C, 0x105D2, 0x105DA, *range(0x10D24, 0x10D28)),
+    *(*range(0x10D69, 0x10D6E), *range(0x10EAB, 0x10EAD), *range(0x10EFD, 0x10F00), *range(0x10F46, 0x10F51)),
+    *(*range(0x10F82, 0x10F86), 0x11070, 0x1133B, 0x11382, 0x11384, 0x1138B, 0x11390, 0x113C2),
+    *(*range(0x113CE, 0x113D1), 0x1145E, *range(0x11839, 0x1183B), 0x11935, *range(0x1193D, 0x1193F), 0x11943),
+    *(0x119E0, 0x11A34, 0x11A47, 0x11A99, 0x11D42, *range(0x11D44, 0x11D46), 0x11D97, *range(0x11F41, 0x11F43)),
+    *(0x1611E, *range(0x16121, 0x16123), 0x16129, 0x1612F, 0x16D63, 0x16D67, 0x16D69, *range(0x16FF0, 0x16FF2)),
+    *(0x1E08F, *range(0x1E130, 0x1E137), 0x1E2AE, *range(0x1E2EC, 0x1E2F0), *range(0x1E4EC, 0x1E4F0)),
+    *range(0x1E5EE, 0x1E5F0),
+)
 # numbers that are newer than the Unicode version of the oldest supported Python
 _NEWER_NUMBERS = (
     *(*range(0x10D40, 0x10D4A), *range(0x11BF0, 0x11BFA), *range(0x11F50, 0x11F5A), *range(0x116D0, 0x116E4)),
@@ -65,12 +84,15 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
 
     Raises:
         InputError: it is a pipe, a folder or another kind of file.
-        ValueError: it is not a ``tokenizer.json``.
+        ValueError: it is not a ``tokenizer.json``, or gigatoken would find its added tokens elsewhere.
     """
     known = read_tokenizer_json(tokenizer_file)
     raw = tokenizer_file.read_bytes()
     added = [token for token in known.added_tokens if not (special_text_is_plain and token.special)]
     vocabulary = known.model["vocab"]
+    is_nfc = b'"NFC"' in orjson.dumps(known.normalizer)
+    if is_nfc and any(token.normalized for token in added):
+        raise ValueError("it has added tokens that are matched after NFC")  # gigatoken matches them before
     changes: dict[str, Any] = {}
     if len(added) < len(known.added_tokens):
         changes["added_tokens"] = [asdict(token) for token in added]
@@ -85,12 +107,14 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
     if lacking:
         more = {letter: first_unknown_id + number for number, letter in enumerate(lacking)}
         changes["model"] = {**known.model, "vocab": vocabulary | more}
+    unknown = [*_NEW_CHARACTERS, *(_numbers() if splits_digits else ()), *(_NEW_IN_NFC if is_nfc else ())]
+    unknown += _NEW_SYMBOLS if rb"\\p{S}" in orjson.dumps(known.pre_tokenizer) else ()
     differs_at_start = b'"prepend_scheme":"first"' in orjson.dumps(known.pre_tokenizer)
     return ReadableJson(
         content=orjson.dumps({**orjson.loads(raw), **changes}) if changes else raw,
         has_all_bytes=not lacking,
         first_unknown_id=first_unknown_id,
-        unknown=CharacterFinder([*_NEW_CHARACTERS, *(_numbers() if splits_digits else ())]),
+        unknown=CharacterFinder(unknown),
         separators={}
         if differs_at_start
         else {one.id: one.content.encode() for one in added if not one.has_conditions},

@@ -38,9 +38,10 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerJson:
-    """The parts of a ``tokenizer.json``; ``model`` and ``pre_tokenizer`` are the parsed JSON."""
+    """The parts of a ``tokenizer.json``; all but ``added_tokens`` are the parsed JSON."""
 
     model: dict[str, Any]
+    normalizer: dict[str, Any] | None
     pre_tokenizer: dict[str, Any] | None
     added_tokens: tuple[AddedToken, ...]
 
@@ -72,6 +73,7 @@ def _parse(raw: bytes) -> TokenizerJson:
     try:
         return TokenizerJson(
             model=dict(content["model"]),
+            normalizer=content.get("normalizer"),
             pre_tokenizer=content.get("pre_tokenizer"),
             added_tokens=tuple(AddedToken(**token) for token in content.get("added_tokens") or ()),
         )
