@@ -225,6 +225,29 @@ def test_symbols_of_the_newest_unicode_are_split_as_by_the_tokenizer(tmp_path: P
     check_documents(file, Borders(None, 256), *(f"{chr(code)}'S {chr(code)} 'S" for code in codes))
 
 
+@pytest.mark.parametrize(
+    ("eos", "other", "texts"),
+    [
+        ("\n</s>\n", "<tool>", ["\n</s>", "a", "b"]),  # EOS overlaps itself
+        ("</s>", ".<", ["a.", "b</s>c", "d"]),  # and another token
+        ("<s", "<sep>", ["a", "ep>b", "c<sd"]),  # and begins one
+    ],
+)
+def test_documents_are_joined_only_by_tokens_that_overlap_no_other(
+    tmp_path: Path, eos: str, other: str, texts: list[str]
+) -> None:
+    file = byte_tokenizer(tmp_path / "tokenizer.json", eos, {"content": other})
+    check_documents(file, Borders(None, 256), *texts)
+
+
+def test_documents_are_not_joined_by_a_token_matched_after_a_prefix_is_added(spm_file: Path, tmp_path: Path) -> None:
+    tokens = [token | {"normalized": True} for token in json.loads(spm_file.read_text())["added_tokens"]]
+    file = edited(spm_file, tmp_path / "tokenizer.json", added_tokens=tokens)
+    for borders in (Borders(1, 2), Borders(None, 2)):
+        check_documents(file, borders, "give ")
+        check_documents(file, borders, "give ", "a", " b")
+
+
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_documents_are_joined_only_if_their_starts_stay_starts(spm_file: Path, tmp_path: Path, scheme: str) -> None:
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}

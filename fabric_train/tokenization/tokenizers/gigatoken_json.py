@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
-from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, read_tokenizer_json
+from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, TokenizerJson, read_tokenizer_json
 
 # gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
 _NEW_CHARACTERS = (
@@ -64,8 +64,7 @@ class ReadableJson:
         has_all_bytes: whether each byte of UTF-8 has a token.
         first_unknown_id: if not, a text with this id or a larger one is left to ``tokenizers``.
         unknown: a text with one of these characters is left to ``tokenizers``.
-        separators: the text of each added token by id that may stand between documents: its match does not depend on
-            what is around it, and the start of the whole text is not treated differently (Llama-2's, Mistral's).
+        separators: the text of each added token by id that may stand between documents, see ``_separators``.
     """
 
     content: bytes
@@ -109,16 +108,33 @@ def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> Rea
         changes["model"] = {**known.model, "vocab": vocabulary | more}
     unknown = [*_NEW_CHARACTERS, *(_numbers() if splits_digits else ()), *(_NEW_IN_NFC if is_nfc else ())]
     unknown += _NEW_SYMBOLS if rb"\\p{S}" in orjson.dumps(known.pre_tokenizer) else ()
-    differs_at_start = b'"prepend_scheme":"first"' in orjson.dumps(known.pre_tokenizer)
     return ReadableJson(
         content=orjson.dumps({**orjson.loads(raw), **changes}) if changes else raw,
         has_all_bytes=not lacking,
         first_unknown_id=first_unknown_id,
         unknown=CharacterFinder(unknown),
-        separators={}
-        if differs_at_start
-        else {one.id: one.content.encode() for one in added if not one.has_conditions},
+        separators=_separators(known, added),
     )
+
+
+def _separators(known: TokenizerJson, added: list[AddedToken]) -> dict[int, bytes]:
+    """Return the text of each added token by id that splits joined documents into the texts that they are alone.
+
+    It does so only if the start of the whole text is not treated differently (Llama-2's, Mistral's tokenizers), if
+    nothing is done to the joined text before the token is found, and if no other match can overlap with its own.
+    """
+    if b'"prepend_scheme":"first"' in orjson.dumps(known.pre_tokenizer):
+        return {}
+    contents = [token.content for token in added]
+    after_start = {letter for content in contents for letter in content[1:]}
+    beginnings = {content[:length] for content in contents for length in range(len(content))}
+    return {
+        token.id: token.content.encode()
+        for token in added
+        if not (token.has_conditions or (token.normalized and known.normalizer))
+        and token.content[:1] not in after_start
+        and token.content not in beginnings
+    }
 
 
 def _numbers() -> list[int]:
