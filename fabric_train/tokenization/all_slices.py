@@ -12,12 +12,14 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.tokenization.opened_corpus import OpenedCorpus, open_corpus
+from fabric_train.tokenization.progress import ThrottledLog
 from fabric_train.tokenization.reading.source_names import place_of
 from fabric_train.tokenization.shard_files import Shard
 from fabric_train.tokenization.sharding import slice_numbers
 from fabric_train.tokenization.slice_folder import (
     MAKE_AGAIN,
     Slice,
+    content_hash,
     differing_arguments,
     is_slice,
     open_slice,
@@ -66,7 +68,7 @@ def _open_all(folders: Sequence[Path]) -> list[Slice]:
     kinds = {one.arguments.counts_lines: one.folder for one in slices}
     if len(kinds) > 1:
         raise InputError(f"{kinds[True]} has counted lines, and {kinds[False]} is encoded; merge each kind by itself")
-    faults = []
+    faults, log = [], ThrottledLog()
     for one in slices:
         other = differing_arguments(first.arguments, one.arguments)
         if one.part.count != first.part.count:
@@ -77,7 +79,7 @@ def _open_all(folders: Sequence[Path]) -> list[Slice]:
             faults.append(f"{first.folder} was made with {other[0]}, and {one.folder} not")
         else:
             by_number[one.part.number] = one
-            faults += list(_missing_files(one))
+            faults += list(_damaged_files(one, log))
     if faults:
         raise InputError(*(f"{fault}; {MAKE_AGAIN}" for fault in faults))
     missing = [number for number in range(1, first.part.count + 1) if number not in by_number]
@@ -90,14 +92,18 @@ def _open_all(folders: Sequence[Path]) -> list[Slice]:
     return [by_number[number] for number in sorted(by_number)]
 
 
-def _missing_files(one: Slice) -> Iterator[str]:
+def _damaged_files(one: Slice, log: ThrottledLog) -> Iterator[str]:
     """Yield a line for the first file of a slice that is not there as it was written."""
-    for name, size in one.record.sizes.items():
+    for number, (name, (size, hashed)) in enumerate(one.record.shard_files.items()):
+        log(f"checking {one.folder}: {number:,} of {len(one.record.shard_files):,} files")
         file, found = one.folder / name, -1
         with suppress(FileNotFoundError):
             found = file.stat().st_size
         if found != size:
             yield f"{one.folder}: {name} " + ("is missing" if found < 0 else f"has {found:,} bytes instead of {size:,}")
+            return
+        if content_hash(file) != hashed:
+            yield f"{one.folder}: {name} has changed since it was written"
             return
 
 
@@ -131,7 +137,7 @@ def check_settings(slices: Sequence[Slice], settings: str) -> None:
 
 def folders_of_shards(slices: Sequence[Slice]) -> dict[str, Path]:
     """Return the folder that has the files of each shard, by the shard's key."""
-    return {name.partition(".")[0]: one.folder for one in slices for name in one.record.sizes}
+    return {name.partition(".")[0]: one.folder for one in slices for name in one.record.shard_files}
 
 
 def check_unchanged(

@@ -63,8 +63,8 @@ def count_slice(arguments: "TokenizeArguments") -> CountOutcome:
         count_lines(corpus, shards, unfinished)
         states = list(chain.from_iterable(states_of(corpus.sources)))
         own = compress(states, part.of([size for _, _, size, *_ in states]))
-        files, sizes = [InputFile(state, None) for state in own], link_shards(shards, unfinished, folder)
-        write_slice(folder, arguments, SliceRecord("", counting_settings(corpus), files, sizes, os.getcwd()))
+        files, written = [InputFile(state, None) for state in own], link_shards(shards, unfinished, folder)
+        write_slice(folder, arguments, SliceRecord("", counting_settings(corpus), files, written, os.getcwd()))
     num_bytes = sum(shard.num_bytes for shard in shards)
     return CountOutcome(len(shards), num_bytes, corpus.num_proc, time.monotonic() - started)
 

@@ -61,8 +61,8 @@ def encode_slice(arguments: "TokenizeArguments", check: ParityCheck) -> SliceOut
         seconds = time.monotonic() - started
         shutil.rmtree(folder / "tokenizer")  # a merge saves it again, and compares the hashes
         files = list(_hashed_files(corpus.sources, encoded.digests))
-        sizes = link_shards(encoded.shards, unfinished, folder)
-        write_slice(folder, arguments, SliceRecord(encoded.encoder, corpus.settings, files, sizes, os.getcwd()))
+        written = link_shards(encoded.shards, unfinished, folder)
+        write_slice(folder, arguments, SliceRecord(encoded.encoder, corpus.settings, files, written, os.getcwd()))
     return SliceOutcome(
         num_shards=len(encoded.shards),
         num_documents=sum(len(record.documents) for record in encoded.records),

@@ -3,7 +3,7 @@
 It has the shards as a restarted run finds them, so a merge is a run in which every shard is finished::
 
     slices/3/config.yaml      the arguments of the task
-             slice.json       the files of the input, and the sizes of the shards' files
+             slice.json       the files of the input, and the sizes and hashes of the shards' files
              3f2a….tokens     an encoded shard, see ``shard_files``; and its other files
              77ab….lines      or a shard whose lines are counted, see ``line_counts``
 """
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.yaml_core import dump
@@ -53,7 +55,7 @@ class SliceRecord:
         encoder: see ``EncodedSources``; empty if lines were counted.
         settings: what decides the content of the shards: see ``OpenedCorpus`` and ``line_counts``.
         files: the files of the input that are this task's; each is one task's.
-        sizes: bytes of each file of the slice's shards, by name.
+        shard_files: bytes and hash, see ``content_hash``, of each file of the slice's shards, by name.
         folder: where the task ran; paths in its arguments are relative to it.
         format: of this file.
     """
@@ -61,7 +63,7 @@ class SliceRecord:
     encoder: str
     settings: str
     files: list[InputFile]
-    sizes: dict[str, int]
+    shard_files: dict[str, tuple[int, str]]
     folder: str
     format: int = _FORMAT
 
@@ -81,14 +83,14 @@ def is_slice(folder: Path) -> bool:
     return (folder / FILE_NAME).is_file()
 
 
-def link_shards(shards: Sequence[Shard], unfinished: Path, folder: Path) -> dict[str, int]:
-    """Give the files of finished shards a second name in ``folder``, and return the bytes of each by name."""
+def link_shards(shards: Sequence[Shard], unfinished: Path, folder: Path) -> dict[str, tuple[int, str]]:
+    """Give the files of finished shards a second name in ``folder``, and return bytes and hash of each by name."""
     keys = {shard.key for shard in shards}
     own = [file for file in sorted(unfinished.iterdir()) if file.name.partition(".")[0] in keys]
-    sizes = {file.name: file.stat().st_size for file in own}
+    written = {file.name: (file.stat().st_size, content_hash(file)) for file in own}
     for file in own:
         _link(file, folder / file.name)
-    return sizes
+    return written
 
 
 def write_slice(folder: Path, arguments: "TokenizeArguments", record: SliceRecord) -> None:
@@ -126,6 +128,15 @@ def _link(file: Path, target: Path) -> None:
         os.link(file, target)
     except OSError:
         file.rename(target)
+
+
+def content_hash(file: Path) -> str:
+    """Return the XXH3-128 hash of a file's content in hexadecimal."""
+    digest = xxh3_128()
+    with file.open("rb") as opened:
+        while piece := opened.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:

@@ -197,6 +197,18 @@ def test_a_damaged_slice_is_one_line_and_nothing_is_written(tmp_path: Path, made
     assert sorted(os.listdir(tmp_path)) == ["s1", "s2", "s3"]
 
 
+def test_a_changed_byte_of_a_slice_is_found(tmp_path: Path, made: Path) -> None:
+    for suffix in ("tokens", "npz"):
+        slices = slices_of(made, tmp_path / suffix)
+        file = max(slices[1].glob(f"*.{suffix}"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=rf"s2: {file.name} has changed since it was written; remove it, and run"):
+            run_merge(slices, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_slices_with_relative_paths_are_merged_where_they_were_made(
     tmp_path: Path, made: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
