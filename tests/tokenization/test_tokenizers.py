@@ -321,6 +321,15 @@ def without_special_tokens(source: Path, folder: Path, **kept: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **kept}))
 
 
+def test_a_tokenizer_with_dropout_is_refused(smollm2_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(smollm2_dir, tmp_path / "dropout", ignore=shutil.ignore_patterns("*.safetensors")))
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["dropout"] = 0.1
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(InputError, match=r"dropout 0\.1 gives a text other ids each time; set dropout to null in it"):
+        load_tokenizer(str(folder))
+
+
 def test_tokenizer_without_bos_is_accepted_and_without_eos_refused(chatml_dir: Path, tmp_path: Path) -> None:
     without_special_tokens(chatml_dir, tmp_path, eos_token="<|im_end|>")
     assert load_tokenizer(str(tmp_path)).bos_token_id is None

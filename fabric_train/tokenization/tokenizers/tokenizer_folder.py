@@ -51,7 +51,7 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
     Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
 
     Raises:
-        InputError: one of its files is damaged, or the chat template cannot be read.
+        InputError: one of its files is damaged, the chat template cannot be read, or the tokenizer has dropout.
     """
     try:
         config = _read_object(folder / CONFIG)
@@ -59,6 +59,9 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
             config if "added_tokens_decoder" in config else config | _read_object(folder / "special_tokens_map.json")
         )
         content = read_tokenizer_json(folder / "tokenizer.json", keep=True)
+        if content.model.get("dropout"):
+            file, share = folder / "tokenizer.json", content.model["dropout"]
+            raise InputError(f"{file}: dropout {share} gives a text other ids each time; set dropout to null in it")
         added = {token.content: token for token in content.added_tokens}
         if not (_is_plain(config, folder) and _agree(config, folder, added)):
             return None
