@@ -270,6 +270,14 @@ def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkey
     assert encoder._backend is not before
 
 
+def test_memory_is_looked_at_after_ten_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = GigatokenEncoder(byte_tokenizer(tmp_path / "tokenizer.json", "<eos>"), False)
+    monkeypatch.setattr(gigatoken_encoder, "_MOST_GROWTH", -1 << 40)
+    before = encoder._backend
+    encoder.encode_documents([b"a few words " * 850_000], Borders(None, 256))
+    assert encoder._backend is not before
+
+
 def test_the_libraries_differ_only_in_the_characters_that_are_set_apart() -> None:
     """Compare what both libraries take for letters and numbers, by the pieces into which they split a text."""
     pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

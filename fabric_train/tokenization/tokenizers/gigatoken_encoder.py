@@ -21,7 +21,7 @@ from fabric_train.tokenization.tokenizers.gigatoken_json import read_for_gigatok
 from fabric_train.tokenization.tokenizers.unsupported import UnsupportedTokenizerError
 
 _MOST_GROWTH = 256 << 20  # bytes of cached pieces in one process
-_TEXT_BETWEEN_LOOKS = 64 << 20  # bytes of text
+_TEXT_BETWEEN_LOOKS = 8 << 20  # bytes of text; pieces that never repeat take several times as much memory
 
 
 class GigatokenEncoder:
