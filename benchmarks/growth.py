@@ -113,7 +113,7 @@ def _measure_set(
         commands[GIGATOKEN] = bare_gigatoken_command(dataset, tokenizer, target)
     best: dict[str, GrowthRun] = {}
     num_tokens = 0
-    for repetition in range(REPETITIONS if with_peer else 1):
+    for repetition in range(REPETITIONS):
         for system, command in commands.items():
             print(f"growth: {name}, {system}, run {repetition + 1}", flush=True)
             measured, counted = _run_once(system, command, ROOT / target, num_documents)

@@ -718,8 +718,8 @@ CASES: dict[str, Case] = {
     "texts without permission to read": Case(
         "tokenize", "--dataset secret.jsonl", "Permission denied: secret.jsonl; give …", code=1, before=AS_A_USER
     ),
-    "a full disk for tokens": Case("tokenize", "--output_dir disk/tokens", "…No space left on device…", code=1),
-    "a full disk for an export": Case("convert", "--output_dir disk/export", "…No space left on device…", code=1),
+    "a full disk for tokens": Case("tokenize", "--output_dir disk-1/tokens", "…No space left on device…", code=1),
+    "a full disk for an export": Case("convert", "--output_dir disk-2/export", "…No space left on device…", code=1),
     "a full disk for a page": Case(
         "inspect", "tokens --html /dev/full", "No space left on device…; free some space …", code=1
     ),
@@ -728,14 +728,17 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tokens_dir: Path) -> Iterator[Path]:
-    """The folder in which all cases run, with a small disk in it."""
+    """The folder in which all cases run, with two small disks in it, since two cases may run at a time."""
     folder = make_folder(tmp_path_factory.mktemp("bad-input") / "there", tiny_model_dir, tiny_tokens_dir)
-    (folder / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder / "disk")]
-    is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    mounted = []
+    for disk in (folder / "disk-1", folder / "disk-2"):
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode == 0:
+            mounted.append(disk)
     yield folder
-    if is_mounted:
-        subprocess.run(["umount", str(folder / "disk")], check=True)
+    for disk in mounted:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
