@@ -699,7 +699,7 @@ class CleaningArguments:
     boilerplate: PositiveInt64 | str | None = None
     """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
     10 for a small corpus, 1000 for millions of documents. Sources are read twice. With --shard, a number only counts
-    lines; a merge adds them up into a folder of repeated lines, which is given here instead of the number then.
+    lines. A merge adds them up into a folder of repeated lines: then give this folder instead of the number.
     """
     redact: str | None = None
     """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
