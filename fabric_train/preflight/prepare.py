@@ -253,8 +253,15 @@ def _takes_weights(
 def _continue_from(
     checkpoint: Path, order: checkpoints.DataOrder | checkpoints.StreamOrder, *, branches: bool
 ) -> StartingPoint:
-    """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there."""
-    state, saved = _read_state(checkpoint), checkpoints.read_trainer_json(checkpoint)
+    """Return the state and the lineage of a checkpoint, with a new branch point if the run branches off there.
+
+    Raises:
+        InputError: trainer.json is damaged, or its unlogged metrics are not those that this version logs.
+    """
+    saved = checkpoints.read_trainer_json(checkpoint)
+    state = saved.state
+    if state.unlogged and not are_columns(list(state.unlogged)):
+        raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
     if not branches:
         return StartingPoint(checkpoint, state, lineage=saved.lineage)
     same_data = not saved.data_changes(order)
@@ -262,14 +269,6 @@ def _continue_from(
     # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
     state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
     return StartingPoint(checkpoint, state, lineage=(*saved.lineage, branch), branches=True)
-
-
-def _read_state(checkpoint: Path) -> checkpoints.TrainerState:
-    """Return the counters of a checkpoint whose unlogged metrics are those that this version logs."""
-    state = checkpoints.read_trainer_json(checkpoint).state
-    if state.unlogged and not are_columns(list(state.unlogged)):
-        raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
-    return state
 
 
 def _open_data(

@@ -66,10 +66,8 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
         shards=[shard for shard in shards if shard.index in records],
         records=[records[index] for index in sorted(records)],
         digests=[
-            np.frombuffer(b"".join(bytes.fromhex(hashed[state].sha256) for state in states), np.uint8).reshape(
-                -1, SHA256_BYTES
-            )
-            for states in states_of(corpus.sources)
+            np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, SHA256_BYTES)
+            for digests in ([hashed[state].sha256 for state in states] for states in states_of(corpus.sources))
         ],
         encoder=encoder,
         num_proc=1,
