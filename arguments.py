@@ -7,6 +7,7 @@ the ``--config`` file at once. Names and defaults are those of the system that t
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -138,7 +139,7 @@ class DataArguments:
 
     def faults(self) -> list[str]:
         """Return missing data, and sources that cannot be streamed."""
-        faults = self._faults_of_shares()
+        faults = self._faults_of_shares() + self._faults_of_folders()
         if self.streaming_dataset is None:
             if self.shuffle_buffer:
                 faults.append(
@@ -175,6 +176,18 @@ class DataArguments:
         of_tokens = self.token_shares is not None
         given = self.token_shares if of_tokens else self.shares
         return Shares("--token_shares" if of_tokens else "--shares", given, of_tokens)
+
+    def _faults_of_folders(self) -> list[str]:
+        """Return a fault for each folder of --train_data_dir that is given again, also by another path."""
+        names: dict[str, str] = {}
+        for name in self.data_dirs:
+            first = names.get(os.path.realpath(name))
+            if first is not None:
+                also = "" if name == first else f", also as {name}"
+                more = f"--shares {first}=2 reads its rows twice in an epoch"
+                return [f"--train_data_dir: {first} is given twice{also}; give it once, {more}"]
+            names[os.path.realpath(name)] = name
+        return []
 
     def _faults_of_shares(self) -> list[str]:
         if self.shares is not None and self.token_shares is not None:
@@ -358,6 +371,18 @@ class CheckpointArguments:
         if not re.fullmatch(r".+(@(latest|best|[0-9]{1,18})|/(latest|best|step-[0-9]{1,18})/*)", self.branch):
             return [f"--branch: expected RUN@STEP such as runs/1@5000, RUN@latest or RUN/best; got {self.branch!r}"]
         return []
+
+    def faults_on_line(self, names: Collection[str]) -> list[str]:
+        """Return a fault if the command line, which has ``names``, says --resume false beside a checkpoint.
+
+        A config.yaml that a run has written has the default there.
+        """
+        if "resume" not in names or self.resume or self.checkpoint is None or self.weights_only:
+            return []
+        return [
+            f"--resume false and --checkpoint {self.checkpoint}: leave --resume out to continue from the checkpoint; to "
+            "start a new run, add --weights_only true for its weights, or leave --checkpoint out for --model_name"
+        ]
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,9 @@ def _build_groups(
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
             group_faults = built[field_name].faults() if hasattr(group, "faults") else []
+            if hasattr(group, "faults_on_line"):
+                on_line = {name for name, item in given.items() if item.where.startswith("--")}
+                group_faults = [*group_faults, *built[field_name].faults_on_line(on_line)]
             # a wrong value is replaced by its default here: a fault that names it is not the user's
             wrong = "|".join(re.escape(name) for name in given if name not in values)
             faults += [fault for fault in group_faults if not (wrong and re.search(rf"--({wrong})\b", fault))]

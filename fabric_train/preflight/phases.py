@@ -121,6 +121,9 @@ def _convert_all(item: Mapping[Any, Any], kinds: Mapping[str, Any], values: dict
         if name not in kinds:
             yield f"{name!r}: no such value; a phase has {', '.join(kinds)}"
             continue
+        if name == "from" and isinstance(value, float) and value == 1:
+            yield "from: 1.0 is a step or a share of the run; write 1 for the first step, a share is below 1"
+            continue
         try:
             values[name] = convert(kinds[name], value)
         except WrongValueError as error:

@@ -322,6 +322,18 @@ def test_shares_that_fit_no_token_datasets_are_refused(line: str, fault: str) ->
     assert faults(*given, required=[]) == [fault]
 
 
+@pytest.mark.parametrize("again, also", [("a", ""), ("./a", ", also as ./a")])
+def test_a_token_dataset_that_is_given_twice_is_refused(again: str, also: str) -> None:
+    advice = "--shares a=2 reads its rows twice in an epoch"
+    given = ["--train_data_dir", "a", "b", again, "--output_dir", "run"]
+    assert faults(*given, required=[]) == [f"--train_data_dir: a is given twice{also}; give it once, {advice}"]
+
+
+def test_a_config_of_a_run_that_began_with_a_checkpoint_is_accepted(tmp_path: Path) -> None:
+    config = write(tmp_path / "config.yaml", "train_data_dir: a\noutput_dir: b\nresume: false\ncheckpoint: c\n")
+    assert parse(TrainArguments, ["--config", config]).checkpoint.checkpoint == "c"
+
+
 def test_several_token_datasets_and_their_shares_can_be_in_yaml(tmp_path: Path) -> None:
     config = write(tmp_path / "run.yaml", "train_data_dir: [a, b]\nshares: [1, 0.15]\noutput_dir: run\n")
     data = parse(TrainArguments, ["--config", config]).data
@@ -612,6 +624,11 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
         (
             "--weights_only true --checkpoint c --resume true",
             "--weights_only true starts a new run and --resume true continues one: give one of them",
+        ),
+        (
+            "--checkpoint c --resume False",
+            "--resume false and --checkpoint c: leave --resume out to continue from the checkpoint; to start a new run, "
+            "add --weights_only true for its weights, or leave --checkpoint out for --model_name",
         ),
         ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),
