@@ -380,8 +380,8 @@ class CheckpointArguments:
         if "resume" not in names or self.resume or self.checkpoint is None or self.weights_only:
             return []
         return [
-            f"--resume false and --checkpoint {self.checkpoint}: leave --resume out to continue from the checkpoint; to "
-            "start a new run, add --weights_only true for its weights, or leave --checkpoint out for --model_name"
+            f"--resume false and --checkpoint {self.checkpoint}: leave --resume out to continue from the checkpoint; "
+            "to start a new run, add --weights_only true for its weights, or leave --checkpoint out for --model_name"
         ]
 
 

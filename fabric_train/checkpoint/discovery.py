@@ -101,7 +101,7 @@ def means_checkpoint(path: Path) -> bool:
 
     Otherwise it may be a model's folder, which some checkpoints without their optimizer are.
     """
-    is_checkpoint = (path / "trainer.json").is_file() and (path / "optimizer").is_dir()
+    is_checkpoint = (path / "trainer.json").exists() and (path / "optimizer").is_dir()
     is_run = not (path / "config.json").is_file() and bool(_in(path))
     return is_checkpoint or is_run or is_short_name(path)
 
@@ -304,4 +304,4 @@ def find_fault(checkpoint: Path, damages: Damages) -> str | None:
 
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a path is a checkpoint, which may be damaged or renamed."""
-    return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").is_file())
+    return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())

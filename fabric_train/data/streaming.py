@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _COMPARED_DOCUMENTS, _COMPARED_CHARACTERS = 8, 50_000
+_COUNTED_DOCUMENTS = 100  # at the start of a source, to estimate how many it has
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,11 @@ def _open_documents(given: "DataArguments", places: list[str], downloads: Path) 
     shares = _shares_of(given, [place.name for place in streamed])
     documents = StreamedDocuments(streamed, shares, given.shuffle_buffer, given.seed)
     if shares is not None:
-        faults = [fault for place in streamed if (fault := _fault_in_shares(place, alone=len(streamed) == 1))]
+        faults = [
+            fault
+            for place, share in zip(streamed, shares, strict=True)
+            if (fault := _fault_in_share(place, share, alone=len(streamed) == 1))
+        ]
         if faults:
             raise InputError(*faults)
     elif all(next(place.read(0), None) is None for place in streamed):
@@ -264,13 +269,21 @@ def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
     return [by_name.get(name, 1.0) for name in names]
 
 
-def _fault_in_shares(place: StreamedSource, alone: bool) -> str | None:
+def _fault_in_share(place: StreamedSource, share: float, alone: bool) -> str | None:
     """Return why a place cannot be read in a share, None if it can."""
     if not alone and not place.size:
         return (
             f"--shares: the hub does not say how many rows {place.name} has, so it cannot be mixed evenly; download it "
             "and give its folder, or tokenize it with tokenize_dataset.py"
         )
-    if next(place.read(0), None) is None:
+    first = list(islice(place.read(0), _COUNTED_DOCUMENTS))
+    if not first:
         return f"--streaming_dataset {place.name}: no document with any text in it; give others"
+    # all of them if they are few; of a larger source, as many as its size has of the first ones
+    num_documents = len(first) / first[-1][0] if len(first) == _COUNTED_DOCUMENTS and first[-1][0] else len(first)
+    if place.size and 0 < share * num_documents < 1:
+        return (
+            f"--shares: a pass takes {share:g} of {place.name}, less than one of its {round(num_documents):,} "
+            f"documents; give at least {1 / num_documents:.2g}, or leave it out"
+        )
     return None

@@ -47,7 +47,7 @@ def open_to_write(
         InputError: ``path`` is a link, a pipe, a socket or a folder.
         OSError: it cannot be opened, or mode is ``x`` and it exists.
     """
-    _check_place(path)
+    check_regular_or_absent(path)
     return open(path, mode, encoding="utf-8", errors=errors, newline=newline, opener=_open_without_links)
 
 
@@ -57,7 +57,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         InputError: ``path`` is a link, a pipe, a socket or a folder.
     """
-    _check_place(path)
+    check_regular_or_absent(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     temporary.unlink(missing_ok=True)  # of a killed process that had the same number, or a planted link
     with open_to_write(temporary, "x", newline="") as file:
@@ -65,6 +65,17 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def check_regular_or_absent(path: Path) -> None:
+    """Check that a file can be written at ``path``, which need not exist.
+
+    Raises:
+        InputError: ``path`` is a link, a pipe, a socket or a folder.
+    """
+    check_no_link(path)
+    if path.is_fifo() or path.is_socket() or path.is_dir():
+        raise InputError(f"{path} is {_KINDS[stat.S_IFMT(path.lstat().st_mode)]}, not a file; remove it")
 
 
 def check_no_link(path: Path) -> None:
@@ -97,13 +108,6 @@ def check_no_pipes(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_fifo() or path.is_socket():
             _check_regular(path, path.stat().st_mode, "remove it")
-
-
-def _check_place(path: Path) -> None:
-    """Check that a file can be written at ``path``, which need not exist."""
-    check_no_link(path)
-    if path.is_fifo() or path.is_socket() or path.is_dir():
-        raise InputError(f"{path} is {_KINDS[stat.S_IFMT(path.lstat().st_mode)]}, not a file; remove it")
 
 
 def _check_regular(path: Path, mode: int, advice: str) -> None:

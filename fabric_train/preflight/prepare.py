@@ -23,6 +23,7 @@ from fabric_train.distributed.float8 import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
 from fabric_train.distributed.tensor_parallel import check_tensor_parallel
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
+from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
@@ -159,8 +160,15 @@ def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None])
 
 
 def _check_output_dir(folder: Path, *inputs: str | None) -> None:
-    """Check that the output folder can be written to and is not inside an input."""
+    """Check that the output folder can be written to, as far as it is there, and is not inside an input."""
     check_no_dead_link(folder)
+    if os.path.realpath(folder) == os.path.abspath(os.sep):
+        raise InputError(f"--output_dir {folder} is the root of the file system; give a folder of the run's own")
+    checkpoint_folder = folder / "checkpoints"
+    if os.path.lexists(checkpoint_folder) and not checkpoint_folder.is_dir():
+        raise InputError(f"{checkpoint_folder} is not a folder, which the run needs there; remove it or rename it")
+    for name in ("metrics.csv", "samples.jsonl"):
+        check_regular_or_absent(folder / name)
     for given in inputs:
         if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
             check_not_inside(folder, Path(given))

@@ -627,8 +627,8 @@ def test_only_the_training_program_reads_the_launchers_variables(monkeypatch: py
         ),
         (
             "--checkpoint c --resume False",
-            "--resume false and --checkpoint c: leave --resume out to continue from the checkpoint; to start a new run, "
-            "add --weights_only true for its weights, or leave --checkpoint out for --model_name",
+            "--resume false and --checkpoint c: leave --resume out to continue from the checkpoint; to start a new "
+            "run, add --weights_only true for its weights, or leave --checkpoint out for --model_name",
         ),
         ("--branch a@5 --checkpoint c", "--branch a@5 and --checkpoint c: give one of them"),
         ("--lr 1e-4 --min_lr 1e-3", "--min_lr 0.001 is above --lr 0.0001"),

@@ -260,6 +260,19 @@ def refusal(places: list[str], tokenizer: Path, **options: object) -> str:
     return fault
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_share_of_less_than_a_document_is_refused(folder: Path, tiny_model_dir: Path, name: str) -> None:
+    texts = (folder / "a.jsonl").read_bytes()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(texts))
+    count = len(texts.splitlines())
+    places = [f"a={folder / name}", f"b={folder / 'a.jsonl'}"]
+    fault = refusal(places, tiny_model_dir, shares=["a=1e-9", "b=1"])
+    assert fault.startswith("--shares: a pass takes 1e-09 of a, less than one of its ")
+    number = int(fault.split()[12].replace(",", ""))
+    assert 0.5 * count < number < 2 * count
+    refusal(places, tiny_model_dir, shares=[1.0, 0.2 / count])
+
+
 def test_a_source_without_text_or_name_is_refused(folder: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
     blank = write_lines(tmp_path / "blank.jsonl", [" "])
     places = [f"es={blank}", str(folder / "a.jsonl")]

@@ -689,6 +689,24 @@ CASES: dict[str, Case] = {
     "a file above the folder": Case(
         "train", "--output_dir file/run", "--output_dir file/run: … is a file; give another folder"
     ),
+    "the root of the file system": Case(
+        "train", "--output_dir /", "--output_dir / is the root of the file system; give a folder of the run's own"
+    ),
+    "a file where checkpoints go": Case(
+        "train",
+        "--output_dir runs/file-checkpoints",
+        "runs/file-checkpoints/checkpoints is not a folder, …; remove it …",
+    ),
+    "a folder where metrics go": Case(
+        "train",
+        "--output_dir runs/folder-metrics",
+        "runs/folder-metrics/metrics.csv is a folder, not a file; remove it",
+    ),
+    "a folder where trainer.json was": Case(
+        "train",
+        f"--model_name {TRAINER.format('folder-trainer')}",
+        "…/step-00000007 is damaged: trainer.json is not a file; use another checkpoint",
+    ),
     "a dead link": Case(
         "merge", "tokens saved --output_dir broken-link", "cannot write to broken-link: … is a link to nowhere, …"
     ),

@@ -261,6 +261,12 @@ def _break_runs(folder: Path) -> None:
     (checkpoint("cut-config") / "config.json").write_text("{")
     for name in ("list-trainer", "bare-trainer", "cut-config"):  # as if they had been written like this
         write_checksums(folder / "runs" / name / "checkpoints" / "step-00000007")
+    folder_trainer = checkpoint("folder-trainer")
+    (folder_trainer / "trainer.json").unlink()
+    (folder_trainer / "trainer.json").mkdir()
+    (folder / "runs" / "file-checkpoints").mkdir()
+    (folder / "runs" / "file-checkpoints" / "checkpoints").touch()
+    (folder / "runs" / "folder-metrics" / "metrics.csv").mkdir(parents=True)
     (folder / "runs" / "unsaved").mkdir()
     (folder / "runs" / "unsaved" / "metrics.csv").write_text("step,epoch\n1,0\n")
     for name in ("pickled.pt", "pickled.ckpt"):
