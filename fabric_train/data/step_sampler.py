@@ -303,14 +303,14 @@ def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Steps, num_worker
 
 @dataclass(frozen=True)
 class _ErrorsAsItems(Dataset):
-    """Batches of rows; an InputError instead of a batch that cannot be read."""
+    """Batches of rows; an error instead of a batch that cannot be read."""
 
     rows: IndexedRows
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch | InputError:
+    def __getitems__(self, indices: Sequence[int]) -> Batch | InputError | RunError:
         try:
             return self.rows.__getitems__(indices)
-        except InputError as error:
+        except (InputError, RunError) as error:
             return error
 
 

@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fabric_train.cli.errors import InputError, first_line, missing_folder
+from fabric_train.cli.errors import InputError, RunError, first_line, missing_folder
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
-from fabric_train.files.mapped_arrow import without_read_ahead
+from fabric_train.files.mapped_arrow import map_table, without_read_ahead
 from fabric_train.files.safe_paths import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
+from fabric_train.tokenization.packing.row_checksums import altered_rows
 from fabric_train.tokenization.packing.token_folder import check_listed_files
 
 VALIDATION_NAMES = ("validation", "valid")
@@ -117,7 +118,7 @@ class Rows(IndexedRows):
         self.has_labels = "labels" in split.column_names
         self.has_borders = "document_starts" in split.column_names
         self.isolates = isolate_documents and self.has_borders
-        columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.isolates)]
+        columns = ["input_ids", *(["labels"] * self.has_labels), *(["document_starts"] * self.has_borders)]
         self._table = split.select_columns(columns).with_format("arrow")
         self._lengths = _row_lengths(split, "input_ids")
 
@@ -162,6 +163,8 @@ class Rows(IndexedRows):
             return None
         first = 0
         for chunk in self.split.data.column("document_starts").chunks:
+            if not _is_sound(pa.chunked_array([chunk])):
+                return first
             starts, counts = chunk.flatten().to_numpy(), pc.list_value_length(chunk).to_numpy()
             rows = np.repeat(np.arange(len(counts)), counts)
             wrong = (starts < 0) | (starts >= self._lengths_of(first + rows))
@@ -172,11 +175,34 @@ class Rows(IndexedRows):
         return None
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
-        """Return the rows in the order of ``indices``."""
-        table = self._table[list(indices)]
-        labels = _lists(table, "labels" if self.has_labels else "input_ids")
-        starts = _lists(table, "document_starts") if self.isolates else [None] * len(labels)
-        return list(zip(_lists(table, "input_ids"), labels, starts, strict=True))
+        """Return the rows in the order of ``indices``.
+
+        Raises:
+            InputError: the document index is damaged.
+            RunError: a row does not have the checksum that it was written with.
+        """
+        table, nothing = self._table[list(indices)], [None] * len(indices)
+        if not _is_sound(table):
+            raise RunError(self._describe_altered(next(row for row in indices if not _is_sound(self._table[[row]]))))
+        ids = _lists(table, "input_ids")
+        labels = _lists(table, "labels") if self.has_labels else None
+        starts = _lists(table, "document_starts") if self.has_borders else None
+        if self.index is not None and self.index.checksums is not None:
+            rows = zip(ids, labels or nothing, starts or nothing, strict=True)
+            altered = altered_rows(rows, self.index.checksums[list(indices)])
+            if len(altered):
+                raise RunError(self._describe_altered(indices[altered[0]]))
+        return list(zip(ids, labels or ids, (self.isolates and starts) or nothing, strict=True))
+
+    def _describe_altered(self, row: int) -> str:
+        """Return a line that names the file which has a row that has changed."""
+        first, file, number = 0, "", row
+        for file in (entry["filename"] for entry in self.split.cache_files):
+            number, first = row - first, first + map_table(file)[0].num_rows
+            if row < first:
+                break
+        place = f"row {number}" if number == row else f"row {number} ({row} of the split)"
+        return f"{file}: {place} has changed since it was written; copy a sound file in its place, or tokenize again"
 
     @functools.cached_property
     def index(self) -> DocumentIndex | None:
@@ -296,7 +322,7 @@ def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None
     """Return the train split and, if there is one, the validation split of a token dataset, with checked columns."""
     try:
         splits = datasets.load_from_disk(folder)
-    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
     except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # raised by datasets for unexpected JSON
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -327,6 +353,8 @@ def _fault_of_columns(split: datasets.Dataset) -> str | None:
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not is_list or not pa.types.is_integer(kind.value_type):
             return f"a column {name} of {kind}, not of lists of {'positions' if 'start' in name else 'token ids'}"
+        if not _is_sound(split.data.column(name), full=False):
+            return f"a damaged column {name}: lists outside of their values"
         if any(chunk.null_count or chunk.flatten().null_count for chunk in split.data.column(name).chunks):
             return f"gaps (nulls) in its column {name}"
     lengths = [_row_lengths(split, name) for name in columns if "start" not in name]
@@ -334,6 +362,18 @@ def _fault_of_columns(split: datasets.Dataset) -> str | None:
         first = int(np.argmax(lengths[0] != lengths[1]))
         return f"rows whose labels are not as many as their input_ids, row {first} first"
     return None
+
+
+def _is_sound(lists: pa.Table | pa.ChunkedArray, full: bool = True) -> bool:
+    """Return whether lists lie inside of their values: each one, or without ``full`` the first and the last.
+
+    pyarrow aborts the process when it reads a list outside of them.
+    """
+    try:
+        lists.validate(full=full)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _row_lengths(split: datasets.Dataset, column: str) -> np.ndarray | int:

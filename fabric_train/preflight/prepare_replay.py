@@ -24,7 +24,7 @@ from fabric_train.preflight.resume_check import (
     find_version_changes,
 )
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
-from fabric_train.tokenization.packing.row_checksums import row_checksum
+from fabric_train.tokenization.packing.row_checksums import altered_rows
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.replay_certificate import Replay, RunLayout
@@ -245,10 +245,7 @@ def _find_altered(split: Rows, rows: list[int], checksums: np.ndarray) -> Iterat
     stored = Rows(split.split)  # with the borders of documents, also where a run joins them
     for begin in range(0, len(rows), _ROWS_PER_READ):
         part = rows[begin : begin + _ROWS_PER_READ]
-        for row, (input_ids, labels, starts) in zip(part, stored.read(part), strict=True):
-            found = row_checksum(input_ids, labels, np.zeros(0, np.int32) if starts is None else starts)
-            if found != int(checksums[row]):
-                yield row
+        yield from (part[number] for number in altered_rows(stored.read(part), checksums[part]))
 
 
 def _describe_row(folder: Path, row: int, index: DocumentIndex) -> str:

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import multiprocessing
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import TrainBatches, Window, WindowOrder, validation_batches, validation_rows
 from fabric_train.data.token_dataset import Rows, open_dataset
 from tests.support.programs import ROOT
+from tests.support.token_datasets import alter_token
 
 Labels = list[list[int]] | None
 
@@ -322,6 +325,45 @@ def test_a_token_dataset_is_read_as_it_was_written(tiny_tokens_dir: Path) -> Non
         assert batch.input_ids.tolist() == [split[2]["input_ids"], split[0]["input_ids"]]
         assert torch.equal(batch.labels, batch.input_ids)
     assert {path.name for path in dataset.attachments} == {"manifest.json", "tokenizer"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_row_that_has_changed_ends_training_and_evaluation(
+    tmp_path: Path, tiny_tokens_dir: Path, split: str, num_workers: int
+) -> None:
+    folder = Path(shutil.copytree(tiny_tokens_dir, tmp_path / "tokens"))
+    alter_token(folder, split, 3)
+    dataset = open_dataset(str(folder))
+    assert dataset.validation is not None
+    evaluation = validation_batches(dataset.validation, 4, 1, 0, None, 0, num_workers)
+    read: dict[str, Callable[[], object]] = {
+        "train": lambda: train_windows(dataset.train, (0, 69), rows_per_window=8, num_workers=num_workers),
+        "validation": lambda: list(evaluation),
+    }
+    with pytest.raises(RunError) as ended:
+        read[split]()
+    (file,) = (folder / split).glob("*.arrow")
+    advice = "copy a sound file in its place, or tokenize again"
+    assert str(ended.value) == f"{file}: row 3 has changed since it was written; {advice}"
+
+
+def test_damage_that_would_abort_the_process_is_a_row_that_has_changed(tmp_path: Path, tiny_tokens_dir: Path) -> None:
+    folder = Path(shutil.copytree(tiny_tokens_dir, tmp_path / "tokens"))
+    (file,) = (folder / "train").glob("*.arrow")
+    starts = open_dataset(str(folder)).train.split.data.column("document_starts").chunks[0]
+    offsets = bytes(starts.buffers()[1])
+    content = bytearray(file.read_bytes())
+    place = content.rindex(offsets[: 4 * len(starts)])
+    content[place + 4 * 7 + 2] ^= 1  # the list of row 7 begins 65,536 values later
+    file.write_bytes(content)
+    rows = open_dataset(str(folder)).train
+    assert len(rows.read([5, 9])) == 2
+    with pytest.raises(RunError, match=r"arrow: row [67] has changed since it was written"):
+        rows.read([5, 6, 7, 9])
+    content[place + 4 * len(starts) + 2] ^= 1  # and the last list ends there
+    file.write_bytes(content)
+    assert refusal(str(folder)).startswith("train has a damaged column document_starts")
 
 
 def test_older_folder_with_a_valid_split_and_labels_works(tmp_path: Path) -> None:

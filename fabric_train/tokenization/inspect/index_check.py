@@ -1,11 +1,13 @@
 """Compare the document index of a split with its rows, and with the ledger of its sources."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from fabric_train.tokenization.inspect.split_check import Problem
 from fabric_train.tokenization.manifest import SourceLedger
 from fabric_train.tokenization.packing.document_index import DocumentIndex
-from fabric_train.tokenization.packing.row_checksums import row_checksum
+from fabric_train.tokenization.packing.row_checksums import altered_rows
 from fabric_train.tokenization.packing.token_folder import RowBatch
 
 _DOCUMENTS_PER_READ = 1 << 20
@@ -82,10 +84,10 @@ class IndexCheck:
 
 def _altered(batch: RowBatch, checksums: np.ndarray) -> np.ndarray:
     """Return which rows of a batch do not have these checksums, counted from the first of the batch."""
-    starts, counts = np.zeros(0, np.int32), np.zeros(len(checksums), np.int64)
+    cuts, nothing = batch.offsets[1:-1], [None] * len(checksums)
+    labels = nothing if batch.labels is None else np.split(batch.labels, cuts)
+    starts: Sequence[np.ndarray | None] = nothing
     if batch.document_starts is not None and batch.start_rows is not None:
-        starts, counts = batch.document_starts, np.bincount(batch.start_rows, minlength=len(checksums))
-    cuts = batch.offsets[1:-1]
-    labels = [None] * len(checksums) if batch.labels is None else np.split(batch.labels, cuts)
-    rows = zip(np.split(batch.input_ids, cuts), labels, np.split(starts, np.cumsum(counts)[:-1]), strict=True)
-    return np.flatnonzero([row_checksum(*row) for row in rows] != checksums)
+        counts = np.bincount(batch.start_rows, minlength=len(checksums))
+        starts = np.split(batch.document_starts, np.cumsum(counts)[:-1])
+    return altered_rows(zip(np.split(batch.input_ids, cuts), labels, starts, strict=True), checksums)

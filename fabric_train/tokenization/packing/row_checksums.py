@@ -1,5 +1,6 @@
 """Compute a checksum of the content of each row, by which a row that has changed since is found."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ from xxhash import xxh3_64
 CHECKSUM = np.dtype("<u8")
 
 
-def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray) -> int:
+def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray | None) -> int:
     """Return the XXH3-64 hash of a row's tokens, its labels and the positions at which its documents begin.
 
     Labels count only if some differ from ``input_ids``. So a split whose tokens are all supervised has the same
@@ -17,13 +18,26 @@ def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_star
     Args:
         input_ids: int32 [T].
         labels: int32 [T]; None if each token is its own label.
-        document_starts: int32 [any number].
+        document_starts: int32 [any number]; None if the split has no such column.
     """
     digest = xxh3_64(np.ascontiguousarray(input_ids).data)
     if labels is not None and not np.array_equal(input_ids, labels):
         digest.update(np.ascontiguousarray(labels).data)
-    digest.update(np.ascontiguousarray(document_starts).data)
+    if document_starts is not None:
+        digest.update(np.ascontiguousarray(document_starts).data)
     return digest.intdigest()
+
+
+def altered_rows(
+    rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
+) -> np.ndarray:
+    """Return the indices of the rows that do not have their checksum, int64 [any number].
+
+    Args:
+        rows: what :func:`row_checksum` takes, for each row.
+        checksums: CHECKSUM [rows], those that they were written with.
+    """
+    return np.flatnonzero(np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM) != checksums)
 
 
 def row_checksums(
