@@ -40,6 +40,7 @@ from fabric_train.checkpoint.optimizer_state import restore_optimizer
 from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
 from fabric_train.checkpoint.trainer_json import TrainerJson, read_cursors, read_trainer_json
 from fabric_train.checkpoint.trainer_state import (
+    SPLIT_ARGUMENTS,
     BranchPoint,
     Description,
     PhaseSchedule,
@@ -50,6 +51,7 @@ from fabric_train.checkpoint.trainer_state import (
 from fabric_train.checkpoint.validation_loss import Evaluation, LossProgress, TokenLoss, compare_evaluations, perplexity
 
 __all__ = [
+    "SPLIT_ARGUMENTS",
     "BranchPoint",
     "CheckpointManager",
     "Damages",

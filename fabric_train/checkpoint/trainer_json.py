@@ -68,6 +68,10 @@ class TrainerJson:
         versions: dict[str, str] = self.content["versions"]
         return versions
 
+    def session_of(self, step: int) -> TrainingSession | None:
+        """Return the session that took a step; None if an earlier version saved the checkpoint."""
+        return next((session for session in reversed(self.sessions) if session.after_step < step), None)
+
     @property
     def stream(self) -> StreamOrder | None:
         """Return the order of the stream that the run read, None if it read token datasets."""

@@ -1,7 +1,7 @@
 """The counters of a run after a step, and its description: what trainer.json holds."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -76,18 +76,27 @@ class PhaseSchedule:
     arguments: dict[str, Any]
 
 
+SPLIT_ARGUMENTS = (
+    *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
+    *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
+)
+"""Arguments that change the order of additions, and so the last digits of the losses."""
+
+
 @dataclass(frozen=True)
 class TrainingSession:
     """The steps of a run after ``after_step`` that the same processes took, and the devices and the time for them.
 
     ``device`` is the name of a device, see ``device_name``. ``seconds`` are wall-clock time from the first step to the
-    save of the checkpoint, evaluations included. No step and no figure of a run depends on it.
+    save of the checkpoint, evaluations included. ``arguments`` are ``SPLIT_ARGUMENTS``, as they were resolved, and
+    ``log_step_interval``; empty if an earlier version saved the checkpoint. No step of a run depends on it.
     """
 
     after_step: Count
     device: str
     num_devices: PositiveCount
     seconds: Seconds = 0.0
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device_hours(self) -> float:

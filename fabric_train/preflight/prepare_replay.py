@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint.trainer_json import find_unreadable
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.streaming import Stream
@@ -60,8 +61,9 @@ def prepare_replay(
     if witness is None:
         raise InputError(f"{folder}: the run has no complete checkpoint that describes it; replay needs one")
     saved = checkpoints.read_trainer_json(witness)
-    there = _layout_there(saved)
-    run = prepare(_arguments(given, device, there, start, witness, temporary), compares=False)
+    newest = checkpoints.read_trainer_json(checkpoints.newest_checkpoint(folder) or witness)
+    (layout,) = _layouts_there(newest, saved, last, last)
+    run = prepare(_arguments(given, device, layout, start, witness, temporary), compares=False)
     if run.start.state.step >= first:
         raise InputError(f"--steps {first}:{last}: the run begins at step {run.start.state.step + 1}; give later steps")
     if last > run.plan.num_steps:
@@ -71,15 +73,25 @@ def prepare_replay(
     state = replace(run.start.state, unlogged=None)  # nothing of the step before is logged again
     run = replace(run, start=replace(run.start, state=state))
     trained = [row for row in logged if row.step > state.step]
-    faults = _faults_of_arguments(given, saved, run, witness, last)
+    faults = _faults_of_arguments(given, saved, newest, run, witness, last)
     faults += saved.data_changes(run.order)
+    evaluations = _evaluations(folder, state.step, last)
+    missing = _missing_steps(trained, newest, saved, state.step, last)
+    faults += [f"step {step}: its row is missing in metrics.csv" for step in missing]
+    faults += [
+        f"step {row.step}, val_loss: {'empty' if row.val_loss is None else row.val_loss} in metrics.csv, "
+        f"{evaluations[row.step]} in the checkpoint of the step"
+        for row in trained
+        if row.step in evaluations and row.val_loss != evaluations[row.step]
+    ]
     wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
     return Replay(
         folder=folder,
         steps=steps,
         run=run,
         logged=trained,
-        there=there,
+        evaluations=evaluations,
+        there=_layouts_there(newest, saved, state.step + 1, last),
         here=_layout_of(flatten(run.arguments) | {"gradient_accumulation_steps": run.plan.accumulation}, run),
         contents=contents,
         faults=[*faults, *wrong],
@@ -159,30 +171,94 @@ def _on_other_devices(fsdp: "FSDPArguments", num_devices: int) -> "FSDPArguments
     return replace(fsdp, parallelism=parallelism, tensor_parallel_size=size)
 
 
-def _layout_there(saved: checkpoints.TrainerJson) -> RunLayout:
-    """Return how the checkpoint's run was split, from its trainer.json."""
+def _layouts_there(
+    newest: checkpoints.TrainerJson, saved: checkpoints.TrainerJson, first: int, last: int
+) -> list[RunLayout]:
+    """Return how the steps ``first`` to ``last`` were split, by session.
+
+    Args:
+        newest: the description of the run that has all its sessions.
+        saved: that of the checkpoint which was saved after the steps, for sessions that do not say it.
+        first: the first step that is trained again.
+        last: the last one.
+    """
+    ends = [session.after_step for session in newest.sessions[1:]] + [math.inf]
+    layouts = [
+        _layout_of_session(session, saved, max(first, session.after_step + 1))
+        for session, end in zip(newest.sessions, ends, strict=True)
+        if session.after_step < min(end, last) and end >= first
+    ]
+    return layouts or [_layout_of_checkpoint(saved)]
+
+
+def _layout_of_session(
+    session: checkpoints.TrainingSession, saved: checkpoints.TrainerJson, first_step: int
+) -> RunLayout:
+    """Return how the steps of a session were split; an earlier version says it in the checkpoints of the session."""
+    if session.arguments or not saved.sessions or saved.sessions[-1].after_step != session.after_step:
+        return RunLayout(session.num_devices, session.device, session.arguments, first_step)
+    return replace(_layout_of_checkpoint(saved), num_devices=session.num_devices, first_step=first_step)
+
+
+def _layout_of_checkpoint(saved: checkpoints.TrainerJson) -> RunLayout:
+    """Return how the last steps before a checkpoint were split, from the arguments in its trainer.json."""
     arguments = saved.arguments
     of_rank = arguments["micro_batch_size"] * arguments["gradient_accumulation_steps"]
     num_devices = saved.data.rows_per_window // of_rank * arguments.get("tensor_parallel_size", 1)
-    parallelism = arguments["parallelism"]
-    if parallelism == "auto":
-        parallelism = "fsdp" if num_devices > 1 else "single"
-    return RunLayout(
-        num_devices, parallelism, saved.content.get("device"), {name: arguments.get(name) for name in RunLayout.SPLIT}
-    )
+    split = {name: arguments.get(name) for name in checkpoints.SPLIT_ARGUMENTS}
+    if split["parallelism"] == "auto":
+        split["parallelism"] = "fsdp" if num_devices > 1 else "single"
+    return RunLayout(num_devices, saved.content.get("device"), split)
 
 
 def _layout_of(arguments: dict[str, Any], run: PreparedRun) -> RunLayout:
-    split = {name: arguments[name] for name in RunLayout.SPLIT}
-    return RunLayout(run.devices.world_size, run.devices.parallelism, None, split)
+    split = {name: arguments[name] for name in checkpoints.SPLIT_ARGUMENTS}
+    return RunLayout(run.devices.world_size, None, split | {"parallelism": run.devices.parallelism})
+
+
+def _missing_steps(
+    logged: list[Metrics], newest: checkpoints.TrainerJson, saved: checkpoints.TrainerJson, after_step: int, last: int
+) -> list[int]:
+    """Return the steps after ``after_step`` up to ``last`` that were logged by the run's interval, and have no row."""
+    there = {row.step for row in logged}
+    if newest.state.unlogged:
+        there.add(newest.state.step)  # a signal interrupted its evaluation, and the row comes with the next session
+
+    def is_logged(step: int) -> bool:
+        session = newest.session_of(step)
+        given = session.arguments if session and session.arguments else saved.arguments
+        return step % given.get("log_step_interval", 1) == 0
+
+    return [step for step in range(after_step + 1, last + 1) if step not in there and is_logged(step)]
+
+
+def _evaluations(folder: Path, after_step: int, last: int) -> dict[int, float]:
+    """Return the validation losses in the run's checkpoints of some steps, each of the checkpoint's own step."""
+    found = {}
+    for step, checkpoint in checkpoints.saved_checkpoints(folder).items():
+        if after_step < step <= last and find_unreadable(checkpoint) is None:
+            evaluation = checkpoints.read_trainer_json(checkpoint).state.evaluation
+            if evaluation is not None and evaluation.step == step:
+                found[step] = evaluation.whole.loss
+    return found
 
 
 def _faults_of_arguments(
-    given: "TrainArguments", saved: checkpoints.TrainerJson, run: PreparedRun, witness: Path, last: int
+    given: "TrainArguments",
+    saved: checkpoints.TrainerJson,
+    newest: checkpoints.TrainerJson,
+    run: PreparedRun,
+    witness: Path,
+    last: int,
 ) -> list[str]:
-    """Return a line for each argument of config.yaml with which the steps would have had other losses."""
+    """Return a line for each argument of config.yaml with which the steps would have had other losses.
+
+    ``newest`` is the session that has written config.yaml. On other devices than those of ``saved``, it splits the same
+    rows of a step in another way.
+    """
     also = ["total_batch_size"]
-    if given.training.total_batch_size is None:
+    num_devices = {session.num_devices for saved_by in (saved, newest) for session in saved_by.sessions[-1:]}
+    if given.training.total_batch_size is None and len(num_devices) < 2:
         also += ["micro_batch_size", "gradient_accumulation_steps"]
     if run.start.checkpoint is None:
         also += [field.name for field in fields(given.model)]

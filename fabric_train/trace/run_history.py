@@ -82,7 +82,7 @@ class Stretch:
         return {step: path for step, path in saved_checkpoints(self.run).items() if self.first <= step <= self.last}
 
     def checkpoint_of(self, step: int) -> Path:
-        """Return the first checkpoint that has a step, else the last one before; its process took the step."""
+        """Return the first checkpoint that has a step, else the last one before."""
         later = [path for number, path in _readable(self.run).items() if step <= number <= self.last]
         assert self.described_by is not None
         return later[0] if later else self.described_by
@@ -154,9 +154,18 @@ class RunHistory:
         return next(stretch for stretch in reversed(self.stretches) if step >= stretch.first)
 
     def ranks_of(self, step: int) -> tuple[Ranks, Path]:
-        """Return the ranks that took a step, and the checkpoint that says so."""
+        """Return the ranks that took a step, and the checkpoint that says so.
+
+        The newest checkpoint lists the sessions of the run. A checkpoint may have been saved again by a later session
+        than that which took its step. Earlier versions did not list sessions, or not how they split a step.
+        """
         checkpoint = self.stretch_of(step).checkpoint_of(step)
-        return _ranks(checkpoint, _token_order(checkpoint)), checkpoint
+        session = read_trainer_json(self.checkpoint).session_of(step)
+        if session is None or not session.arguments:
+            return _ranks(checkpoint, _token_order(checkpoint)), checkpoint
+        given = _Arguments.model_validate(session.arguments)
+        group_size = given.tensor_parallel_size
+        return Ranks(session.num_devices // group_size, group_size, given.micro_batch_size), self.checkpoint
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 - a program has one history
     def data_of(self, stretch: Stretch) -> RunData:

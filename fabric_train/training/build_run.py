@@ -263,7 +263,14 @@ def _earlier_sessions(run: PreparedRun) -> tuple[checkpoints.TrainingSession, ..
 
 
 def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
-    return checkpoints.TrainingSession(run.start.state.step, device_name(fabric.device), fabric.world_size)
+    given = flatten(run.arguments) | {
+        "gradient_accumulation_steps": run.plan.accumulation,
+        "parallelism": run.devices.parallelism,
+    }
+    arguments = {name: given[name] for name in (*checkpoints.SPLIT_ARGUMENTS, "log_step_interval")}
+    return checkpoints.TrainingSession(
+        run.start.state.step, device_name(fabric.device), fabric.world_size, arguments=arguments
+    )
 
 
 def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[Path, ...]]:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.checkpoint import SPLIT_ARGUMENTS
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import machine_name
 from fabric_train.files.regular_file import write_atomically
@@ -30,46 +31,47 @@ _SHOWN_FAULTS = 20
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How the computation of a run was split; ``device`` is the name of a device, None if it is not known."""
+    """How the computation of steps was split from ``first_step`` on.
+
+    ``device`` is the name of a device, None if it is not known. ``split`` has ``SPLIT_ARGUMENTS``; it is empty for the
+    session of an earlier version of which no checkpoint is left.
+    """
 
     num_devices: int
-    parallelism: str
     device: str | None
     split: dict[str, Any]
-
-    SPLIT: ClassVar[tuple[str, ...]] = (
-        *("micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
-        *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
-    )
-    """Arguments that change the order of additions, and so the last digits."""
+    first_step: int = 1
 
     def differences(self, there: "RunLayout") -> list[str]:
         """Return what differs from the layout ``there``, an empty list if the figures must be the same bit for bit."""
         pairs = {
             "devices": (there.num_devices, self.num_devices),
-            "parallelism": (there.parallelism, self.parallelism),
             "device": (there.device or self.device, self.device or there.device),
-            **{name: (there.split[name], value) for name, value in self.split.items()},
+            **{name: (there.split.get(name, "unknown"), self.split[name]) for name in SPLIT_ARGUMENTS},
         }
         return [f"{name} {one} there, {other} here" for name, (one, other) in pairs.items() if one != other]
 
     def __str__(self) -> str:
-        return f"{self.num_devices} × {self.parallelism}" + (f", {self.device}" if self.device else "")
+        name = f"{self.num_devices} × {self.split.get('parallelism', 'unknown')}"
+        return name + (f", {self.device}" if self.device else "")
 
 
 @dataclass(frozen=True)
 class Replay:
     """Steps of a run that are ready to be trained again.
 
-    ``logged`` are the rows of metrics.csv from the first step that is trained to the last one. ``faults`` are
-    differences that were found without training, ``contents`` says whether the content of the rows was checked.
+    ``logged`` are the rows of metrics.csv from the first step that is trained to the last one. ``there`` has the layout
+    of each session that took some of these steps, in their order. ``faults`` are differences that were found without
+    training, ``contents`` says whether the content of the rows was checked. ``evaluations`` are the validation
+    losses in checkpoints of these steps, by step.
     """
 
     folder: Path
     steps: tuple[int, int]
     run: PreparedRun
     logged: list[Metrics]
-    there: RunLayout
+    evaluations: dict[int, float]
+    there: list[RunLayout]
     here: RunLayout
     contents: str
     faults: list[str]
@@ -80,9 +82,33 @@ class Replay:
         return replace(self, here=replace(self.here, device=device))
 
     @property
-    def tolerance(self) -> float:
-        """The largest relative difference with which a figure holds; 0 is bit for bit."""
-        return TOLERANCES[self.run.arguments.model.precision] if self.here.differences(self.there) else 0.0
+    def same_until(self) -> float:
+        """The last step that must be the same bit for bit: as long as all steps were split as they are here."""
+        others = (layout.first_step for layout in self.there if self.here.differences(layout))
+        return next(others, math.inf) - 1
+
+    def tolerance(self, step: int) -> float:
+        """Return the largest relative difference with which a figure of a step holds; 0 is bit for bit."""
+        return 0.0 if step <= self.same_until else TOLERANCES[self.run.arguments.model.precision]
+
+    @property
+    def compared(self) -> list[str]:
+        """The columns of metrics.csv that are compared: those that the logged steps have."""
+        found = {name for row in self.logged for name in (*_exact(row), *_figures(row))}
+        return [*(("val_loss",) if self.evaluations else ()), *sorted(found)]
+
+    @property
+    def not_compared(self) -> list[str]:
+        """What metrics.csv says of these steps that is not compared, and why."""
+        evaluated = [row.step for row in self.logged if row.val_loss is not None and row.step not in self.evaluations]
+        steps = ", ".join(map(str, evaluated[:_SHOWN_STEPS])) + (", …" if len(evaluated) > _SHOWN_STEPS else "")
+        lacking = [name for name in (*_EXACT, *_FIGURES) if name not in self.compared]
+        return [
+            *([f"validation losses of step {steps}, which no checkpoint has"] if evaluated else []),
+            *(["losses of single sources in evaluations"] if _of_sources(self.logged, "val_") else []),
+            *([f"{', '.join(lacking)}: not in metrics.csv"] if lacking else []),
+            "times, speeds and memory",
+        ]
 
 
 @dataclass(frozen=True)
@@ -115,10 +141,13 @@ class Certificate:
     @property
     def rule(self) -> str:
         """How near the figures have to be, and why."""
-        reasons = self.replay.here.differences(self.replay.there)
+        replay = self.replay
+        reasons = dict.fromkeys(one for layout in replay.there for one in replay.here.differences(layout))
         if not reasons:
             return "bit for bit: the same number and kind of devices, split in the same way"
-        return f"to {self.replay.tolerance:.1e} relative: {'; '.join(reasons)}"
+        first, until = replay.run.start.state.step + 1, replay.same_until
+        exact = f"bit for bit up to step {until}, after it " if until >= first else ""
+        return f"{exact}to {replay.tolerance(replay.steps[1]):.1e} relative: {'; '.join(reasons)}"
 
     @property
     def largest(self) -> dict[str, float]:
@@ -139,11 +168,13 @@ class Certificate:
             "compared_steps": len(self.steps),
             "checkpoint": run.start.checkpoint.name if run.start.checkpoint else None,
             "rule": self.rule,
-            "tolerance": replay.tolerance,
+            "compared": replay.compared,
+            "not_compared": replay.not_compared,
+            "tolerance": replay.tolerance(replay.steps[1]),
             "largest_differences": self.largest,
             "faults": self.faults,
             "contents": replay.contents,
-            "there": str(replay.there),
+            "there": _describe_layouts(replay.there),
             "here": str(replay.here),
             "versions": run.versions,
             "other_versions": replay.other_versions,
@@ -165,7 +196,7 @@ class Certificate:
         about = Table.grid(padding=(0, 2))
         for name, text in self._about().items():
             about.add_row(name, text)
-        verdict = Text("holds: every figure is reproduced", "bold green")
+        verdict = Text("holds: every compared figure is reproduced", "bold green")
         if not self.holds:
             more = len(self.faults) - _SHOWN_FAULTS
             hidden = [f"and {more:,} more, see {FILE_NAME}"] if more > 0 else []
@@ -179,9 +210,11 @@ class Certificate:
         came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
         about = {
             "steps": f"{first} to {last}, {came_from}, {len(self.steps)} logged steps compared",
-            "there": f"{replay.there}",
+            "there": _describe_layouts(replay.there),
             "here": f"{replay.here}",
             "figures": self.rule,
+            "compared": ", ".join(replay.compared),
+            "not compared": "; ".join(replay.not_compared),
             "content of rows": replay.contents,
         }
         return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
@@ -195,12 +228,13 @@ class Certificate:
 def compare(replay: Replay, trained: Sequence[Metrics]) -> Certificate:
     """Compare all logged steps with those that were trained again."""
     here = {row.step: row for row in trained}
-    return Certificate(replay, [_compare_step(row, here.get(row.step), replay.tolerance) for row in replay.logged])
+    return Certificate(replay, [_compare_step(replay, row, here.get(row.step)) for row in replay.logged])
 
 
-def _compare_step(there: Metrics, here: Metrics | None, tolerance: float) -> _Compared:
+def _compare_step(replay: Replay, there: Metrics, here: Metrics | None) -> _Compared:
     if here is None:
         return _Compared(there, None, {}, [f"step {there.step}: not reached here"])
+    tolerance = replay.tolerance(there.step)
     logged, found = (_exact(row) | _figures(row) for row in (there, here))
     differences = {
         name: relative_difference(value, found.get(name, math.nan)) for name, value in _figures(there).items()
@@ -210,6 +244,8 @@ def _compare_step(there: Metrics, here: Metrics | None, tolerance: float) -> _Co
         for name, value in logged.items()
         if (differences[name] > tolerance if name in differences else value != found.get(name))
     ]
+    emptied = [name for name in found if name not in logged and name in replay.compared]
+    wrong += [f"step {there.step}, {name}: empty in metrics.csv, {found[name]} here" for name in emptied]
     return _Compared(there, here, differences, wrong)
 
 
@@ -221,7 +257,17 @@ def _exact(row: Metrics) -> dict[str, Any]:
 def _figures(row: Metrics) -> dict[str, float]:
     """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
     figures = {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
-    return figures | {name: loss for name, loss in row.by_source.items() if name.startswith("train_loss/")}
+    return figures | _of_sources([row], "train_loss/")
+
+
+def _of_sources(rows: Sequence[Metrics], prefix: str) -> dict[str, float]:
+    """Return the values of the columns of single sources that begin with ``prefix``, the last one of each."""
+    return {name: value for row in rows for name, value in row.by_source.items() if name.startswith(prefix)}
+
+
+def _describe_layouts(layouts: Sequence[RunLayout]) -> str:
+    first, *later = layouts
+    return "; ".join([f"{first}", *(f"from step {layout.first_step} {layout}" for layout in later)])
 
 
 def relative_difference(one: float, other: float) -> float:
@@ -240,6 +286,8 @@ class StoredCertificate:
     steps: tuple[int, int]
     trained_from: int
     rule: str
+    compared: list[str]
+    not_compared: list[str]
     contents: str
     here: str
     date: str
@@ -265,7 +313,7 @@ def read_certificate(run: Path, step: int) -> StoredCertificate | None:
 
 def _digest(rows: Sequence[Metrics]) -> str:
     """Return the SHA-256 of the compared figures of some steps."""
-    figures = [[row.step, _exact(row), _figures(row)] for row in rows]
+    figures = [[row.step, _exact(row), _figures(row), row.val_loss] for row in rows]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()
 
 

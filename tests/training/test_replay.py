@@ -12,6 +12,7 @@ import torch
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.distributed.devices import device_name, use_threads_of
 from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.trace.run_history import RunHistory
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import argv, checkpoints
 from tests.support.token_datasets import TEXTS, alter_token, manifest_of, tokenize, write_jsonl
@@ -57,7 +58,7 @@ def certificate(run: Path) -> dict[str, Any]:
 
 def check_holds(replay: ForkedRun, run: Path) -> dict[str, Any]:
     assert set(replay.codes()) == {0}, replay.report()
-    assert "holds: every figure is reproduced" in replay.stdout()
+    assert "holds: every compared figure is reproduced" in replay.stdout()
     found = certificate(run)
     assert (found["verdict"], found["faults"]) == ("holds", [])
     return found
@@ -117,16 +118,60 @@ def test_one_rank_reproduces_two_to_the_fifth_digit_from_the_start(replaying: Re
     assert 0 < max(found["largest_differences"].values()) < 1e-5
 
 
+def test_steps_of_sessions_on_other_devices_are_compared_as_they_were_taken(replaying: Replaying) -> None:
+    run = replaying.copy("sessions")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    replaying.train("sessions", 1, "--resume", "true", **OPTIONS)
+    reasons = (
+        "devices 1 there, 2 here; parallelism single there, fsdp here; gradient_accumulation_steps 4 there, 2 here"
+    )
+    found = check_holds(replaying.replay(run, "3:6", num_ranks=2), run)
+    assert found["rule"] == f"bit for bit up to step 4, after it to 1.0e-05 relative: {reasons}"
+    assert found["there"].startswith("2 × fsdp, CPU")
+    assert "; from step 5 1 × single, CPU" in found["there"]
+    last = check_holds(replaying.replay(run, "5:6"), run)
+    assert last["rule"].startswith("bit for bit: ")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")  # the next one is of the session on one rank
+    history = RunHistory(run)
+    assert [history.ranks_of(step)[0].number for step in range(1, 7)] == [2, 2, 2, 2, 1, 1]
+
+
+def write_rows(run: Path, rows: list[dict[str, str]]) -> None:
+    with (run / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_what_was_removed_from_metrics_csv_is_named(replaying: Replaying) -> None:
+    run = replaying.copy("removed")
+    whole = rows_of(run)
+    write_rows(run, [*whole[:4], *whole[5:]])
+    assert fault_of(replaying.replay(run, "5:6"), run) == "step 5: its row is missing in metrics.csv"
+    write_rows(run, [*whole[:5], {**whole[5], "val_loss": "1.5"}])
+    logged = float(whole[5]["val_loss"])
+    fault = fault_of(replaying.replay(run, "5:6"), run)
+    assert fault == f"step 6, val_loss: 1.5 in metrics.csv, {logged} in the checkpoint of the step"
+    write_rows(run, [*whole[:4], {**whole[4], "grad_norm": ""}, whole[5]])
+    fault = fault_of(replaying.replay(run, "5:6"), run)
+    assert fault.startswith("step 5, grad_norm: empty in metrics.csv, ")
+
+
+def test_a_certificate_says_what_was_not_compared(replaying: Replaying) -> None:
+    run = replaying.copy("not-compared")
+    assert checkpoints(run) == [2, 4, 6]  # that of step 5 was the best one, and made way for that of step 6
+    found = check_holds(replaying.replay(run, "5:6"), run)
+    assert {"val_loss", "train_loss", "grad_norm", "rows_hash"} <= set(found["compared"])
+    assert found["not_compared"] == ["validation losses of step 5, which no checkpoint has", "times, speeds and memory"]
+
+
 @pytest.mark.parametrize("column", ["train_loss", "rows_hash"])
 def test_an_altered_digit_is_named_with_its_step_and_column(replaying: Replaying, column: str) -> None:
     run = replaying.copy(f"digit-of-{column}")
     rows = rows_of(run)
     whole = rows[4][column]
     rows[4][column] = whole[:12] + ("5" if whole[12] != "5" else "6") + whole[13:]
-    with (run / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(run, rows)
     fault = fault_of(replaying.replay(run, "5:6", num_ranks=2), run)
     assert fault.startswith(f"step 5, {column}: {rows[4][column][:13]}")
     assert f" in metrics.csv, {whole[:13]}" in fault

@@ -116,8 +116,9 @@ def _lineage(branches: Sequence[BranchPoint]) -> str:
 def _replay(certificate: StoredCertificate) -> str:
     return (
         f"### Replay\n\nThe steps {certificate.trained_from:,} to {certificate.steps[1]:,} of this run were trained "
-        f"again on {certificate.here} ({certificate.date}). Losses, gradient norms, learning rates and rows are those "
-        f"of the run, {certificate.rule}. Content of the rows: {certificate.contents}."
+        f"again on {certificate.here} ({certificate.date}), and have the figures of the run, {certificate.rule}. "
+        f"Compared: {', '.join(certificate.compared)}. Not compared: {'; '.join(certificate.not_compared)}. "
+        f"Content of the rows: {certificate.contents}."
     )
 
 
