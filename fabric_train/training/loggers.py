@@ -1,7 +1,8 @@
 """TensorBoard and Weights & Biases: each step once, also after a killed run resumes.
 
 metrics.csv is complete up to the checkpoint, so a resumed run trusts it. Steps that a logger has after the checkpoint
-are removed if possible. Steps that it lacks before the checkpoint are logged again.
+are removed if possible. Steps that it lacks before the checkpoint are logged again. metrics.csv is part of the run's
+record: if it cannot be written, the run ends. No other logger can end a run (:class:`Optional`).
 """
 
 import mmap
@@ -10,18 +11,64 @@ import os
 import re
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, describe_os_error, first_line
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
+from fabric_train.training.run_log import note, warn
 from fabric_train.training.samples import Sample, SampleFile
 
 
-class TensorBoardLogger:
+class Optional(Logger):
+    """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged.
+
+    Args:
+        name: in ``--loggers``.
+        open_logger: opens it.
+    """
+
+    def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
+        self._name, self._logger = name, Logger()
+
+        def open_it(_: Logger) -> None:
+            self._logger = open_logger()
+
+        self._try(open_it)
+
+    def log(self, metrics: Metrics) -> None:
+        """Record one step's metrics."""
+        self._try(lambda logger: logger.log(metrics))
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Record the samples of a step."""
+        self._try(lambda logger: logger.log_samples(samples))
+
+    def log_model(self, checkpoint: Path) -> None:
+        """Upload a checkpoint."""
+        self._try(lambda logger: logger.log_model(checkpoint))
+
+    def flush(self) -> None:
+        """Flush it."""
+        self._try(lambda logger: logger.flush())
+
+    def close(self) -> None:
+        """Close it."""
+        self._try(lambda logger: logger.close())
+
+    def _try(self, action: Callable[[Logger], None]) -> None:
+        try:
+            action(self._logger)
+        except Exception as error:  # noqa: BLE001 - a folder, a disk, a network or a server: none may end the run
+            self._logger = Logger()
+            reason = describe_os_error(error) if isinstance(error, OSError) else first_line(error)
+            warn(f"--loggers {self._name}: {reason}; the run goes on without it, and metrics.csv has every step")
+
+
+class TensorBoardLogger(Logger):
     """Event files in ``RUN/tensorboard``."""
 
     def __init__(self, folder: Path, last_step: int) -> None:
@@ -82,7 +129,7 @@ def _cut_events(path: Path, last_step: int) -> None:
     os.truncate(path, end)
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """Weights & Biases. Without an account it works offline, in ``RUN/wandb``. It never asks on the terminal.
 
     A run folder has one W&B run, however often it is resumed. A server keeps the steps that it has after the
@@ -107,7 +154,7 @@ class WandbLogger:
         for path in (folder / "wandb_run_id", folder / "wandb", self._told):
             check_no_link(path)
         run_id = _wandb_run_id(folder)
-        self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        self.mode = _wandb_mode()
         if self.mode == "offline":
             _move_replaced(folder / "wandb", run_id)
         self._run = wandb.init(
@@ -138,9 +185,6 @@ class WandbLogger:
             rows = [[sample.prompt, sample.text] for sample in samples]
             table = self._wandb.Table(columns=["prompt", "text"], data=rows)
             self._run.log({"samples": table}, step=samples[0].step)
-
-    def flush(self) -> None:
-        """Do nothing: a resumed run logs again what W&B lost."""
 
     def log_model(self, checkpoint: Path) -> None:
         """Upload a checkpoint without its optimizer as an artifact."""
@@ -177,8 +221,7 @@ class Outputs:
         if self._samples:
             self._samples.log(samples)
         for logger in self._loggers:
-            if isinstance(logger, TensorBoardLogger | WandbLogger):
-                logger.log_samples(samples)
+            logger.log_samples(samples)
 
     def flush(self) -> None:
         """Flush all."""
@@ -202,17 +245,18 @@ class Outputs:
 
     def _upload(self, checkpoint: Path) -> None:
         for logger in self._loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_model(checkpoint)
+            logger.log_model(checkpoint)
 
 
 def complete_wandb(folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]) -> None:
     """Log to W&B the steps of a finished run that it lacks because the run was killed after its last save."""
+    if _wandb_mode() == "disabled":
+        return
     told = folder / "wandb" / "told_up_to"
     past = read_metrics(folder / "metrics.csv", last_step)
     if past and (not told.is_file() or told.read_bytes().strip() != str(past[-1].step).encode()):
         samples = SampleFile(folder / "samples.jsonl", last_step).past
-        WandbLogger(folder, project, entity, config, past, samples).close()
+        Optional("wandb", lambda: WandbLogger(folder, project, entity, config, past, samples)).close()
 
 
 def open_loggers(
@@ -230,21 +274,24 @@ def open_loggers(
     ``source_names`` are the sources whose losses are logged, ``past_samples`` the samples up to ``last_step``.
 
     Raises:
-        InputError: Weights & Biases refuses the run, or a file in its folder is damaged.
+        InputError: metrics.csv is damaged.
     """
     table = folder / "metrics.csv"
     loggers: list[Logger] = [CSVLogger(table, last_step, source_names)]
     if "tensorboard" in names:
-        loggers.append(TensorBoardLogger(folder / "tensorboard", last_step))
-    if "wandb" in names:
-        import wandb
-
-        try:
-            past = read_metrics(table, last_step)
-            loggers.append(WandbLogger(folder, project, entity, config, past, past_samples))
-        except wandb.Error as error:
-            raise InputError(f"--loggers wandb: {error}; WANDB_MODE=offline logs without it") from error
+        loggers.append(Optional("tensorboard", lambda: TensorBoardLogger(folder / "tensorboard", last_step)))
+    if "wandb" in names and _wandb_mode() == "disabled":
+        note("WANDB_MODE=disabled: nothing is logged to Weights & Biases")
+    elif "wandb" in names:
+        past = read_metrics(table, last_step)
+        opened = Optional("wandb", lambda: WandbLogger(folder, project, entity, config, past, past_samples))
+        loggers.append(opened)
     return loggers
+
+
+def _wandb_mode() -> str:
+    """Return online, offline or disabled; without an account it is offline."""
+    return os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
 
 
 def _wandb_run_id(folder: Path) -> str:

@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric_train.checkpoint import Evaluation, TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, open_to_write
+
+if TYPE_CHECKING:
+    from fabric_train.training.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,17 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
     )
 
 
-class Logger(Protocol):
-    """A destination of metrics."""
+class Logger:
+    """A destination of metrics, and of what else it can show. This one records nothing."""
 
     def log(self, metrics: Metrics) -> None:
         """Record one step's metrics."""
+
+    def log_samples(self, samples: Sequence["Sample"]) -> None:
+        """Record the samples of a step, whose metrics follow."""
+
+    def log_model(self, checkpoint: Path) -> None:
+        """Upload a complete checkpoint."""
 
     def flush(self) -> None:
         """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
@@ -113,7 +122,7 @@ class Logger(Protocol):
         """Write the rest and close."""
 
 
-class CSVLogger:
+class CSVLogger(Logger):
     """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
     def __init__(self, path: Path, last_step: int, source_names: Sequence[str] = ()) -> None:

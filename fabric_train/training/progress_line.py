@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fabric_train.cli.errors import set_display
-from fabric_train.training.metrics import Metrics
+from fabric_train.training.metrics import Logger, Metrics
 from fabric_train.training.run_log import log, progress
 
 _SECONDS_BETWEEN_LINES = 2.0
@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_DRAWINGS = 0.1
 _BAR_WIDTH = 10
 
 
-class ProgressLine:
+class ProgressLine(Logger):
     """Shows step, time left, loss, learning rate, gradient norm, tokens/s and memory."""
 
     def __init__(self, first_step: int, num_steps: int, console: Console) -> None:
@@ -53,9 +53,6 @@ class ProgressLine:
             log.debug("step %d/%d %s eta %s", metrics.step, self._num_steps, " ".join(values), eta)
         elif self._bar is not None and self._bar.is_started:
             self._bar.update(_Bar(metrics.step, self._num_steps, eta, values), refresh=is_due)
-
-    def flush(self) -> None:
-        """Do nothing: a shown line needs no flush."""
 
     def close(self) -> None:
         """Stop the bar where it is."""

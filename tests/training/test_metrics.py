@@ -1,6 +1,8 @@
 """Metrics reach metrics.csv, TensorBoard and Weights & Biases, each step once."""
 
 import csv
+import errno
+import logging
 import os
 import signal
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -18,9 +21,10 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
-from fabric_train.training.loggers import TensorBoardLogger, open_loggers
+from fabric_train.training.loggers import Optional, TensorBoardLogger, WandbLogger, complete_wandb, open_loggers
 from fabric_train.training.metrics import (
     CSVLogger,
+    Logger,
     Metrics,
     StepWork,
     Stopwatch,
@@ -309,7 +313,52 @@ def test_a_damaged_wandb_id_is_named(tmp_path: Path) -> None:
     for content in (b"\xff\x00", b"", b"../elsewhere"):
         (tmp_path / "wandb_run_id").write_bytes(content)
         with pytest.raises(InputError, match=r"wandb_run_id: damaged; "):
-            open_loggers(["wandb"], tmp_path, 0, "project", None, {})
+            WandbLogger(tmp_path, "project", None, {}, [])
+
+
+def fails(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device", "events")
+
+
+@pytest.mark.parametrize("method", ["log", "log_samples", "log_model", "flush", "close"])
+def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture, method: str) -> None:
+    whole = Logger()
+    setattr(whole, method, fails)
+    logger = Optional("tensorboard", lambda: whole)
+    given: dict[str, list[object]] = {"log": [metrics(1)], "log_samples": [[]], "log_model": [Path("step-00000001")]}
+    for _ in range(2):
+        getattr(logger, method)(*given.get(method, []))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("warning: --loggers tensorboard: No space left on device: events; ")
+    assert line.endswith("; the run goes on without it, and metrics.csv has every step")
+
+
+def test_loggers_that_cannot_be_opened_leave_metrics_csv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    (tmp_path / "wandb_run_id").write_text("../elsewhere")
+    loggers = open_loggers(["tensorboard", "wandb"], tmp_path, 0, "project", None, {})
+    for logger in loggers:
+        logger.log(metrics(1))
+        logger.close()
+    assert len(rows_of(tmp_path / "metrics.csv")) == 1
+    assert [record.getMessage().split(":")[1] for record in caplog.records] == [
+        " --loggers tensorboard",
+        " --loggers wandb",
+    ]
+
+
+def test_wandb_that_is_disabled_is_noted_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    caplog.set_level(logging.INFO)
+    for logger in open_loggers(["wandb"], tmp_path, 0, "project", None, {}):
+        logger.log(metrics(1))
+        logger.log_model(tmp_path)
+        logger.close()
+    complete_wandb(tmp_path, 1, "project", None, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+    assert caplog.messages == ["note: WANDB_MODE=disabled: nothing is logged to Weights & Biases"]
 
 
 def test_metrics_are_read_back_as_they_were_logged(tmp_path: Path) -> None:
@@ -341,6 +390,7 @@ def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -
 LOG_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
+from typing import NoReturn
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.loggers import open_loggers
 
@@ -358,19 +408,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 LOG_TO_WANDB = """
 import sys
 from pathlib import Path
+from typing import NoReturn
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.loggers import WandbLogger, open_loggers
+from fabric_train.training.loggers import open_loggers
 
 run, checkpoint, last_step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 loggers = open_loggers(["wandb"], run, last_step, "project of ours", None, {"lr": 0.5})
 for step in (last_step + 1, last_step + 2):
     for logger in loggers:
         logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
-wandb = loggers[-1]
-assert isinstance(wandb, WandbLogger), loggers
-print("mode", wandb.mode)
-wandb.log_model(checkpoint)
+print("mode", loggers[-1]._logger.mode)
 for logger in loggers:
+    logger.log_model(checkpoint)
     logger.close()
 """
 
