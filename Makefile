@@ -1,4 +1,4 @@
-# `make` lists the targets. PYTHON is the Python (3.10 to 3.12) that .venv is created with.
+# `make` lists the targets. PYTHON is the Python that .venv is created with; pyproject.toml says which versions work.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -7,7 +7,9 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.12 python3.11 python3.10)
+# "3.14 3.13 3.12 3.11 3.10", if requires-python is ">=3.10,<3.15"
+VERSIONS := $(shell sed -n 's/^requires-python = ">=3\.\([0-9]*\),<3\.\([0-9]*\)".*/seq -f 3.%g $$((\2 - 1)) -1 \1/p' pyproject.toml | sh)
+CANDIDATES := $(or $(PYTHON),python3 $(VERSIONS:%=python%))
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 # -qq hides pip's warnings about the machine's set-up; it still prints errors
 PIP_INSTALL = $(PIP) install -qq
@@ -63,12 +65,12 @@ clean: ## remove .venv, downloads, caches and the demo's output
 
 $(VENV)/python $(XLA)/python: install/create_venv.py
 	@for python in $(CANDIDATES); do \
-	  if "$$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
+	  if "$$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(VERSIONS)".split())' 2>/dev/null; then \
 	    echo "[1/4] $(@D) with $$("$$python" --version)"; \
 	    "$$python" install/create_venv.py $(@D); touch $@; exit 0; \
 	  fi; \
 	done; \
-	echo 'error: no Python 3.10, 3.11 or 3.12 among: $(CANDIDATES); name one: make install PYTHON=...' >&2; exit 1
+	echo 'error: no Python $(lastword $(VERSIONS)) to $(firstword $(VERSIONS)) among: $(CANDIDATES); name one: make install PYTHON=...' >&2; exit 1
 
 $(STAMP): $(VENV)/python requirements.txt pyproject.toml
 	@rm -f $@

@@ -1107,7 +1107,7 @@ class BundleArguments:
     """YAML file with arguments of the run, as in configs/recipes/; the bundle's model, data and output replace those in
     it. Default: the defaults of training.
     """
-    python: Literal["3.10", "3.11", "3.12"] | None = None
+    python: Literal["3.10", "3.11", "3.12", "3.13", "3.14"] | None = None
     """Python of the other machine; default: that of this machine."""
     cuda: str = "13.0"
     """CUDA version that torch is built for, such as 12.6; none takes the build for CPUs."""

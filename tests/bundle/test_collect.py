@@ -37,7 +37,7 @@ def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, monkeypat
         ("model", "--recipe nowhere.yaml", "--recipe nowhere.yaml: No such file"),
         ("model", "--recipe recipe.yaml", "recipe.yaml: learning_rate: no such argument"),
         ("model", "--cuda twelve", "--cuda: expected a version such as 13.0, or none; got 'twelve'"),
-        ("model", "--python 2.7", "--python: expected one of 3.10, 3.11, 3.12"),
+        ("model", "--python 2.7", "--python: expected one of 3.10, 3.11, 3.12, 3.13, 3.14"),
     ],
 )
 def test_wrong_input_is_one_line_and_nothing_is_written(

@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import yaml
 
+from arguments import BundleArguments
 from tests.support.programs import ROOT
 
 
@@ -43,8 +46,41 @@ def test_install_without_a_usable_python_reports_it_in_one_line(tmp_path: Path) 
     shutil.copytree(ROOT / "install", tmp_path / "install")
     finished = _make(tmp_path, "install", "PYTHON=false")
     assert finished.returncode != 0
-    assert "no Python 3.10, 3.11 or 3.12 among: false" in finished.stderr
+    assert "no Python 3.10 to 3.14 among: false" in finished.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def supported_pythons() -> list[str]:
+    """Return the versions that pyproject.toml names, the oldest first."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (limits,) = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', text, re.MULTILINE)
+    return [f"3.{minor}" for minor in range(*map(int, limits))]
+
+
+def test_every_place_names_the_same_pythons() -> None:
+    versions = supported_pythons()
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert f"with Python {versions[0]} to {versions[-1]}, git and make" in (ROOT / name).read_text(), name
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"] == versions
+    assert get_args(get_args(get_type_hints(BundleArguments)["python"])[0]) == tuple(versions)
+    tried = _make(ROOT, "--dry-run", "install", "VENV=new").stdout.splitlines()[0]
+    assert tried.startswith(" ".join(["for python in python3", *(f"python{version}" for version in versions[::-1])]))
+
+
+def test_programs_compile_on_the_oldest_and_newest_python_here() -> None:
+    """Find syntax that they refuse or warn about, on a machine where another version runs the tests."""
+    places = [*os.environ["PATH"].split(os.pathsep), *map(str, Path.home().glob(".pyenv/versions/3.*/bin"))]
+    found = [shutil.which(f"python{version}", path=place) for version in supported_pythons() for place in places]
+    # pyenv has a python3.N of each version, which fails if that version is not activated
+    usable = [one for one in found if one and not subprocess.run([one, "-c", ""], capture_output=True).returncode]
+    files = [str(path) for path in (*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py"))]
+    compiles = "import sys\nfor name in sys.argv[1:]:\n    compile(open(name, 'rb').read(), name, 'exec')"
+    for python in {usable[0], usable[-1]}:
+        done = subprocess.run(
+            [python, "-W", "error", "-c", compiles, *files], text=True, capture_output=True, check=False
+        )
+        assert not done.returncode, f"{python}: {done.stderr}"
 
 
 @pytest.mark.slow
