@@ -15,6 +15,7 @@ from fabric_train.cli import yaml_core
 from fabric_train.cli.argument_types import WrongValueError, convert, describe, takes_list
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.fields import groups_of, is_required, positional_of, title_of, types_of
+from fabric_train.cli.foreign_names import advice_for_name, advice_for_value
 from fabric_train.cli.help import complete_words, print_help
 from fabric_train.cli.launcher import GivenValue, global_rank
 
@@ -53,7 +54,7 @@ def parse_arguments(
         _convert_given({"debug": debug}, {"debug": bool}, faults)
     in_file = _from_file(config, faults) if config is not None else {}
     given = _merge(in_file, on_line, launcher or {}, faults)
-    values = _convert_given(given, types, faults)
+    values = _convert_given(given, types, faults, arguments.__name__)
     built = _build_groups(arguments, given, values, faults)
     if faults:
         raise InputError(*map(_in_one_line, faults))
@@ -102,18 +103,31 @@ def _merge(
     return given
 
 
-def _convert_given(given: dict[str, GivenValue], types: dict[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Return the values that have their argument's type; report the others, and names that no argument has."""
+def _convert_given(
+    given: dict[str, GivenValue], types: dict[str, Any], faults: list[str], program: str = ""
+) -> dict[str, Any]:
+    """Return the values that have their argument's type; report the others, and names that no argument has.
+
+    Args:
+        given: the values by name.
+        types: the types of the program's arguments by name.
+        faults: gets a line for each fault.
+        program: the class of the program's arguments, by which other programs' names are looked up.
+    """
     values = {}
     for name, item in given.items():
         if name not in types:
             known = [*types, *(_COMMAND_LINE_ONLY if item.where.startswith("--") else ())]
-            faults.append(f"{item.where}: no such argument{_nearest(name, known)}")
+            advice = _negated(name, types) or advice_for_name(program, name, known) or _nearest(name, known)
+            faults.append(f"{item.where}: no such argument; {advice}")
             continue
         try:
             values[name] = convert(types[name], item.value)
         except WrongValueError as error:
-            faults.append(f"{item.where}: expected {error}, got {_shown(item, types[name])}")
+            here = advice_for_value(name, types[name], item.value)
+            faults.append(
+                f"{item.where}: expected {error}, got {_shown(item, types[name])}" + (f"; {here}" if here else "")
+            )
     return values
 
 
@@ -233,4 +247,9 @@ def _nearest(name: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if len(initials) > 1 and initials in known:  # learning_rate → lr
         nearest = [initials]
-    return f"; did you mean --{nearest[0]}?" if nearest else "; --help lists them"
+    return f"did you mean --{nearest[0]}?" if nearest else "--help lists them"
+
+
+def _negated(name: str, types: dict[str, Any]) -> str | None:
+    positive = name.removeprefix("no_")
+    return f"write --{positive} false" if positive != name and types.get(positive) is bool else None

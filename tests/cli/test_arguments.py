@@ -257,10 +257,10 @@ def test_a_misspelt_name_gets_the_nearest_one(tmp_path: Path) -> None:
     assert faults("--micro-batch-sise", "1") == [
         "--micro_batch_sise: no such argument; did you mean --micro_batch_size?"
     ]
-    assert faults("--learning_rate", "1") == ["--learning_rate: no such argument; did you mean --lr?"]
+    assert faults("--learning_rate", "1") == ["--learning_rate: no such argument; here it is --lr"]
     config = write(tmp_path / "run.yaml", "epochs: 1\nsharding_stratgy: FULL_SHARD\nqqq: 1\n2: 3\n")
     assert faults("--config", config) == [
-        f"{config}: epochs: no such argument; did you mean --number_epochs?",
+        f"{config}: epochs: no such argument; here it is --number_epochs",
         f"{config}: sharding_stratgy: no such argument; did you mean --sharding_strategy?",
         f"{config}: qqq: no such argument; --help lists them",
         f"{config}: 2: no such argument; --help lists them",
@@ -360,9 +360,9 @@ def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
         ("micro_batch_size: null", "micro_batch_size: expected a whole number above 0, got None"),
         ("micro_batch_size: true", "micro_batch_size: expected a whole number above 0, got True"),
         ("lr: .inf", "lr: expected a number above 0, got inf"),
-        ("resume: 1", "resume: expected true or false, got 1"),
+        ("resume: 1", "resume: expected true or false, got 1; here it is true"),
         ("project: 5", "project: expected text, got 5; put it in quotes"),
-        ("resume: yes", "resume: expected true or false, got 'yes'"),
+        ("resume: yes", "resume: expected true or false, got 'yes'; here it is true"),
         ("micro_batch_size: 1:30", "micro_batch_size: expected a whole number above 0, got '1:30'"),
         ("project: ''", "project: expected text, got ''"),
         ("loggers: [paper]", "loggers: expected a list, each one of csv, tensorboard, wandb, got ['paper']"),

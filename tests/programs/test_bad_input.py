@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
     "a misspelt argument": Case(
         "train", "--micro_batch_sise 2", "…: no such argument; did you mean --micro_batch_size?"
     ),
-    "an argument by its long name": Case("train", "--learning_rate 1", "…: no such argument; did you mean --lr?"),
+    "an argument by its long name": Case("train", "--learning_rate 1", "…: no such argument; here it is --lr"),
     "an unknown argument": Case("tokenize", "--zzz 1", "--zzz: no such argument; --help lists them"),
     "a wrong value of debug": Case("inspect", "tokens --debug so", "--debug: expected true or false, got 'so'"),
     "required arguments left out": Case(
@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {
         "train",
         "--config configs/unknown.yaml",
         [
-            "configs/unknown.yaml: learning_rate: no such argument; did you mean --lr?",
+            "configs/unknown.yaml: learning_rate: no such argument; here it is --lr",
             "configs/unknown.yaml: micro_batch_sise: no such argument; did you mean --micro_batch_size?",
         ],
     ),
