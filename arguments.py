@@ -48,6 +48,7 @@ _SIZES = ("hidden_width", "num_layers", "num_heads", "intermediate_size", "max_c
 _FURTHER_SIZES = ("num_key_value_heads", "architecture")
 Schedule = Literal["cosine", "linear", "constant", "step", "exponential", "wsd"]
 DecayForm = Literal["1-sqrt", "linear", "cosine"]
+PROJECT = "fabric_llama"
 _REPOSITORY = r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
 _BRANCH = r"refs/pr/[1-9][0-9]{0,8}|(?!refs/)(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*"
 _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
@@ -524,12 +525,14 @@ class LoggingArguments:
 
     log_step_interval: PositiveInt = 1
     """Optimizer steps between lines of metrics."""
-    loggers: list[LoggerName] = field(default_factory=lambda: ["csv", "tensorboard"])
-    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing."""
+    loggers: list[LoggerName] | None = None
+    """Where metrics are logged, in addition to RUN/metrics.csv, which is always written; csv adds nothing. Default: csv
+    tensorboard, and wandb (Weights & Biases) too if --entity or --project is given.
+    """
     entity: str | None = None
-    """Weights & Biases team or user."""
-    project: str = "fabric_llama"
-    """Weights & Biases project."""
+    """Team or user of Weights & Biases (wandb)."""
+    project: str = PROJECT
+    """Project of Weights & Biases (wandb)."""
     log_model: Literal["none", "last", "all"] = "none"
     """Checkpoints to upload to Weights & Biases; last and all add wandb to the loggers."""
     profile: str | None = None
@@ -537,10 +540,27 @@ class LoggingArguments:
     profile_ranks: Literal["first", "all"] = "first"
     """Ranks that --profile traces."""
 
-    def __post_init__(self) -> None:
-        """Add the logger that --log_model needs."""
-        if self.log_model != "none" and "wandb" not in self.loggers:
-            object.__setattr__(self, "loggers", [*self.loggers, "wandb"])
+    @property
+    def opened_loggers(self) -> list[LoggerName]:
+        """The loggers of --loggers, and those that other arguments need."""
+        needs_wandb = self.log_model != "none" or (self.loggers is None and bool(self._of_wandb))
+        chosen: list[LoggerName] = ["csv", "tensorboard"] if self.loggers is None else self.loggers
+        return [*chosen, "wandb"] if needs_wandb and "wandb" not in chosen else chosen
+
+    @property
+    def note(self) -> str | None:
+        """Why --loggers has wandb, or that it lacks it, though other arguments are for it; else None."""
+        if not self._of_wandb or "wandb" in (self.loggers or ()) or self.log_model != "none":
+            return None
+        if self.loggers is None:
+            return f"{self._of_wandb}: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb"
+        return f"{self._of_wandb} is for Weights & Biases, which --loggers leaves out: add wandb to it"
+
+    @property
+    def _of_wandb(self) -> str:
+        entity = [] if self.entity is None else [f"--entity {self.entity}"]
+        project = [] if self.project == PROJECT else [f"--project {self.project}"]
+        return " ".join([*entity, *project])
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:

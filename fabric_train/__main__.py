@@ -105,7 +105,7 @@ def _report_nothing_left(run: "PreparedRun") -> None:
     if run.early_stopping and run.ends_early:
         log.info(run.early_stopping.describe(run.start.state))
     given = run.arguments.logging
-    if "wandb" in given.loggers and global_rank() == 0:
+    if "wandb" in given.opened_loggers and global_rank() == 0:
         complete_wandb(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))
 
 

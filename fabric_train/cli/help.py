@@ -111,7 +111,7 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
         title: {
             name: settings | {"help": settings["help"].replace("%", "%%")}
             for name, settings in options.items()
-            if _has(words, name, settings["help"])
+            if _has(words, name, f"{settings['help']} {settings.get('metavar')}")
         }
         for title, options in sections.items()
     }

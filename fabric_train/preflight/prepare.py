@@ -65,6 +65,7 @@ def prepare(
     phases_given = read_phases(arguments)
     data = _open_data(arguments, folder, checkpoint, phases_given)
     model = _read_model(arguments, checkpoint, data)
+    loggers_noted = filter(None, [arguments.logging.note])
     masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
     order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data, phases)
@@ -84,7 +85,7 @@ def prepare(
         plan=plan,
         order=order,
         versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
-        notes=(*plan.notes, *([xla.NOTE] if device_plan.parallelism == "xla" else [])),
+        notes=(*plan.notes, *([xla.NOTE] if device_plan.parallelism == "xla" else []), *loggers_noted),
         early_stopping=check_deciding_sources(arguments.evaluation, data),
         sample_prompts=open_sample_prompts(arguments, data, model, checkpoint),
     )

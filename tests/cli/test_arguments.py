@@ -117,8 +117,36 @@ def test_precision_auto_is_what_the_accelerator_takes() -> None:
 
 
 def test_default_loggers_need_no_account_and_no_network() -> None:
-    assert train()["loggers"] == ["csv", "tensorboard"]
-    assert train()["log_model"] == "none"
+    logging = parse(TrainArguments, ["--train_data_dir", "tokens"]).logging
+    assert (logging.opened_loggers, logging.log_model, logging.note) == (["csv", "tensorboard"], "none", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "opened", "note"),
+    [
+        (
+            "--project valencian",
+            ["csv", "tensorboard", "wandb"],
+            "--project valencian: metrics go to Weights & Biases too, as with --loggers csv tensorboard wandb",
+        ),
+        (
+            "--entity gplsi --project valencian",
+            ["csv", "tensorboard", "wandb"],
+            "--entity gplsi --project valencian: metrics go to Weights & Biases too, as with --loggers csv "
+            "tensorboard wandb",
+        ),
+        (
+            "--entity gplsi --loggers csv",
+            ["csv"],
+            "--entity gplsi is for Weights & Biases, which --loggers leaves out: add wandb to it",
+        ),
+        ("--entity gplsi --loggers wandb", ["wandb"], None),
+        ("--entity gplsi --loggers csv --log_model last", ["csv", "wandb"], None),
+    ],
+)
+def test_an_entity_or_project_alone_turns_wandb_on_with_a_note(line: str, opened: list[str], note: str | None) -> None:
+    logging = parse(TrainArguments, ["--train_data_dir", "tokens", *line.split()]).logging
+    assert (logging.opened_loggers, logging.note) == (opened, note)
 
 
 @pytest.mark.parametrize("word, value", [("False", False), ("false", False), ("True", True), ("true", True)])
@@ -138,7 +166,7 @@ def test_only_a_switch_needs_no_value() -> None:
     assert faults("--project", "--lr", "--loggers", "--micro_batch_size") == [
         "--project: expected text, got nothing",
         "--lr: expected a number above 0, got nothing",
-        "--loggers: expected a list, each one of csv, tensorboard, wandb, got nothing",
+        "--loggers: expected a list, each one of csv, tensorboard, wandb or null, got nothing",
         "--micro_batch_size: expected a whole number above 0, got nothing",
     ]
 
@@ -176,7 +204,7 @@ def test_text_that_looks_like_yaml_stays_text() -> None:
         ("num_workers", "-1", "a whole number, 0 or more"),
         ("beta1", "1.5", "a number from 0 to 1"),
         ("precision", "fp8", "one of auto, bf16-true, bf16-mixed, 32-true, 16-mixed"),
-        ("loggers", "paper", "a list, each one of csv, tensorboard, wandb"),
+        ("loggers", "paper", "a list, each one of csv, tensorboard, wandb or null"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_expected(name: str, value: str, expected: str) -> None:
@@ -365,7 +393,7 @@ def test_the_default_of_a_wrong_value_makes_no_fault() -> None:
         ("resume: yes", "resume: expected true or false, got 'yes'; here it is true"),
         ("micro_batch_size: 1:30", "micro_batch_size: expected a whole number above 0, got '1:30'"),
         ("project: ''", "project: expected text, got ''"),
-        ("loggers: [paper]", "loggers: expected a list, each one of csv, tensorboard, wandb, got ['paper']"),
+        ("loggers: [paper]", "loggers: expected a list, each one of csv, tensorboard, wandb or null, got ['paper']"),
         ("training: {lr: 1}", "training: no such argument; --help lists them"),
         ("config: other.yaml", "config: no such argument; --help lists them"),
         ("min-lr: 0\nmin_lr: 0", "min_lr is given twice"),
@@ -438,7 +466,7 @@ def test_the_command_line_of_the_former_system_is_accepted() -> None:
     assert values["limit_all_gathers"] is values["lr_decay"] is True
     assert values["checkpoint"] is None
     assert values["log_model"] == "all"
-    assert "wandb" in values["loggers"]
+    assert "wandb" in parse(TrainArguments, FORMER_COMMAND_LINE.split()).logging.opened_loggers
     assert (values["devices"], values["max_step"], values["min_lr"]) == (4, 6145, 2e-5)
 
 

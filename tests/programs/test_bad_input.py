@@ -84,7 +84,11 @@ CASES: dict[str, Case] = {
     "infinite": Case("train", "--grad_clip .inf", "--grad_clip: expected a number, 0 or more, got '.inf'"),
     "not a number": Case("train", "--weight_decay .nan", "--weight_decay: expected a number, 0 or more, got '.nan'"),
     "not true or false": Case("train", "--resume maybe", "--resume: expected true or false, got 'maybe'"),
-    "not a choice": Case("train", "--precision fp16", "--precision: expected one of auto, bf16-true, …, got 'fp16'"),
+    "not a choice": Case(
+        "train",
+        "--precision fp16",
+        "--precision: expected one of auto, bf16-true, …, got 'fp16'; here it is 16-mixed",
+    ),
     "several values for one argument": Case(
         "train", "--lr 1 2", "--lr: expected …, got '1 2'; put a value with spaces in quotes"
     ),
