@@ -145,6 +145,10 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
     model, report = loaded
     mismatched = [key if isinstance(key, str) else key[0] for key in report.get("mismatched_keys", ())]
     check_loaded_weights(shape.source, [*report["missing_keys"], *mismatched])
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
+        # stored with different values, so transformers does not tie them; a checkpoint's configuration must say so
+        model.config.tie_word_embeddings = False
     return model
 
 

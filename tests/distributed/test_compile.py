@@ -22,7 +22,7 @@ from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.loss import summed_loss
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Course, Training, differences, train_at_once, train_through
-from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
+from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
 from tests.support.unequal_rows import ROWS_PER_WINDOW, metrics, write_model, write_rows
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
@@ -43,6 +43,7 @@ SETTINGS = {
     "keep_checkpoints": 2,
     "lr": LR,
     "grad_clip": GRAD_CLIP,
+    "weight_decay": WEIGHT_DECAY,
     "num_workers": 0,
     "eval_at_start": "false",
     "loggers": "csv",

@@ -1,5 +1,6 @@
 """Other families than Llama are read by each rank in parts, and train under both FSDPs as in plain PyTorch."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from fabric_train.distributed.fsdp import ParameterMaterializer
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.load_weights import open_pretrained, read_weights
 from tests.support.forked_runs import ForkedRuns
-from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
-from tests.support.unequal_rows import ROWS_PER_WINDOW, VOCABULARY, argv, metrics, write_rows
+from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
+from tests.support.unequal_rows import ROWS_PER_WINDOW, VOCABULARY, argv, metrics, write_model, write_rows
 
 STEPS = 3
+PLAIN = {"lr": LR, "grad_clip": GRAD_CLIP, "weight_decay": WEIGHT_DECAY}
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -77,7 +79,7 @@ def test_model_read_in_parts_is_the_one_that_transformers_loads(model: Path, dty
 def test_family_trains_as_in_plain_pytorch(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path, parallelism: str
 ) -> None:
-    given = {"parallelism": parallelism, "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP, "micro_batch_size": 2}
+    given = {"parallelism": parallelism, "max_step": STEPS, **PLAIN, "micro_batch_size": 2}
     forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 2).finish()
     losses, norms = plain_pytorch(model, tokens, ROWS_PER_WINDOW, STEPS)
     logged = metrics(tmp_path / "run")
@@ -90,7 +92,31 @@ def test_family_trains_as_in_plain_pytorch(
 def test_rank_reads_a_shard_that_begins_within_a_row(
     forked_runs: ForkedRuns, tmp_path: Path, model: Path, tokens: Path
 ) -> None:
-    given = {"parallelism": "fsdp", "max_step": STEPS, "lr": LR, "grad_clip": GRAD_CLIP, "total_batch_size": 6}
+    given = {"parallelism": "fsdp", "max_step": STEPS, **PLAIN, "total_batch_size": 6}
     forked_runs.start(argv(model, tokens, tmp_path / "run", **given), 3).finish()
     losses, _ = plain_pytorch(model, tokens, 6, STEPS)
     assert [float(row["train_loss"]) for row in metrics(tmp_path / "run")] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_kept(
+    forked_runs: ForkedRuns, tmp_path: Path, tokens: Path
+) -> None:
+    """transformers does not tie them, although the configuration says so."""
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    expected: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.equal(expected.lm_head.weight, expected.model.embed_tokens.weight)
+    opened = open_pretrained(read_shape(str(folder)), torch.float32)
+    assert opened.weights is None  # loaded in full
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in opened.model.state_dict().items())
+    losses, _ = plain_pytorch(folder, tokens, ROWS_PER_WINDOW, STEPS)
+    given = {"parallelism": "fsdp2", "max_step": STEPS, **PLAIN, "save_step_interval": 2}
+    forked_runs.start(argv(folder, tokens, tmp_path / "run", **given), 2).finish()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    forked_runs.start(argv(folder, tokens, tmp_path / "resumed", **given, checkpoint=checkpoint), 2).finish()
+    whole, resumed = ([float(row["train_loss"]) for row in metrics(tmp_path / run)] for run in ("run", "resumed"))
+    assert whole == pytest.approx(losses, rel=1e-5)
+    assert resumed == whole[2:]
+    assert json.loads((checkpoint / "config.json").read_text())["tie_word_embeddings"] is False

@@ -15,6 +15,8 @@ from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.lr_schedule import learning_rate
 
 LR, GRAD_CLIP = 1e-3, 0.4
+WEIGHT_DECAY = 1.0
+"""So large that the losses show which weights decay."""
 
 
 @functools.cache
@@ -25,7 +27,7 @@ def plain_pytorch(
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     rows = open_dataset(str(tokens)).train.split
     windows = (

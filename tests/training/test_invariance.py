@@ -11,7 +11,7 @@ import pytest
 from fabric_train.data.batch import IGNORED_LABEL
 from fabric_train.data.token_dataset import open_dataset
 from tests.support.forked_runs import ForkedRuns
-from tests.support.plain_training import GRAD_CLIP, LR, plain_pytorch
+from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
 from tests.support.two_nodes import on_nodes
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -108,6 +108,7 @@ def test_every_split_of_a_window_equals_plain_pytorch(
         "max_step": split.steps,
         "lr": LR,
         "grad_clip": GRAD_CLIP,
+        "weight_decay": WEIGHT_DECAY,
     }
     before = on_nodes(split.num_ranks // split.num_nodes) if split.num_nodes > 1 else ""
     forked_runs.start(argv(model, tokens, tmp_path / "run", **given), split.num_ranks, before=before).finish(300)
