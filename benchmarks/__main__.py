@@ -13,6 +13,7 @@ from benchmarks import (
     chats,
     checkpoint,
     cleaning,
+    defects,
     export,
     faults,
     first_hour,
@@ -67,6 +68,7 @@ BENCHMARKS = {
     "export": Benchmark(export.measure, export.table, only_by_name=True),
     "precision": Benchmark(precision.measure, precision.table, only_by_name=True),
     "rehearsal": Benchmark(rehearsal.measure, rehearsal.table, only_by_name=True),
+    "defects": Benchmark(defects.measure, defects.table, only_by_name=True),
 }
 _ONLY_BY_NAME = [name for name, benchmark in BENCHMARKS.items() if benchmark.only_by_name]
 _IDLE_LOAD = 0.25  # load average per core
@@ -99,6 +101,10 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=first_hour.WORK, help="of --first_hour: folder for its files; default: %(default)s"
     )
+    parser.add_argument("--sample", type=int, default=defects.SAMPLE, help="of defects: how many; default: %(default)s")
+    parser.add_argument(
+        "--survivors", action="store_true", help="of defects: plant only the survivors of the newest result again"
+    )
     given = parser.parse_args()
     names = given.names
     unknown = [name for name in names if name not in BENCHMARKS]
@@ -120,7 +126,11 @@ def main() -> None:
         # on the project's own disk, because the systems write their output there
         with tempfile.TemporaryDirectory(dir=real_data.CACHE, prefix=f"benchmark-{name}-") as folder:
             try:
-                report = BENCHMARKS[name].measure(Path(folder).relative_to(ROOT))
+                work = Path(folder).relative_to(ROOT)
+                if name == "defects":
+                    report = defects.measure(work, given.sample, given.survivors)
+                else:
+                    report = BENCHMARKS[name].measure(work)
             except real_data.FetchError as error:
                 raise ConnectionError(str(error)) from error
         path = write_report(report, machine, commit)
