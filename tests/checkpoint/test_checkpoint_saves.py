@@ -162,6 +162,18 @@ def test_background_save_holds_the_state_at_its_step(tmp_path: Path, start: Star
         assert find_wrong_content(ours) is None
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoint_gets_its_name_when_the_slowest_rank_has_written(tmp_path: Path, start: Start, kind: str) -> None:
+    run, table = tmp_path / "run", tmp_path / "run" / "metrics.csv"
+    running = start(run, 2, f"if rank == 1: {SLOW_DISK}", state_dict_type=kind, max_step=4, save_step_interval=2)
+    assert running.wait_until(lambda: table.exists() and len(table.read_text().splitlines()) > 3)
+    assert not (run / "checkpoints" / "step-00000002").exists()  # rank 0 is long done with its part
+    running.finish()
+    assert checkpoints(run) == named(2, 4)
+    for name in named(2, 4):
+        assert find_wrong_content(run / "checkpoints" / name) is None
+
+
 def test_files_have_the_modes_of_the_umask(tmp_path: Path, start: Start) -> None:
     start(tmp_path / "run", 2, "import os; os.umask(0o027)", max_step=2, state_dict_type="sharded").finish()
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"

@@ -96,6 +96,17 @@ def test_config_has_the_exported_type_and_architecture(exports: dict[str, Path])
     assert (exports["full"] / "generation_config.json").is_file()
 
 
+def test_an_export_generates_with_a_cache_although_training_turned_it_off(
+    tmp_path: Path, tiny_model_dir: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    checkpoint = write_full(tmp_path / "step-00000001", tiny_model_dir, weights, step=1)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    (tmp_path / "export").mkdir()
+    write_export(ExportSource(checkpoint), tmp_path / "export", torch.float32, "5GB", FACTS)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").config.use_cache is True
+
+
 def test_tokenizer_and_chat_template_are_copied(exports: dict[str, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(exports["full"])
     assert tokenizer.chat_template == CHAT_TEMPLATE

@@ -239,6 +239,47 @@ def test_every_family_is_exported_and_computes_the_same_layer_by_layer(
     assert layered.logits.max_value == pytest.approx(logits.abs().max().item(), rel=1e-6)
 
 
+@pytest.fixture
+def renamed(tmp_path: Path, tiny_model_dir: Path) -> tuple[ExportSource, Path]:
+    """A checkpoint of GPT-NeoX and its export, where most tensors have other names."""
+    sizes = FAMILIES["gpt_neox"] | {"vocab_size": 1000, "max_position_embeddings": 256}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", **sizes))
+    shutil.copytree(tiny_model_dir, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    model.config.save_pretrained(tmp_path / "model")
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    source = ExportSource(write_full(tmp_path / "step-00000001", tmp_path / "model", weights, step=1))
+    (tmp_path / "export").mkdir()
+    return source, export(source, tmp_path / "export")
+
+
+def test_a_bit_of_a_renamed_weight_is_compared(renamed: tuple[ExportSource, Path]) -> None:
+    source, folder = renamed
+    good = compare(folder, source, torch.float32)
+    assert good.faults == []
+    assert good.tensors.compared == len(load_file(folder / "model.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["embed_out.weight"].flatten().view(torch.int32)[0] ^= 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    different = compare(folder, source, torch.float32).tensors.different
+    assert different == ["embed_out.weight", "lm_head.weight"]  # in the file, and in the model that is loaded
+
+
+def test_a_renamed_weight_that_is_loaded_wrongly_is_named(
+    renamed: tuple[ExportSource, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = renamed
+    load: Any = AutoModelForCausalLM.from_pretrained
+
+    def load_wrongly(*arguments: Any, **options: Any) -> Any:
+        model, loading = load(*arguments, **options)
+        model.lm_head.weight.data.view(torch.int32).flatten()[0] ^= 1
+        return model, loading
+
+    monkeypatch.setattr(model_comparison.AutoModelForCausalLM, "from_pretrained", load_wrongly)
+    assert compare(folder, source, torch.float32).tensors.different == ["lm_head.weight"]
+
+
 def test_a_family_that_cannot_run_by_layers_is_compared_by_tensors_with_a_note(
     good: dict[str, Path], source: ExportSource, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,17 +1,20 @@
 """What is kept in bfloat16 loses nothing on average, and its rounding knows nothing of ranks and restarts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning import Fabric
 from safetensors.torch import load_file
 from torch import nn
 
-from arguments import TrainingArguments
+from arguments import TrainArguments, TrainingArguments, parse
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.optim.stochastic_rounding import LocalElements, random_bits, round_stochastically, salt
+from fabric_train.training.build_run import set_up_optimizer
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 
@@ -188,6 +191,22 @@ def test_compiled_step_differs_in_a_last_bit_at_most(states: str) -> None:
         torch.testing.assert_close(other, one, rtol=relative, atol=absolute)
         if one.dtype == BF16:
             assert float((one != other).double().mean()) < 1e-3
+
+
+def test_stochastic_rounding_follows_the_seed_of_the_run() -> None:
+    def trained(seed: int) -> torch.Tensor:
+        words = ["--train_data_dir", "tokens", "--output_dir", "run", "--seed", str(seed), "--precision", "bf16-true"]
+        start = SimpleNamespace(checkpoint=None, resumes=False)
+        run: Any = SimpleNamespace(arguments=parse(TrainArguments, words), start=start)
+        fabric = Fabric(accelerator="cpu", devices=1)
+        model: Any = fabric.setup_module(nn.Embedding.from_pretrained(torch.ones(64, 64, dtype=BF16), freeze=False))
+        optimizer = set_up_optimizer(fabric, model, {"weight"}, run)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return model.weight.detach()
+
+    assert torch.equal(trained(3), trained(3))
+    assert not torch.equal(trained(3), trained(4))
 
 
 # ------------------------------------------------------------------------------------------------- on real ranks

@@ -187,6 +187,15 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group(tiny_model_dir:
     assert all(group["betas"] == (0.8, 0.99) and group["lr"] == 0.25 for group in optimizer.param_groups)
 
 
+@pytest.mark.parametrize("wrapper", ["_forward_module.", "_fsdp_wrapped_module.", "_orig_mod.", "module."])
+def test_parameters_decay_under_the_names_of_their_wrappers_too(wrapper: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    wrapped = [(wrapper + name, parameter) for name, parameter in model.named_parameters()]
+    optimizer = build_optimizer(wrapped, decayed_names(model), TrainingArguments(weight_decay=0.5))
+    decays = {id(part): group["weight_decay"] for group in optimizer.param_groups for part in group["params"]}
+    assert [decays[id(parameter)] for _, parameter in wrapped] == [0.5, 0.0, 0.0, 0.0]
+
+
 def test_biases_have_no_weight_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Embedding(4, 2))
     assert decayed_names(model) == {"0.weight", "2.weight"}

@@ -188,6 +188,19 @@ def test_tied_vocabulary_gradients_count_as_the_strategy_holds_them(llama: Model
     assert extra == [matrix, 2 * matrix]
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "precision", "buckets"),
+    [("ddp", "bf16-true", 2), ("ddp", "32-true", 0), ("single", "bf16-true", 0)],
+)
+def test_ddp_in_bf16_has_fp32_copies_of_two_buckets(
+    llama: ModelShape, parallelism: str, precision: str, buckets: int
+) -> None:
+    options = ["--parallelism", parallelism, "--precision", precision]
+    loss, backward, _ = wanted(llama, 2 if parallelism == "ddp" else 1, 80, *options).forecast().budget.phases
+    for phase in (loss, backward):
+        assert phase.parts["communication"] == buckets * 25 * 2**20
+
+
 def test_checkpoints_are_counted_as_a_run_leaves_them(llama: ModelShape) -> None:
     every_four = wanted(llama, 1, 80, "--parallelism", "single", "--save_step_interval", "4")
     assert every_four.num_checkpoints() == 3  # 4, 8 and the last, 10

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.selection import draw_validation, mix
+from fabric_train.tokenization.selection import _last_within_caps, draw_validation, mix
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 A = [f"a{number} from the first source" for number in range(30)]
@@ -40,6 +40,14 @@ def test_weights_sample_whole_epochs_first_and_print_them(
     assert ledger.splits["train"].tokens_in == sum(record.train_tokens or 0 for record in records)
     assert abs(sum(found.values()) - ledger.splits["train"].documents) <= 1
     assert tokenize(tmp_path / "again", tiny_model_dir, *sources, *argv, validation_split=0, num_proc=2) == rows
+
+
+def test_the_document_that_reaches_a_cap_is_the_last() -> None:
+    lengths = np.array([3, 4, 5])
+    caps = {1: 1, 3: 1, 4: 2, 7: 2, 8: 3, 12: 3, 13: 3}
+    assert {cap: _last_within_caps(lengths, None, cap) for cap in caps} == caps
+    assert [_last_within_caps(lengths, number, 7) for number in (1, 2, 3, 4)] == [1, 2, 2, 2]
+    assert [_last_within_caps(lengths, number, None) for number in (1, 3, 4)] == [1, 3, 3]
 
 
 def test_epochs_count_tokens_and_not_documents(tmp_path: Path, tiny_model_dir: Path) -> None:

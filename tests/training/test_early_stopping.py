@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, best_checkpoint
+from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState, best_checkpoint
 from fabric_train.checkpoint.pruning import prune
+from fabric_train.training.early_stopping import EarlyStopping
 from tests.support.checkpoint_examples import write_checksums, write_full
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints, metrics
@@ -27,6 +28,15 @@ def test_progress_counts_evaluations_without_a_new_lowest_loss() -> None:
         progress = progress.after(Evaluation(whole, {"es": TokenLoss(loss * 2, 2)}, step))
         found.append((progress.best, progress.best_step, progress.num_since))
     assert found == [(None, 0, 1), (3.0, 1, 0), (3.0, 1, 1), (2.5, 3, 0), (2.5, 3, 1), (2.5, 3, 2), (2.4, 6, 0)]
+
+
+def test_the_count_begins_anew_where_another_source_decides() -> None:
+    evaluation = Evaluation(TokenLoss(9.0, 1), {"es": TokenLoss(5.0, 1), "va": TokenLoss(4.0, 1)}, 7)
+    before = LossProgress("va", best=3.0, best_step=2, num_since=1)
+    assert EarlyStopping("va", 2).after(before, evaluation) == LossProgress("va", 3.0, 2, 2)
+    for earlier in (before, None):
+        assert EarlyStopping("es", 2).after(earlier, evaluation) == LossProgress("es", 5.0, 7, 0)
+    assert [EarlyStopping(name, 1).ends(TrainerState(progress=before)) for name in ("va", "es")] == [True, False]
 
 
 class Stopping:

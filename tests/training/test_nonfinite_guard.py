@@ -27,7 +27,7 @@ from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import tokenize, write_jsonl
-from tests.support.unequal_rows import NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
+from tests.support.unequal_rows import LENGTH, NUM_ROWS, ROWS_PER_WINDOW, argv, metrics, write_model, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +124,8 @@ def test_skipped_step_changes_no_weight_and_resumes_exactly(
     assert tensors(whole, 3) == tensors(whole, 2) != tensors(whole, 4)
     assert [row["skipped_steps"] for row in metrics(whole)] == ["0", "0", "1", "1", "1", "1"]
     assert metrics(whole)[2]["train_loss"] == "nan"
+    read = [step * ROWS_PER_WINDOW * LENGTH for step in range(1, 7)]  # the tokens of the step that is left out too
+    assert [int(row["num_tokens"]) for row in metrics(whole)] == read
     state = json.loads((whole / "checkpoints" / "step-00000006" / "trainer.json").read_text())
     assert (state["step"], state["skipped_steps"]) == (6, 1)
     (warning,) = [line for line in run.lines() if line.startswith("warning: step 3: the loss is nan")]

@@ -14,9 +14,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from arguments import TrainingArguments
+from arguments import TrainArguments, TrainingArguments, parse
+from fabric_train.cli.parser import flatten
 from fabric_train.optim.lr_schedule import learning_rate
-from fabric_train.preflight.resume_check import OWN_VERSIONS
+from fabric_train.preflight.resume_check import OWN_VERSIONS, Change, _decides, find_changes
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import (
@@ -257,6 +258,7 @@ def resumed(killing: Killing) -> Resumed:
 
 def test_changed_arguments_that_decide_the_losses_are_listed(resumed: Resumed) -> None:
     changed = {"lr": 2e-3, "precision": "bf16-true", "grad_clip": 0, "eval_iters": "null", "eval_step_interval": 3}
+    changed |= {"beta2": 0.99, "weight_decay": 0.1}
     faults = resumed.faults("changed", changed)
     checkpoint = resumed.run / "checkpoints" / "step-00000006"
     assert sorted(faults) == sorted(
@@ -265,10 +267,26 @@ def test_changed_arguments_that_decide_the_losses_are_listed(resumed: Resumed) -
         for name, there, here in (
             ("precision", "32-true", "bf16-true"),
             ("grad_clip", "1.0", "0.0"),
+            ("beta2", "0.95", "0.99"),
+            ("weight_decay", "0.01", "0.1"),
             ("lr", "0.001", "0.002"),
             ("eval_iters", "4", "null"),
         )
     )
+
+
+def test_every_argument_that_decides_the_losses_is_compared() -> None:
+    arguments = parse(TrainArguments, ["--train_data_dir", "tokens", "--output_dir", "run", "--eval_iters", "4"])
+    found = {name for name in flatten(arguments) if _decides(Change(name, 1, 2), arguments)}
+    assert found == {
+        *("lr", "min_lr", "lr_decay", "lr_schedule", "warmup_steps", "decay_steps", "decay_share", "decay_form"),
+        *("weight_decay", "beta1", "beta2", "grad_clip"),
+        *("precision", "float8", "optimizer_states", "stochastic_rounding", "attention"),
+        *("seed", "isolate_documents", "eval_iters", "eval_batch_size"),
+    }
+    here = dict.fromkeys(flatten(arguments), 2)
+    compared = {change.name for change in find_changes(dict.fromkeys(here, 1), here, ["max_length"])}
+    assert compared == found - {"eval_iters", "eval_batch_size"} | {"max_length"}
 
 
 def test_changes_that_are_allowed_or_decide_nothing_are_printed(resumed: Resumed) -> None:

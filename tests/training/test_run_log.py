@@ -128,10 +128,11 @@ def test_a_silent_start_says_what_it_is_doing(console: Console, monkeypatch: pyt
 # ----------------------------------------------------------------------------------------------------------- run.log
 
 
+@pytest.mark.parametrize("secret", ["SOME_API_KEY", "OPENAI_APIKEY"])
 def test_run_log_has_every_line_with_time_host_and_rank(
-    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
 ) -> None:
-    monkeypatch.setenv("SOME_API_KEY", "hunter2hunter2")
+    monkeypatch.setenv(secret, "hunter2hunter2")
     file = tmp_path / "run.log"
     note("from before the file was opened")
     write_log(file)
