@@ -146,7 +146,7 @@ class Training:
 
     def line(self, run: Path, resume: bool = True) -> list[str]:
         """Return the command line's words."""
-        given = {**self.options, "output_dir": run, "resume": str(resume).lower()}
+        given = {**self.options, "output_dir": run} | ({"resume": "true"} if resume else {})
         words = []
         for name, value in given.items():
             words += [f"--{name}", *(str(part) for part in (value if isinstance(value, list) else [value]))]
