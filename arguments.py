@@ -915,8 +915,8 @@ class ConvertArguments(PushArguments):
     an earlier command are kept.
     """
     average: str | None = None
-    """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run; all, of the checkpoints
-    that --checkpoint lists, or of the whole run that it names.
+    """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run, without those that a
+    signal saved; all, of the checkpoints that --checkpoint lists, or of the whole run that it names.
     """
     average_decay: PositiveShare = 1.0
     """Weight of each checkpoint in --average, relative to the next newer one (or the next in the list), such as 0.8; 1

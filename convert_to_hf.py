@@ -27,6 +27,7 @@ def main() -> None:
     from fabric_train.export.verification import VerificationError
     from fabric_train.model.hf_model import quiet_transformers
 
+    damaged: list[str] = []
     paths, output_dir = [Path(path) for path in arguments.checkpoint], Path(arguments.output_dir)
     dtype = getattr(torch, arguments.dtype)
     request = PushRequest.of(arguments, "model") if arguments.push_to_hub else None
@@ -35,7 +36,7 @@ def main() -> None:
             paths, output_dir, arguments.average, arguments.average_decay, dtype, push=request is not None
         )
     else:
-        targets = plan_targets(paths, output_dir, dtype, push=request is not None)
+        targets, damaged = plan_targets(paths, output_dir, dtype, push=request is not None)
     if request:
         check_push(request)
     quiet_transformers()
@@ -51,13 +52,16 @@ def main() -> None:
                 raise  # with an exit code of its own
             failed.append(target.name)
             print_errors(f"error: {describe_os_error(error) if isinstance(error, OSError) else error}")
-    if len(targets) > 1:
+    number = len(targets) + len(damaged)
+    if number > 1:
         pushed = " and pushed" if request else ""
-        print(f"{len(targets) - len(failed)} of {len(targets)} checkpoints exported to {output_dir}{pushed}")
-    if failed:
-        if len(targets) > 1:
-            missing = "not exported or not pushed" if request else "not exported"
-            print_errors(f"error: {missing}: {', '.join(failed)}; the same command tries them again")
+        print(f"{len(targets) - len(failed)} of {number} checkpoints exported to {output_dir}{pushed}")
+    if damaged:
+        print_errors(f"error: not exported, since damaged: {', '.join(damaged)}; remove them, or restore their files")
+    if failed and number > 1:
+        missing = "not exported or not pushed" if request else "not exported"
+        print_errors(f"error: {missing}: {', '.join(failed)}; the same command tries them again")
+    if failed or damaged:
         sys.exit(FAILURE)
 
 

@@ -122,6 +122,7 @@ class CheckpointManager:
         cursors: np.ndarray | Path | None = None,
         waits: bool = False,
         interim: bool = False,
+        scheduled: bool = False,
     ) -> Path:
         """Begin to write a checkpoint, after finishing a pending save.
 
@@ -135,6 +136,7 @@ class CheckpointManager:
                 of the same step that has them.
             waits: Whether to complete the checkpoint before returning.
             interim: Whether the checkpoint is removed after a later one, unless its validation loss is the lowest.
+            scheduled: Whether an interval or the end of an epoch or of the run is the reason, not a signal or a loss.
 
         Returns:
             The path of the checkpoint.
@@ -152,7 +154,7 @@ class CheckpointManager:
         writes = [write for part, of_part in tensors.items() for write in self._writes(part, of_part)]
         if self._fabric.device.type == "xla":  # whose tensors only one thread may use
             writes = [replace(write, data=write.data.cpu()) for write in writes]
-        texts = self._texts(state, cursors, interim)
+        texts = self._texts(state, cursors, {"interim": interim, "scheduled": scheduled})
         staging = None if waits else self._staging
         writer = RankWriter(
             temporary, self._fabric.global_rank, writes, staging, lambda folder: self._write_texts(folder, texts)
@@ -274,12 +276,12 @@ class CheckpointManager:
             return sharded_writes(part, align_to_rows(tensors, self._fabric.device), self._fabric.global_rank)
         return full_writes(part, tensors, self._fabric.global_rank)
 
-    def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, interim: bool) -> dict[str, str]:
+    def _texts(self, state: TrainerState, cursors: np.ndarray | Path | None, kind: dict[str, bool]) -> dict[str, str]:
         """Return the contents of trainer.json and stream.json by file name."""
         description = asdict(self._description.after(time.monotonic() - self._started))
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
-        content = {"format": FORMAT, **asdict(state), **description, "interim": interim, "grad_scaler": scaler}
+        content = {"format": FORMAT, **asdict(state), **description, **kind, "grad_scaler": scaler}
         texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
         if isinstance(cursors, Path):
             if (cursors / "stream.json").is_file():

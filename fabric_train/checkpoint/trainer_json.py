@@ -40,6 +40,8 @@ class TrainerJson:
         sessions: those that led to the checkpoint, the first one first; none if an earlier version saved it.
         best_by: the source whose validation loss says which checkpoint of the run is the best; "all" for the whole.
         interim: the checkpoint stays only while its validation loss is the lowest one, see ``pruning.prune``.
+        scheduled: an interval, or the end of an epoch or of the run, is the reason for the checkpoint, not a signal;
+            true if an earlier version saved it.
         num_steps: the number of steps of the run; infinite if its arguments do not say it.
         schedule_steps: the length of its learning-rate schedule; infinite if not known.
     """
@@ -53,6 +55,7 @@ class TrainerJson:
     sessions: tuple[TrainingSession, ...]
     best_by: str
     interim: bool
+    scheduled: bool
     num_steps: float
     schedule_steps: float
 
@@ -113,6 +116,7 @@ _OTHERWISE: dict[str, Any] = {
     "device": (str | None, None),
     "mixture_sources": (list[str], []),
     "interim": (bool, False),
+    "scheduled": (bool, True),
     "sessions": (list[TrainingSession], []),
 }
 _Parsed: Any = create_model("Parsed", **(_REQUIRED | _OTHERWISE))
@@ -150,6 +154,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
         sessions=tuple(parsed.sessions),
         best_by=parsed.arguments.best_by,
         interim=parsed.interim,
+        scheduled=parsed.scheduled,
         num_steps=num_steps,
         schedule_steps=parsed.schedule_steps or num_steps,
     )

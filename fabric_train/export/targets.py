@@ -9,7 +9,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from fabric_train.checkpoint import find_whole_checkpoint, means_all, saved_checkpoints, whole_checkpoints
+from fabric_train.checkpoint import (
+    find_whole_checkpoint,
+    means_all,
+    read_trainer_json,
+    saved_checkpoints,
+    whole_checkpoints,
+)
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, check_one_model
 from fabric_train.export.source import ExportSource
@@ -20,8 +26,10 @@ from fabric_train.model.weight_files import check_weight_files
 
 def plan_targets(
     paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False
-) -> dict[Path, ExportSource]:
-    """Return what to export for each folder to write: ``output_dir`` for one checkpoint, else its subfolders.
+) -> tuple[dict[Path, ExportSource], list[str]]:
+    """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
+
+    The folder is ``output_dir`` for one checkpoint, else one of its subfolders for each.
 
     Print a note on standard error for each checkpoint that is in its subfolder already, from an earlier command. With
     ``push``, verified exports that are there already are returned too, to be pushed.
@@ -35,9 +43,13 @@ def plan_targets(
     faults: list[str] = []
     targets: dict[Path, ExportSource] = {}
     kept: list[Path] = []
+    damaged: list[str] = []
     for path in paths:
         try:
-            for checkpoint in _checkpoints_of(path):
+            checkpoints = _checkpoints_of(path)
+            if means_all(path):
+                damaged += [found.name for found in saved_checkpoints(path.parent).values() if found not in checkpoints]
+            for checkpoint in checkpoints:
                 source = ExportSource(checkpoint)
                 target = output_dir if is_single else output_dir / checkpoint.name
                 if target in targets:
@@ -54,10 +66,10 @@ def plan_targets(
     if faults:
         raise InputError(*faults)
     if push:
-        return targets
+        return targets, damaged
     for target in kept:
         print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
-    return {target: source for target, source in targets.items() if target not in kept}
+    return {target: source for target, source in targets.items() if target not in kept}, damaged
 
 
 def _checkpoints_of(path: Path) -> list[Path]:
@@ -80,7 +92,7 @@ def plan_average(
     Args:
         paths: a run, or checkpoints as :func:`find_checkpoint` reads them, the oldest first.
         output_dir: the folder to write.
-        average: last:K for the K newest checkpoints of the run, or all.
+        average: last:K for the K newest checkpoints of the run, without those of a signal or a loss, or all.
         decay: weight of each checkpoint, relative to the next.
         dtype: dtype of the exported weights.
         push: whether ``output_dir`` may be a verified export of this average already, to be pushed.
@@ -97,7 +109,8 @@ def plan_average(
     if count and not is_run:
         raise InputError(f"--average {average} needs a single --checkpoint, a run; --average all averages a list")
     if is_run:
-        checkpoints = list(islice(whole_checkpoints(paths[0]), count or None))[::-1]
+        whole = whole_checkpoints(paths[0])
+        checkpoints = list(islice(filter(_is_scheduled, whole) if count else whole, count or None))[::-1]
     else:
         checkpoints = [find_whole_checkpoint(path) for path in paths]
     needed = count or 2
@@ -113,3 +126,13 @@ def plan_average(
     if push and not is_verified_export(output_dir, source, dtype):
         check_not_taken(output_dir)
     return {output_dir: source}
+
+
+def _is_scheduled(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is one of those at equal intervals; print a note on standard error if it is not."""
+    scheduled = read_trainer_json(checkpoint).scheduled
+    if not scheduled:
+        print(
+            f"note: {checkpoint} was saved for a signal or a loss, not at an interval; it is left out", file=sys.stderr
+        )
+    return scheduled

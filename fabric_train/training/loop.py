@@ -164,8 +164,9 @@ def train(parts: LoopParts, arguments: "TrainArguments", state: TrainerState) ->
             parts.heartbeat.enter(StepPhase.SAVING)
             parts.flush()
             waits = is_last or bool(sync.stop_signal)
-            interim = (is_best or bool(state.unlogged)) and not (due.keeps or is_last)
-            checkpoint = parts.checkpoints.save(state, cursors, waits, interim)
+            scheduled = due.keeps or is_last
+            interim = (is_best or bool(state.unlogged)) and not scheduled
+            checkpoint = parts.checkpoints.save(state, cursors, waits, interim, scheduled)
         if sync.stop_signal and (state.unlogged or not is_last):
             return End(state, checkpoint, sync.stop_signal)
         if ends_early:
@@ -297,7 +298,8 @@ def _save_with_evaluation(parts: LoopParts, state: TrainerState, checkpoint: Pat
     """Save a state again, with the evaluation that a signal interrupted before ``checkpoint`` was saved."""
     parts.heartbeat.enter(StepPhase.SAVING)
     parts.flush()
-    return parts.checkpoints.save(state, checkpoint, waits=True, interim=read_trainer_json(checkpoint).interim)
+    before = read_trainer_json(checkpoint)
+    return parts.checkpoints.save(state, checkpoint, True, before.interim, before.scheduled)
 
 
 def _own_flags(parts: LoopParts) -> StepSync:

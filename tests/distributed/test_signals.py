@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fabric_train.checkpoint import read_trainer_json
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher
 from tests.support.short_runs import argv, at_point, checkpoints, metrics
@@ -90,6 +91,7 @@ def test_a_signal_saves_the_step_and_the_run_resumes_exactly(
     how = f"stopped by {name} after step {saved} of {LAST_STEP}, saved in {checkpoint}"
     assert said(stopped) == [f"{how}; continue with --resume true"]
     assert checkpoints(run)[-1] == saved
+    assert read_trainer_json(checkpoint).scheduled == (saved in checkpoints(whole))
     forked_runs.start(arguments(run, resume="true")).finish()
     assert metrics(run) == metrics(whole)
     assert checkpoints(run)[-1] == LAST_STEP

@@ -18,9 +18,11 @@ from fabric_train.cli.errors import InputError
 from fabric_train.export import average, convert
 from fabric_train.export.average import AveragedTensors, AveragePart, PlainAverage
 from fabric_train.export.convert import write_export
+from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import (
     run_with_two_checkpoints,
     trained_weights,
+    write_checksums,
     write_full,
 )
 from tests.support.exports import verify_in_this_process
@@ -163,6 +165,22 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
     printed = capsys.readouterr()
     assert "average of 2 checkpoints up to step 2" in printed.out
     assert f"note: {file.parent} is damaged" in printed.err
+
+
+def test_a_checkpoint_of_a_signal_does_not_count_for_the_last_ones(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    stopped = copy / "checkpoints" / "step-00000002"
+    edit_json(stopped / "trainer.json", lambda content: content.update(scheduled=False))
+    write_checksums(stopped)
+    export(monkeypatch, "--checkpoint", copy, "--average", "last:2", "--output_dir", tmp_path / "out")
+    assert f"note: {stopped} was saved for a signal or a loss" in capsys.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| `run` | 1 | 50.00% |" in card and "| `run` | 3 | 50.00% |" in card
+    assert "3 different checkpoints" in refusal(
+        monkeypatch, tmp_path / "none", "--checkpoint", copy, "--average", "last:3"
+    )
 
 
 @pytest.mark.parametrize(

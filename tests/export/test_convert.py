@@ -268,6 +268,17 @@ def test_all_checkpoints_are_exported_although_one_fails(
     assert f"{target / 'step-00000001'} already exists" in _refusal(monkeypatch, *argv, "--dtype", "float16")
 
 
+def test_a_damaged_checkpoint_of_a_run_is_counted_as_not_exported(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "checkpoints" / "step-00000002" / "trainer.json").write_text("{")
+    printed = _failure(monkeypatch, capfd, "--checkpoint", copy / "all", "--output_dir", tmp_path / "out")
+    assert "1 of 2 checkpoints exported" in printed
+    assert "error: not exported, since damaged: step-00000002; remove them, or restore their files" in printed
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["step-00000001"]
+
+
 def test_run_folder_means_its_newest_checkpoint(tmp_path: Path, run: Path) -> None:
     plan = plan_targets([run], tmp_path / "out", torch.bfloat16)
-    assert plan == {tmp_path / "out": ExportSource(run / "checkpoints" / "step-00000002")}
+    assert plan == ({tmp_path / "out": ExportSource(run / "checkpoints" / "step-00000002")}, [])
