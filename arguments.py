@@ -7,7 +7,7 @@ the ``--config`` file at once. Names and defaults are those of the system that t
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -55,6 +55,15 @@ _LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
 _QUALITY_RULES = ("gopher", "c4", "fineweb")
 _PERSONAL_DATA = ("email", "phone", "iban", "dni", "ip")
 OptimizerStates = Literal["float32", "bfloat16", "8bit"]
+
+
+def _given_twice(folders: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each folder that is given again, also by another path, with the fault; a folder given thrice, twice."""
+    paths = [os.path.realpath(os.path.expanduser(name)) for name in folders]
+    for number, name in enumerate(folders):
+        first = folders[paths.index(paths[number])]
+        if paths.index(paths[number]) < number:
+            yield first, f"{first} is given twice{'' if name == first else f', also as {name}'}; give it once"
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -179,16 +188,9 @@ class DataArguments:
         return Shares("--token_shares" if of_tokens else "--shares", given, of_tokens)
 
     def _faults_of_folders(self) -> list[str]:
-        """Return a fault for each folder of --train_data_dir that is given again, also by another path."""
-        names: dict[str, str] = {}
-        for name in self.data_dirs:
-            first = names.get(os.path.realpath(name))
-            if first is not None:
-                also = "" if name == first else f", also as {name}"
-                more = f"--shares {first}=2 reads its rows twice in an epoch"
-                return [f"--train_data_dir: {first} is given twice{also}; give it once, {more}"]
-            names[os.path.realpath(name)] = name
-        return []
+        """Return a fault for a folder of --train_data_dir that is given again, also by another path."""
+        advice = "--shares {}=2 reads its rows twice in an epoch"
+        return [f"--train_data_dir: {fault}, {advice.format(name)}" for name, fault in _given_twice(self.data_dirs)]
 
     def _faults_of_shares(self) -> list[str]:
         if self.shares is not None and self.token_shares is not None:
@@ -762,6 +764,8 @@ class CleaningArguments:
         faults = []
         if self.boilerplate == 1:
             faults.append("--boilerplate 1 removes every line: give 2 or more")
+        elif isinstance(self.boilerplate, str) and re.fullmatch(r"-?[\d.,_]+", self.boilerplate):
+            faults.append(f"--boilerplate {self.boilerplate}: give a whole number from 2 on, or leave it out")
         if self.language is not None and not re.fullmatch(_LANGUAGES, self.language):
             faults.append(f"--language: expected codes such as es,ca or es,ca:0.8, got {self.language!r}")
         if self.language is None and self.language_by != "document":
@@ -1195,6 +1199,10 @@ class MergeArguments:
     """
     output_dir: str
     """Token dataset to write, or of counted lines, the folder for --boilerplate; must not exist yet."""
+
+    def faults(self) -> list[str]:
+        """Return a fault for a folder that is given again."""
+        return [f"--dataset_dirs: {fault}" for _, fault in _given_twice(self.dataset_dirs)]
 
 
 @dataclass(frozen=True)

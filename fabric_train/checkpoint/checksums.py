@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.typed_json import read_json
 
 CHECKSUMS = "checksums.json"
@@ -134,6 +134,7 @@ def find_damage(checkpoint: Path) -> str | None:
         if "trainer.json" not in files:
             return "trainer.json is missing"
     except OSError as error:
+        raise_reached_limit(error)
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror or error})"
     except ValueError as error:
         return str(error)
@@ -171,6 +172,7 @@ def _fault(path: Path, name: str, piece: FilePiece) -> str | None:
         for _, chunk in _chunks(path, piece.begin, piece.end):
             digest.update(chunk)
     except OSError as error:
+        raise_reached_limit(error)
         return f"{name} cannot be read ({error.strerror})"
     if digest.hexdigest() != piece.hash:
         return f"the bytes {piece.begin:,} to {piece.end:,} of {name} are not those that were written"

@@ -50,6 +50,9 @@ def run_program(main: Callable[[], None]) -> NoReturn:
     keep_streams_writable()
     code = 0
     try:
+        if sys.flags.optimize > 1:
+            without = "leave -OO and PYTHONOPTIMIZE out"
+            raise InputError(f"Python runs without docstrings, which transformers and --help need; {without}")
         main()
     except InputError as error:
         _fail(INPUT_ERROR, *error.faults)
@@ -153,6 +156,16 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.strerror or first_line(error)}{where}" + (f"; {fix}" if fix else "")
 
 
+def raise_reached_limit(error: BaseException) -> None:
+    """Raise an OSError if reading a file failed for no fault of the file: too many files are open, or memory ran out.
+
+    Some libraries turn the system's error into one of their own with its text.
+    """
+    for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+            raise OSError(number, os.strerror(number)) from error
+
+
 _FIXES = {
     errno.ENOSPC: "free some space on that disk, or choose a folder on another one",
     errno.EDQUOT: "your quota on that disk is used up: free some space, or choose a folder on another disk",
@@ -162,6 +175,8 @@ _FIXES = {
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "the links there form a circle: give another place",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "end other programs on this machine, or raise its limit (sysctl fs.file-max)",
+    errno.ENOMEM: "end other programs on this machine, or raise the limit of memory (ulimit -v, or the container's)",
 }
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fabric_train.cli.errors import InputError, RunError, first_line, missing_folder
+from fabric_train.cli.errors import InputError, RunError, first_line, missing_folder, raise_reached_limit
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
 from fabric_train.files.mapped_arrow import map_table, without_read_ahead
 from fabric_train.files.safe_paths import check_links
@@ -323,6 +323,7 @@ def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError, pa.ArrowException) as error:
+        raise_reached_limit(error)
         raise InputError(f"--train_data_dir {folder}: damaged, {first_line(error)}; tokenize again") from error
     except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # raised by datasets for unexpected JSON
         reason = f"{type(error).__name__}: {first_line(error)}"

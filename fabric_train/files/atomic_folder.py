@@ -5,10 +5,11 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.files.lock import hold_lock
 
 _MARK = ".incomplete-"
 
@@ -22,29 +23,30 @@ def complete_folder(target: Path) -> Iterator[Path]:
     folder is removed. Temporary folders that killed processes of this machine left for the same target are removed too.
 
     Raises:
-        InputError: ``target`` is a file or a folder that is not empty, or its parent cannot be written to.
+        InputError: ``target`` is a file or a folder that is not empty, another process is writing it, or its parent
+            cannot be written to.
     """
     target = Path(os.path.abspath(target))
     check_not_taken(target)
-    new_parents = [parent for parent in target.parents if not parent.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        temporary = temporary_for(target, this_process())
-        temporary.mkdir()
-    except OSError as error:
-        raise InputError(
-            f"cannot write to {target.parent}: {error.strerror}; choose another folder for {target.name}"
-        ) from None
-    try:
-        yield temporary
-        sync_and_rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in new_parents:
-            with suppress(OSError):  # it is not empty any more
-                parent.rmdir()
-        raise
+    with ExitStack() as stack:
+        try:
+            lock, taken = target.parent / f".{target.name}.lock", f"{target}: another process is writing it"
+            stack.enter_context(hold_lock(lock, taken, "wait for it, or choose another folder"))
+            check_not_taken(target)  # another process may just have finished it
+            _remove_leftovers(target)
+            temporary = temporary_for(target, this_process())
+            temporary.mkdir()
+        except OSError as error:
+            raise_reached_limit(error)
+            raise InputError(
+                f"cannot write to {target.parent}: {error.strerror}; choose another folder for {target.name}"
+            ) from None
+        try:
+            yield temporary
+            sync_and_rename(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def this_process() -> str:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import open_regular
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ def read_json(file: Path, kind: type[T], advice: str) -> T:
                 raise InputError(f"{file}: larger than 1 GiB, so it is not what its name says; {advice}")
             raw = opened.read()
     except OSError as error:
+        raise_reached_limit(error)
         raise InputError(f"{file}: {error.strerror}; {advice}") from None
     try:
         return parse_json(raw, kind)

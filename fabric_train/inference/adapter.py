@@ -5,7 +5,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.typed_json import read_json
 
@@ -50,6 +50,7 @@ def add_adapter(model: Any, folder: Path, base: str) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder)).eval()
     except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise_reached_limit(error)
         reason = first_line(error).rstrip(".:")
         raise InputError(
             f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PretrainedConfig
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.typed_json import read_json
 
 FILE_NAME = "generation_config.json"
@@ -23,6 +23,7 @@ def read_generation_config(source: str, config: PretrainedConfig) -> GenerationC
     try:
         found = GenerationConfig.from_pretrained(source)
     except OSError as error:
+        raise_reached_limit(error)
         if file.is_file():
             raise _damaged(file, error) from error
         return GenerationConfig.from_model_config(config)

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.weight_files import check_weight_files, shard_names
@@ -138,6 +138,7 @@ def load_model(shape: ModelShape, dtype: torch.dtype) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # check_loaded_weights reports them in one line
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise_reached_limit(error)
         raise InputError(
             f"--model_name {shape.source}: cannot load its weights: {first_line(error).rstrip('.')}; "
             "fetch the model again, or give another"
@@ -228,6 +229,7 @@ def _read_config(source: str) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         raise InputError(f"{name}: its config.json is invalid: {reason}; {advice}") from error
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise_reached_limit(error)
         reason = first_line(error).rstrip(".")
         if "trust_remote_code" in str(error):
             reason = "the model comes with Python code, which is never run here"

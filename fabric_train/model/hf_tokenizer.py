@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.rust_panic import panics_as_errors
 from fabric_train.files.typed_json import read_json
@@ -29,6 +29,7 @@ def load_hf_tokenizer(source: Path | str) -> Any:
         with panics_as_errors():
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
+        raise_reached_limit(error)
         reason = first_line(error).rstrip(".")
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_ADVICE}") from error
 

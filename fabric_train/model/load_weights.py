@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
 from fabric_train.model.generation_config import read_generation_config
 from fabric_train.model.hf_model import ModelShape, check_loaded_weights, check_weights_fit, load_model
@@ -147,6 +147,7 @@ def _find_safetensors(source: str) -> list[Path]:
         names = shard_names(Path(index)) if index else [SAFE_WEIGHTS_NAME]
         files = [cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in names]
     except OSError as error:
+        raise_reached_limit(error)
         raise InputError(
             f"--model_name {source}: cannot load its weights: {first_line(error).rstrip('.')}; "
             "fetch the model again, or give another"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.git_lfs import check_not_pointer
 from fabric_train.files.safe_paths import check_file_name
 from fabric_train.files.typed_json import parse_json, read_json
@@ -258,6 +258,7 @@ def _open_file(path: Path, advice: str) -> Any:
     except FileNotFoundError:
         raise InputError(f"{path}: the file is missing; {advice}") from None
     except (SafetensorError, OSError) as error:
+        raise_reached_limit(error)
         raise InputError(f"{path}: not a complete safetensors file ({first_line(error)}); {advice}") from error
 
 

@@ -49,7 +49,10 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
             another = _other_tokenizer(dataset.folder, manifest.tokenizer, shape)
             faults, notes = list(another.faults), list(another.notes)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
-        faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape)]
+        fix = "tokenize with the model's own tokenizer"
+        if manifest is not None and not faults and _is_tokenizer_of(manifest.tokenizer, shape):
+            fix = resize_advice(shape, manifest.tokenizer.vocab_size)
+        faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape, fix)]
     if manifest is None:
         faults += [fault for name, rows in splits.items() for fault in _wrong_columns(dataset, name, rows, shape)]
     if not faults:
@@ -69,7 +72,22 @@ def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: M
     ]
 
 
-def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
+def _is_tokenizer_of(record: TokenizerRecord, shape: ModelShape) -> bool:
+    """Return whether the model's own tokenizer, or that of a new model, made rows in which no other is found."""
+    return shape.is_new or record.name == shape.source or _model_file(shape.source, "tokenizer.json") is not None
+
+
+def resize_advice(shape: ModelShape, num_tokens: int) -> str:
+    """Return what to do about a model whose own tokenizer has more tokens, ``num_tokens``, than its embedding."""
+    if shape.is_new:
+        return f"its tokenizer has {num_tokens}: give --vocab_size {num_tokens} or more"
+    return (
+        f"its own tokenizer has {num_tokens}: resize the model with transformers, model.resize_token_embeddings("
+        f"{num_tokens}), save it and its tokenizer with save_pretrained(FOLDER), and give that folder"
+    )
+
+
+def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape, fix: str) -> list[str]:
     """Name ids without an embedding in the model. A larger tokenizer is fine if the rows have none of its extra ids."""
     lowest, highest = rows.id_range()
     faults = []
@@ -79,8 +97,7 @@ def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape
         )
     if highest >= shape.vocab_size:
         faults.append(
-            f"{dataset.folder}: {name} holds token id {highest}, {shape.source} has {shape.vocab_size} tokens; "
-            "tokenize with the model's own tokenizer"
+            f"{dataset.folder}: {name} holds token id {highest}, {shape.source} has {shape.vocab_size} tokens; {fix}"
         )
     return faults
 

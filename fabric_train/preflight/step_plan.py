@@ -10,7 +10,7 @@ from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import num_decay_steps
-from fabric_train.preflight.dataset_check import check_dataset
+from fabric_train.preflight.dataset_check import check_dataset, resize_advice
 from fabric_train.training.prepared_run import RunPhase, StepPlan, TrainingData
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -
     if stream.tokenizer.vocab_size > model.vocab_size:
         faults.append(
             f"{stream.tokenizer.name}: its tokenizer has ids up to {stream.tokenizer.vocab_size - 1}, {model.source} "
-            f"has {model.vocab_size} tokens; stream with a model that has its own tokenizer"
+            f"has {model.vocab_size} tokens; {resize_advice(model, stream.tokenizer.vocab_size)}"
         )
     return faults
 

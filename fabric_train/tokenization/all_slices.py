@@ -72,16 +72,18 @@ def _open_all(folders: Sequence[Path]) -> list[Slice]:
     for one in slices:
         other = differing_arguments(first.arguments, one.arguments)
         if one.part.count != first.part.count:
-            faults.append(f"{one.folder} is slice {one.arguments.shard}, and {first.folder} {first.arguments.shard}")
+            are = f"{one.folder} is slice {one.arguments.shard}, and {first.folder} {first.arguments.shard}"
+            faults.append(f"{are}; {MAKE_AGAIN}")
         elif one.part.number in by_number:
-            faults.append(f"{one.folder} and {by_number[one.part.number].folder} are both slice {one.arguments.shard}")
+            same = by_number[one.part.number].folder
+            faults.append(f"{one.folder} and {same} are both slice {one.arguments.shard}; leave one of them out")
         elif other:
-            faults.append(f"{first.folder} was made with {other[0]}, and {one.folder} not")
+            faults.append(f"{first.folder} was made with {other[0]}, and {one.folder} not; {MAKE_AGAIN}")
         else:
             by_number[one.part.number] = one
-            faults += list(_damaged_files(one, log))
+            faults += [f"{damage}; {MAKE_AGAIN}" for damage in _damaged_files(one, log)]
     if faults:
-        raise InputError(*(f"{fault}; {MAKE_AGAIN}" for fault in faults))
+        raise InputError(*faults)
     missing = [number for number in range(1, first.part.count + 1) if number not in by_number]
     if missing:
         named = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10:,} more" if len(missing) > 10 else "")

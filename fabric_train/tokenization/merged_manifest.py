@@ -71,8 +71,6 @@ def open_inputs(
             faults.append(f"{folder}: no manifest.json, so its tokenizer is unknown; tokenize again")
         elif sorted(splits) != sorted(manifest.ledger.splits):
             faults.append(f"{folder}: its splits are not those of its manifest.json; tokenize again")
-        elif any(folder.samefile(other.folder) for other in opened):
-            faults.append(f"{folder} is given twice, so its documents would come twice; give it once")
         else:
             opened.append(MergeInput(folder, manifest, splits))
     if faults:

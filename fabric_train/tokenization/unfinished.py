@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.files.lock import hold_lock
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.tokenization.reading.url_download import PART
@@ -37,6 +37,7 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
             taken = f"{target}: another process is tokenizing into it"
             stack.enter_context(hold_lock(folder / "lock", taken, "wait for it or stop it"))
         except OSError as error:
+            raise_reached_limit(error)
             raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
         try:
             yield folder

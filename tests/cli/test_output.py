@@ -118,3 +118,12 @@ run_program(main)
     command = [sys.executable, "program.py"]
     ended = subprocess.run(command, cwd=tmp_path, env=env, timeout=20, text=True, capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (2, "error: what is wrong; how to fix it\n")
+
+
+def test_a_python_without_docstrings_is_refused_by_name() -> None:
+    program = "from fabric_train.cli.errors import run_program; run_program(lambda: print('ran'))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for option, expected in {"-O": (0, "ran\n"), "-OO": (2, "error: Python runs without docstrings, ")}.items():
+        command = [sys.executable, option, "-c", program]
+        ended = subprocess.run(command, env=env, timeout=20, text=True, capture_output=True, check=False)
+        assert (ended.returncode, (ended.stdout + ended.stderr)[: len(expected[1])]) == expected

@@ -124,6 +124,12 @@ def test_a_token_dataset_is_a_text_under_its_name(tmp_path: Path, run: Path, tin
     assert found == {"en": own}
 
 
+def test_a_text_that_is_not_utf_8_is_refused_with_advice_that_can_be_followed(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match=r"convert the file to UTF-8; fix it, or .* tokenize_dataset.py --on_bad_rows"):
+        evaluated(tmp_path / "out", "--models", run, "--texts", tmp_path / "latin.txt")
+
+
 def test_models_are_compared_with_the_first_by_source(
     tmp_path: Path, tiny_model_dir: Path, run: Path, texts: list[str], forked_runs: ForkedRuns
 ) -> None:

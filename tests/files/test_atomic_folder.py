@@ -55,6 +55,27 @@ def test_a_folder_with_content_or_a_file_is_refused_and_kept(tmp_path: Path) -> 
     assert (tmp_path / "folder" / "precious").read_text() == (tmp_path / "file").read_text() == "kept"
 
 
+def test_a_second_writer_is_refused_before_its_work(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from fabric_train.files.atomic_folder import complete_folder\n"
+        "with complete_folder(Path(sys.argv[1])) as folder:\n"
+        "    print('entered', flush=True); sys.stdin.read(); (folder / 'file').touch()"
+    )
+    target = tmp_path / "run"
+    command = [sys.executable, "-c", program, str(target)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"entered\n"
+        with pytest.raises(
+            InputError, match=rf"another process is writing it \(process {first.pid} on .*choose another"
+        ):
+            complete_folder(target).__enter__()
+        first.communicate(b"")
+    assert os.listdir(tmp_path) == ["run"]
+    assert os.listdir(target) == ["file"]
+
+
 def test_a_parent_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot write to .*file"), complete_folder(tmp_path / "file" / "run"):
@@ -71,7 +92,7 @@ def test_only_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     target = tmp_path / "run"
     killed = subprocess.run([sys.executable, "-c", program, str(target)], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(os.listdir(tmp_path)) == 1
+    assert len(os.listdir(tmp_path)) == 2  # the folder and its lock
     assert not target.exists()
     of_a_living_process = tmp_path / f".run.incomplete-{socket.gethostname()}-{os.getppid()}"
     of_a_living_process.mkdir()

@@ -296,8 +296,14 @@ CASES: dict[str, Case] = {
         "--shard 1/4 --dataset https://example.org/a.jsonl",
         "--shard: every task would download https://example.org/a.jsonl; download it once, and give its path",
     ),
+    "a slice and itself": Case("merge", "slice slice", "--dataset_dirs: slice is given twice; give it once"),
+    "lines in no documents": Case(
+        "tokenize", "--boilerplate 0", "--boilerplate 0: give a whole number from 2 on, or leave it out"
+    ),
     "one token dataset to merge": Case("merge", "tokens", "--dataset_dirs: give two token datasets or more"),
-    "a token dataset and itself": Case("merge", "tokens tokens", "tokens is given twice, so its documents …"),
+    "a token dataset and itself": Case(
+        "merge", "tokens ./tokens", "--dataset_dirs: tokens is given twice, also as ./tokens; give it once"
+    ),
     "a row beyond the last": Case(
         "inspect", "tokens --start 10000", "--start 10000: train has … rows, numbered from 0"
     ),

@@ -144,7 +144,7 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
     os.truncate(lines, lines.stat().st_size - 12)
     faults = {
         (first, third): "of 3 slices these are missing: 2; run their tasks, such as --shard 2/3, to their end, and",
-        (first, second, third, twice): f"{twice} and {third} are both slice 3/3; remove it, and run its task again",
+        (first, second, third, twice): f"{twice} and {third} are both slice 3/3; leave one of them out",
         (first, second, other): f"{first} was made with --boilerplate 10, and {other} not; remove it, and run its task",
         (first, second, encoded): f"{second} has counted lines, and {encoded} is encoded; merge each kind by itself",
         (first, second, cut): f"{cut}: {lines.name} has ",

@@ -4,18 +4,30 @@ import gzip
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, describe_os_error
+from fabric_train.data.token_dataset import open_dataset
+from fabric_train.files.atomic_folder import complete_folder
+from fabric_train.files.typed_json import read_json
+from fabric_train.model.hf_model import read_shape
+from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.model.weight_files import open_weights
 from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.tokenization.packing.document_index import open_index
+from fabric_train.tokenization.packing.token_folder import read_arrow
 from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.listing import list_file
 from tests.support.programs import ROOT
@@ -182,6 +194,39 @@ def test_a_killed_process_names_its_file(tmp_path: Path, tiny_model_dir: Path) -
         f"error: while reading {large}, a tokenizing process was killed by SIGKILL; if memory ran out, use a smaller "
         "--num_proc"
     )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda tokens, _: open_dataset(str(tokens)),
+        lambda tokens, _: open_index(tokens, read_manifest(tokens), "train"),
+        lambda tokens, _: list(read_arrow(tokens / "train" / "data-00000-of-00001.arrow")),
+        lambda _, model: read_json(model / "config.json", dict, "fetch it again"),
+        lambda _, model: read_shape(str(model)),
+        lambda _, model: open_weights(model),
+        lambda _, model: load_hf_tokenizer(model),
+        lambda *_: complete_folder(Path("new")).__enter__(),
+    ],
+)
+def test_too_few_open_files_are_no_damage(
+    tiny_tokens_dir: Path,
+    tiny_model_dir: Path,
+    read: Callable[[Path, Path], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    read(tiny_tokens_dir, tiny_model_dir)  # imports what it needs
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            read(tiny_tokens_dir, tiny_model_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "raise the limit of open files (ulimit -n)" in describe_os_error(raised.value)
 
 
 def test_too_few_open_files_are_reported_with_the_limit(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_merge_needs_each_slice_of_one_run_once(tmp_path: Path, made: Path, ti
         (first, third): r"of 3 slices these are missing: 2; run their tasks, such as --shard 2/3, to their end, and …",
         (first, other, third): f"{first} was made with --seed 0, and {other} not; remove it, and run its task again",
         (first, second, half): f"{half} is slice 2/2, and {first} 1/3; remove it, and run its task again",
-        (first, second, third, made / "3"): f"{made / '3'} and {third} are both slice 3/3; remove it, and …",
+        (first, second, third, made / "3"): f"{made / '3'} and {third} are both slice 3/3; leave one of them out",
         (first, second, tmp_path / "tokens"): f"{tmp_path / 'tokens'} is no slice made with --shard, as {first} is; …",
     }
     for folders, fault in faults.items():

@@ -146,9 +146,9 @@ def test_downloads_are_kept_when_a_run_fails_before_its_first_shard(
 
 def test_bad_urls_are_errors_of_one_line(tmp_path: Path, server: str) -> None:
     for url, reason in [
-        (f"{server}/nothing.jsonl", "cannot be fetched"),
+        (f"{server}/nothing.jsonl", "cannot be fetched: 404, message='File not found'"),
         (f"{server}/page.html", "no readable file there"),
-        ("http://127.0.0.1:9/a.jsonl", "cannot be fetched"),
+        ("http://127.0.0.1:9/a.jsonl", "cannot be fetched: Cannot connect to host 127.0.0.1:9 .*Connect call failed"),
         ("nonsense://a.jsonl", "fabric-train"),
     ]:
         with pytest.raises(InputError, match=reason) as caught:

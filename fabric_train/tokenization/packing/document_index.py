@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.tokenization.manifest import Manifest, SourceLedger, SourceRecord
 from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
@@ -347,6 +347,7 @@ def _map(file: Path, dtype: np.dtype) -> np.ndarray:
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; tokenize again") from None
     except (OSError, ValueError, EOFError) as error:
+        raise_reached_limit(error)
         raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
     if not isinstance(mapped, np.ndarray) or mapped.dtype != dtype or mapped.ndim != 1:
         raise InputError(f"{file}: damaged, it holds no records of the index; tokenize again")

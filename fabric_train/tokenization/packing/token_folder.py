@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fabric_train.cli.errors import InputError, first_line, missing_folder
+from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
 from fabric_train.files.mapped_arrow import map_table
 from fabric_train.files.safe_paths import check_file_name
 from fabric_train.files.typed_json import read_json
@@ -140,6 +140,7 @@ def _naming(file: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise InputError(f"{file}: the file is missing; tokenize again") from None
     except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+        raise_reached_limit(error)
         raise InputError(f"{file}: damaged, {first_line(error)}; tokenize again") from None
 
 

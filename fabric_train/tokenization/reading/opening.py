@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
 from fabric_train.tokenization.reading.hub_names import (
@@ -120,6 +120,7 @@ def _open_saved(name: str, option: str, folder: Path, split: str | None) -> Data
     try:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise_reached_limit(error)
         raise InputError(
             f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
         ) from None

@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.progress import ThrottledLog
 from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
@@ -46,8 +46,15 @@ def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
             raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
         return tuple(_fetch(system, path, folder) for path in readable)
     except OSError as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"{option} {url}: cannot be fetched: {reason}") from None
+        raise InputError(f"{option} {url}: cannot be fetched: {_reason(error, url)}") from None
+
+
+def _reason(error: BaseException, url: str) -> str:
+    """Return why a file cannot be fetched: most of fsspec's errors only repeat the address, and their cause says it."""
+    reason = first_line(error)
+    if not url.endswith(reason):
+        return reason
+    return "there is no such file" if error.__cause__ is None else _reason(error.__cause__, url)
 
 
 def _fetch(system: Any, path: str, folder: Path) -> Path:
