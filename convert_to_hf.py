@@ -87,7 +87,7 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
         return
     report = convert(source, target, dtype, arguments.max_shard_size, facts)
     print_report(report, f"{target}: {source.describe()}")
-    print_gaps(target)
+    print_gaps(source, target)
 
 
 def publish(source: "ExportSource", target: Path, request: "PushRequest", message: str | None) -> None:
@@ -98,12 +98,17 @@ def publish(source: "ExportSource", target: Path, request: "PushRequest", messag
     print(f"pushed to {url}")
 
 
-def print_gaps(target: Path) -> None:
+def print_gaps(source: "ExportSource", target: Path) -> None:
     """Print a note on standard error about what the model card does not say."""
     from huggingface_hub import metadata_load
 
+    from fabric_train.checkpoint import read_trainer_json
+
     metadata = metadata_load(target / "README.md") or {}
-    missing = [f"--{name}" for name in ("license", "language") if name not in metadata]
+    trainer = read_trainer_json(source.checkpoint).content
+    is_from_scratch = "base_model" in trainer and trainer["base_model"] is None
+    asked = ("license", "language") if is_from_scratch else ("base_model", "license", "language")
+    missing = [f"--{name}" for name in asked if name not in metadata]
     if missing:
         print(f"note: the model card lacks what {' and '.join(missing)} would add", file=sys.stderr)
 

@@ -38,14 +38,17 @@ from fabric_train.checkpoint.discovery import (
 from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.optimizer_state import restore_optimizer
 from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
-from fabric_train.checkpoint.trainer_json import TrainerJson, read_cursors, read_trainer_json
+from fabric_train.checkpoint.trainer_json import TrainerJson, read_cursors, read_stages, read_trainer_json
 from fabric_train.checkpoint.trainer_state import (
     SPLIT_ARGUMENTS,
     BranchPoint,
     Description,
+    HubDataset,
     PhaseSchedule,
+    StageSource,
     TrainerState,
     TrainingSession,
+    TrainingStage,
     data_starts_after,
 )
 from fabric_train.checkpoint.validation_loss import Evaluation, LossProgress, TokenLoss, compare_evaluations, perplexity
@@ -58,14 +61,17 @@ __all__ = [
     "DataOrder",
     "Description",
     "Evaluation",
+    "HubDataset",
     "LossProgress",
     "PhaseRows",
     "PhaseSchedule",
+    "StageSource",
     "StreamOrder",
     "TokenLoss",
     "TrainerJson",
     "TrainerState",
     "TrainingSession",
+    "TrainingStage",
     "best_checkpoint",
     "branch_point",
     "checkpoint_from",
@@ -84,6 +90,7 @@ __all__ = [
     "newest_checkpoint",
     "perplexity",
     "read_cursors",
+    "read_stages",
     "read_trainer_json",
     "restore_optimizer",
     "run_of",

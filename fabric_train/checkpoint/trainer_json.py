@@ -14,13 +14,14 @@ from fabric_train.checkpoint.trainer_state import (
     PhaseSchedule,
     TrainerState,
     TrainingSession,
+    TrainingStage,
     data_starts_after,
 )
 from fabric_train.checkpoint.validation_loss import Count, Evaluation, LossProgress
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
 from fabric_train.files.typed_json import read_json
-from fabric_train.model.origin import ModelOrigin
+from fabric_train.model.origin import ModelOrigin, find_stages_file
 
 FORMAT = 2
 _ADVICE = "use another checkpoint"
@@ -38,6 +39,7 @@ class TrainerJson:
         lineage: the branch points from the first run to this one.
         phase_schedules: the learning-rate schedules of the run's phases.
         sessions: those that led to the checkpoint, the first one first; none if an earlier version saved it.
+        stages: the runs before this one, the first one first: each began with the weights of the one before.
         best_by: the source whose validation loss says which checkpoint of the run is the best; "all" for the whole.
         interim: the checkpoint stays only while its validation loss is the lowest one, see ``pruning.prune``.
         scheduled: an interval, or the end of an epoch or of the run, is the reason for the checkpoint, not a signal;
@@ -53,6 +55,7 @@ class TrainerJson:
     lineage: tuple[BranchPoint, ...]
     phase_schedules: tuple[PhaseSchedule, ...]
     sessions: tuple[TrainingSession, ...]
+    stages: tuple[TrainingStage, ...]
     best_by: str
     interim: bool
     scheduled: bool
@@ -118,6 +121,7 @@ _OTHERWISE: dict[str, Any] = {
     "interim": (bool, False),
     "scheduled": (bool, True),
     "sessions": (list[TrainingSession], []),
+    "stages": (list[TrainingStage], []),
 }
 _Parsed: Any = create_model("Parsed", **(_REQUIRED | _OTHERWISE))
 
@@ -131,7 +135,7 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
     """Read a checkpoint's trainer.json.
 
     Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, ``device``, phases,
-    evaluations and ``sessions``.
+    evaluations, ``sessions`` and ``stages``.
 
     Raises:
         InputError: the file is damaged or has a format that this version does not read.
@@ -152,12 +156,26 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
         lineage=tuple(parsed.lineage),
         phase_schedules=tuple(parsed.phase_schedules),
         sessions=tuple(parsed.sessions),
+        stages=tuple(parsed.stages),
         best_by=parsed.arguments.best_by,
         interim=parsed.interim,
         scheduled=parsed.scheduled,
         num_steps=num_steps,
         schedule_steps=parsed.schedule_steps or num_steps,
     )
+
+
+def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
+    """Return the stages of training that an export of this program records, the first one first; none of other models.
+
+    Args:
+        model_name: a folder, or a hub name that is in the cache.
+
+    Raises:
+        InputError: the record is damaged.
+    """
+    file = find_stages_file(model_name)
+    return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
 
 
 def read_format(checkpoint: Path) -> int | None:

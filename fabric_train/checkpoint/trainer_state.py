@@ -105,6 +105,45 @@ class TrainingSession:
 
 
 @dataclass(frozen=True)
+class HubDataset:
+    """A dataset on the hub; ``revision`` is its commit, None if it is not known."""
+
+    repository: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """What a stage of training read of a source, by the source's public name.
+
+    ``share`` is that of the stage's tokens, for a stream that of its pass. ``tokens`` and ``documents`` are those of
+    the token dataset; None for a stream. ``files`` are lines of ``sha256sum`` with names of the form SOURCE/FILE.
+    """
+
+    name: str
+    share: float
+    tokens: Count | None
+    documents: Count | None
+    files: list[str]
+    datasets: list[HubDataset]
+
+
+@dataclass(frozen=True)
+class TrainingStage:
+    """A run whose weights the next stage began with, after ``step``, in words that may be published.
+
+    ``base_model`` is what the first stage began with. ``sessions`` are those up to ``step``.
+    """
+
+    run: str
+    step: Count
+    num_tokens: Count
+    base_model: ModelOrigin | None
+    sources: list[StageSource]
+    sessions: list[TrainingSession]
+
+
+@dataclass(frozen=True)
 class Description:
     """The description of a run in each of its checkpoints, sufficient to export, generate or resume.
 
@@ -114,7 +153,8 @@ class Description:
     points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device``
     is the name of a device of the run, see ``device_name``. ``mixture_sources`` names the sources of a mixture as
     ``--shares`` does, in the order of their rows. ``sessions`` are those from the first step to the present one, which
-    is the last; a branch has those of the run that it comes from too.
+    is the last; a branch has those of the run that it comes from too. ``stages`` are the runs before this one, in their
+    order: each began with the weights of the one before.
     """
 
     state_dict_type: str
@@ -130,6 +170,7 @@ class Description:
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
+    stages: tuple[TrainingStage, ...] = ()
 
     def after(self, seconds: float) -> "Description":
         """Return the description after ``seconds`` of the present session."""

@@ -3,7 +3,7 @@
 from huggingface_hub import DatasetCardData
 
 from fabric_train.export.model_card.card_cleaning import cleaning
-from fabric_train.export.model_card.markdown import code, table
+from fabric_train.export.model_card.markdown import Markdown, code, link, table
 from fabric_train.tokenization.manifest import Manifest, SourceRecord
 
 _SHOWN_DIGITS = 12
@@ -94,9 +94,9 @@ def _origin(source: SourceRecord) -> str:
     """Return a hub dataset's link and revision, or the number of files; their hashes are in manifest.json."""
     if source.kind == "hub":
         revision = f" at {code(source.revision[:_SHOWN_DIGITS])}" if source.revision else ""
-        return f"[{source.hub_name}](https://huggingface.co/datasets/{source.hub_name}){revision}"
+        return Markdown(link(source.hub_name, f"https://huggingface.co/datasets/{source.hub_name}") + revision)
     count = len(source.files)
-    return f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`" if count else ""
+    return Markdown(f"{count:,} file{'s' * (count != 1)}, SHA-256 in `manifest.json`") if count else ""
 
 
 def _ledger(manifest: Manifest) -> str:

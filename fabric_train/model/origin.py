@@ -22,12 +22,15 @@ from fabric_train.files.typed_json import read_json
 HUB_SOURCE = "hub_source.json"
 """The file that ``download_model.py`` adds to a folder, with the fields of :class:`HubSource`."""
 
+STAGES = "training_stages.json"
+"""The file of an export with the stages of its training, see ``TrainingStage``."""
+
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
 Repository: TypeAlias = Annotated[str, Field(pattern=f"^({_NAME}/)?{_NAME}$", max_length=96)]
 """A name on the hub: OWNER/NAME, or NAME for some old ones."""
 
 _LEGAL_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)([._-].*)?", re.ASCII | re.IGNORECASE)
-_PATTERNS = ["LICEN[CS]E*", "NOTICE*", "Notice*", "USE_POLICY*", "README.md"]
+_PATTERNS = ["LICEN[CS]E*", "NOTICE*", "Notice*", "USE_POLICY*", "README.md", STAGES]
 _CACHED = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]{40})")
 _PLAIN = re.compile(r"[!-~]{1,200}")  # printable, without spaces
 
@@ -81,6 +84,13 @@ def find_origin(model_name: str) -> tuple[ModelOrigin, tuple[Path, ...]]:
     else:
         origin = ModelOrigin(source.repository, source.repository, source.revision, **licence)
     return origin, tuple(legal_files(folder))
+
+
+def find_stages_file(model_name: str) -> Path | None:
+    """Return the record of an export's stages in ``--model_name``, a folder or a hub name that is in the cache."""
+    folder = Path(model_name)
+    found = folder / STAGES if folder.is_dir() else try_to_load_from_cache(model_name, STAGES)
+    return Path(found) if isinstance(found, str | Path) and os.path.lexists(found) else None
 
 
 def legal_files(folder: Path) -> Iterator[Path]:

@@ -72,6 +72,10 @@ def prepare(
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
     if checkpoint and continues:
         start = _continue_from(checkpoint, order, branches=start_from.branch is not None)
+    elif checkpoint and not arguments.evaluation.only_reads:
+        from fabric_train.export.model_card import stages_through  # slow
+
+        start = replace(start, stages=stages_through(checkpoint))
     starts_after = checkpoints.data_starts_after(start.lineage)
     plan = plan_steps(arguments, model, data, device_plan.world_size, starts_after, phases)
     run = PreparedRun(
@@ -272,12 +276,13 @@ def _continue_from(
     if state.unlogged and not are_columns(list(state.unlogged)):
         raise InputError(f"{checkpoint / 'trainer.json'}: damaged (unlogged: unknown metrics); use another checkpoint")
     if not branches:
-        return StartingPoint(checkpoint, state, lineage=saved.lineage)
+        return StartingPoint(checkpoint, state, lineage=saved.lineage, stages=saved.stages)
     same_data = not saved.data_changes(order)
     branch = checkpoints.BranchPoint(str(checkpoints.run_of(checkpoint)), state.step, same_data, {})
     # metrics that a signal left unlogged are those of a step of the other run; of other data, no row was read
     state = replace(state, unlogged=None, progress=None, rows_of_sources=state.rows_of_sources if same_data else None)
-    return StartingPoint(checkpoint, state, lineage=(*saved.lineage, branch), branches=True)
+    lineage = (*saved.lineage, branch)
+    return StartingPoint(checkpoint, state, lineage=lineage, branches=True, stages=saved.stages)
 
 
 def _open_data(

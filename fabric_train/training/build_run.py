@@ -1,6 +1,7 @@
 """Build the parts of a prepared run: model, optimizer, batches, evaluation, checkpoints, loggers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,9 @@ def build_loop_parts(
             fabric,
             model,
             optimizer,
-            _description(run, fabric, *(_base_model(run) if fabric.is_global_zero else (None, ()))),  # rank 0 writes it
+            _description(
+                run, fabric, *(_base_model(run) if fabric.is_global_zero else (None, (), ()))
+            ),  # rank 0 writes it
             given.save.keep_checkpoints,
             given.save.async_save,
             saved,
@@ -236,7 +239,11 @@ def _row_lengths(run: PreparedRun) -> set[int]:
 
 
 def _description(
-    run: PreparedRun, fabric: Fabric, base_model: ModelOrigin | None, licence: tuple[Path, ...]
+    run: PreparedRun,
+    fabric: Fabric,
+    base_model: ModelOrigin | None,
+    stages: tuple[checkpoints.TrainingStage, ...],
+    licence: tuple[Path, ...],
 ) -> checkpoints.Description:
     arguments, data = run.arguments, run.data
     return checkpoints.Description(
@@ -253,6 +260,7 @@ def _description(
         device=device_name(fabric.device),
         mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
         sessions=(*_earlier_sessions(run), _session(run, fabric)),
+        stages=stages,
     )
 
 
@@ -273,11 +281,25 @@ def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
     )
 
 
-def _base_model(run: PreparedRun) -> tuple[ModelOrigin | None, tuple[Path, ...]]:
-    """Return the pretrained model that the run's weights come from, and the files with its licence."""
-    if run.start.checkpoint:
-        return checkpoints.read_trainer_json(run.start.checkpoint).base_model, tuple(legal_files(run.start.checkpoint))
-    return (None, ()) if run.model.is_new else find_origin(run.arguments.model.model_name)
+def _base_model(
+    run: PreparedRun,
+) -> tuple[ModelOrigin | None, tuple[checkpoints.TrainingStage, ...], tuple[Path, ...]]:
+    """Return the pretrained model that the run's weights come from, the stages since then, and its licence's files.
+
+    An export that is not on the hub is no base that others could find: its own base stands for it.
+    """
+    start, name = run.start, run.arguments.model.model_name
+    if start.checkpoint:
+        base = checkpoints.read_trainer_json(start.checkpoint).base_model
+        return base, start.stages, tuple(legal_files(start.checkpoint))
+    if run.model.is_new:
+        return None, (), ()
+    origin, licence = find_origin(name)
+    stages = checkpoints.read_stages(name)
+    base = stages[-1].base_model if stages else None
+    if base and origin.repository is None:
+        origin = replace(origin, name=base.name, repository=base.repository, revision=base.revision)
+    return origin, stages, licence
 
 
 def _batches(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat) -> WindowSource:

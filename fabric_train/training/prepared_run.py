@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from fabric_train.checkpoint import BranchPoint, DataOrder, PhaseSchedule, StreamOrder, TrainerState
+from fabric_train.checkpoint import BranchPoint, DataOrder, PhaseSchedule, StreamOrder, TrainerState, TrainingStage
 from fabric_train.data.mixture_order import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
@@ -38,7 +38,8 @@ class StartingPoint:
     ``checkpoint`` is None for pretrained and for random weights. ``state`` is at step 0 unless the run resumes.
     ``schedule_steps`` is the length of the learning-rate schedule that a resumed run keeps although it now has another
     number of steps; None if the schedule is as long as the run. ``lineage`` are the branch points of the run so far;
-    ``branches`` says that it branches off now, at the last of them.
+    ``branches`` says that it branches off now, at the last of them. ``stages`` are the runs before this one that the
+    ``checkpoint`` knows, and itself if the run takes its weights alone.
     """
 
     checkpoint: Path | None
@@ -46,6 +47,7 @@ class StartingPoint:
     schedule_steps: int | None = None
     lineage: tuple[BranchPoint, ...] = ()
     branches: bool = False
+    stages: tuple[TrainingStage, ...] = ()
 
     @property
     def resumes(self) -> bool:

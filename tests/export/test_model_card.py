@@ -15,8 +15,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import validate_repo_id
+from markdown_it import MarkdownIt
 
 from arguments import ConvertArguments, parse
+from convert_to_hf import print_gaps
+from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, card_results, draw_card_picture, write_model_card
@@ -26,7 +29,7 @@ from fabric_train.model.origin import ModelOrigin, find_origin
 from fabric_train.training.metrics import CSVLogger, Metrics
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
-from tests.support.exports import VERIFY_IN_PROCESS
+from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
 from tests.support.token_datasets import tokenize, write_jsonl
@@ -102,6 +105,19 @@ def test_a_model_from_random_weights_has_no_base_and_no_licence(checkpoint: Path
     assert "trained with Fabric Train from random weights." in card.text
     assert "Llama-3" not in card.text
     check_metadata(card.data.to_dict())
+
+
+def test_what_the_card_lacks_is_asked_for_and_a_base_only_where_there_is_one(checkpoint: Path, capsys: Any) -> None:
+    facts, notes = CardFacts("model", languages=("es",)), []
+    for origin in (ModelOrigin("my-llama"), None, LLAMA):
+        card_of(checkpoint, facts, origin)
+        print_gaps(ExportSource(checkpoint), checkpoint.parent / "export")
+        notes.append(capsys.readouterr().err)
+    assert notes == [
+        "note: the model card lacks what --base_model and --license would add\n",
+        "note: the model card lacks what --license would add\n",
+        "",
+    ]
 
 
 def test_a_checkpoint_of_an_earlier_version_claims_no_base(checkpoint: Path) -> None:
@@ -359,7 +375,7 @@ def test_nothing_private_is_in_the_card(
     card = (tmp_path / "export" / "README.md").read_text()
     assert "| x | 100 | 3.000" in card
     assert "`train_data_dir`: a → web.jsonl, `lr`: 1.0 → 2.0" in card
-    assert "| `precision` | *** |" in card
+    assert r"| `precision` | \*\*\* |" in card
 
 
 def test_two_sources_never_have_the_same_public_name(checkpoint: Path) -> None:
@@ -394,6 +410,45 @@ def test_metadata_that_the_hub_refuses_are_refused(option: str, value: str, faul
     with pytest.raises(InputError) as refused:
         parse(ConvertArguments, ["--checkpoint", "RUN", "--output_dir", "out", option, value])
     assert refused.value.faults[0].startswith(fault)
+
+
+def test_names_from_the_data_are_no_html_and_no_markdown(
+    tmp_path: Path, checkpoint: Path, tiny_model_dir: Path
+) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    (tmp_path / name).mkdir()
+    tricky = f"{name}/a\\|{name}.jsonl"
+    for file in (f"{name}.jsonl", tricky):
+        write_jsonl(tmp_path / file)
+    tokenize(tmp_path / "tokens", tiny_model_dir, tmp_path / f"{name}.jsonl", tmp_path / tricky)
+    shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
+    (hub, *others) = json.loads((checkpoint / "manifest.json").read_text())["sources"]
+    hub |= {"kind": "hub", "name": f"o/{name}", "place": f"o/{name}"}
+    edit_json(checkpoint / "manifest.json", lambda content: content.update(sources=[hub, *others]))
+    loss = {"nats": 300.0, "num_tokens": 100}
+    evaluation = {"step": 1, "sources": {f"{name}.jsonl": loss, "[a](b)": loss}, "whole": loss}
+    session = {"after_step": 0, "device": name, "num_devices": 1, "seconds": 9.0}
+    branch = {
+        "run": name,
+        "step": 1,
+        "continues_data": True,
+        "changed": {"lr": [name, 2], "train_data_dir": [name, "a"]},
+    }
+    stage_source = {"name": name, "share": 1.0, "tokens": 1, "documents": 1, "files": [f"0  a/{name}"], "datasets": []}
+    stage = {"run": name, "step": 1, "num_tokens": 1, "base_model": {"name": name}, "sources": [stage_source]}
+    forged = {"evaluation": evaluation, "first_evaluation": {**evaluation, "step": 0}, "versions": {name: "1"}}
+    forged |= {"lineage": [branch], "sessions": [session], "stages": [{**stage, "sessions": [session]}]}
+    edit_json(
+        checkpoint / "trainer.json",
+        lambda content: (content.update(forged), content["arguments"].update(lr_schedule=name)),
+    )
+    (checkpoint / f"LICENSE.{name}").write_text("You may.")
+    origin = ModelOrigin(name, license=name)
+    text = card_of(checkpoint, CardFacts(f"{name}/x{name}"), origin).text
+    html = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+    assert "<table>" in html
+    assert "<img src=x" not in html
+    assert 'href="b"' not in html
 
 
 # ------------------------------------------------------------------------------------------- where a model comes from
@@ -434,23 +489,63 @@ def test_a_model_in_the_cache_of_the_hub_is_recognized(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_runs_and_exports_carry_the_origin_on_also_without_the_models_folder(
+def test_runs_and_exports_carry_the_origin_and_all_stages_on_also_without_the_models_folder(
     tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
 ) -> None:
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     (model / "hub_source.json").write_text(json.dumps({"repository": "some/model", "revision": COMMIT}))
     (model / "README.md").write_text("---\nlicense: llama3\n---\n# A model\n")
     (model / "LICENSE").write_text("You may.")
-    settings = {"max_step": 2, "save_step_interval": 2, "eval_iters": 1}
-    forked_runs.start(argv(model, tiny_tokens_dir, tmp_path / "first", **settings), 1).finish()
-    more = {**settings, "checkpoint": tmp_path / "first", "weights_only": "true"}
-    forked_runs.start(argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "second", **more), 2).finish()
+    for name in ("es", "ca", "chats"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"Text {number} of {name}." for number in range(40)])
+    tokenize(tmp_path / "mix", tiny_model_dir, f"es={tmp_path}/es.jsonl", f"ca={tmp_path}/ca.jsonl")
+    tokenize(tmp_path / "talk", tiny_model_dir, tmp_path / "chats.jsonl")
+    settings = {"max_step": 2, "save_step_interval": 2, "eval_iters": 1, "eval_at_start": "true"}
+    forked_runs.start(argv(model, tmp_path / "mix", tmp_path / "first", **settings), 1).finish()
+    second = argv(tmp_path / "first" / "best", tmp_path / "talk", tmp_path / "second", **settings)
+    forked_runs.start(second, 2).finish()
+    forked_runs.start([*second, "--resume", "true", "--max_step", "3"], 1).finish()
+    forked_runs.start(
+        argv(
+            model, tiny_tokens_dir, tmp_path / "branch", **settings | {"branch": f"{tmp_path}/second@2", "max_step": 3}
+        ),
+        1,
+    ).finish()
     shutil.rmtree(model)
-    words = ["--checkpoint", tmp_path / "second" / "best", "--output_dir", tmp_path / "export"]
-    forked_runs.start(words, 1, program="convert_to_hf", before=VERIFY_IN_PROCESS).finish()
-    metadata = ModelCard.load(tmp_path / "export" / "README.md").data.to_dict()
-    assert (metadata["base_model"], metadata["license"]) == ("some/model", "llama3")
-    assert (tmp_path / "export" / "LICENSE").read_text() == "You may."
+    convert_run(forked_runs, tmp_path / "export", "--checkpoint", tmp_path / "second" / "step-3", "--language", "es")
+    forked_runs.start(argv(tmp_path / "export", tiny_tokens_dir, tmp_path / "third", **settings), 1).finish()
+    convert_run(forked_runs, tmp_path / "last", "--checkpoint", tmp_path / "third", "--language", "es")
+    for name in ("export", "last"):
+        metadata = ModelCard.load(tmp_path / name / "README.md").data.to_dict()
+        assert (metadata["base_model"], metadata["license"]) == ("some/model", "llama3")
+        assert (tmp_path / name / "LICENSE").read_text() == "You may."
+
+    (branched,) = read_trainer_json(tmp_path / "branch" / "checkpoints" / "step-00000003").stages
+    stages = read_trainer_json(tmp_path / "third" / "checkpoints" / "step-00000002").stages
+    assert [(stage.run, stage.step, len(stage.sessions)) for stage in stages] == [("first", 2, 1), ("second", 3, 2)]
+    assert stages[0] == branched
+    assert [source.name for source in stages[0].sources] == ["es", "ca"]
+    assert sum(source.share for source in stages[0].sources) == pytest.approx(1)
+    digests = [hashlib.sha256((tmp_path / f"{name}.jsonl").read_bytes()).hexdigest() for name in ("es", "ca", "chats")]
+    card = (tmp_path / "last" / "README.md").read_text()
+    assert "On held-out documents, before stage 3 of training (after stage 2) → after step 2." in card
+    assert re.findall(r"^\| (\d) \| `(\w+)` \| (`some/model`|stage \d) \| [\d,]+ \| (\d) \| ", card, re.MULTILINE) == [
+        ("1", "first", "`some/model`", "2"),
+        ("2", "second", "stage 1", "3"),
+        ("3", "third", "stage 2", "2"),
+    ]
+    assert re.findall(r"^\| (\d) \| `([\w.]+)` \| .*%.* \| 1 \| `(\w+)` \|$", card, re.MULTILINE) == [
+        (number, name, digest[:12])
+        for number, name, digest in zip("112", ("es", "ca", "chats.jsonl"), digests, strict=True)
+    ]
+    hashes = (tmp_path / "last" / "training_data.sha256").read_text()
+    assert [digest for digest in digests if digest not in hashes] == []
+    for name in ("README.md", "training_stages.json"):
+        assert str(tmp_path) not in (tmp_path / "last" / name).read_text()
+    (tmp_path / "export" / "training_stages.json").write_text("[{}]")
+    damaged = forked_runs.start(argv(tmp_path / "export", tiny_tokens_dir, tmp_path / "none", **settings), 1)
+    assert damaged.wait() == [2]
+    assert "training_stages.json: damaged (0.run: Field required)" in damaged.stderr()
 
 
 @pytest.mark.slow

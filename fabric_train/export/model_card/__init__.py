@@ -4,7 +4,8 @@
 writes a part of the card.
 """
 
+from fabric_train.export.model_card.card_data import stages_through
 from fabric_train.export.model_card.record import CardFacts
 from fabric_train.export.model_card.write_card import draw_card_picture, write_model_card
 
-__all__ = ["CardFacts", "draw_card_picture", "write_model_card"]
+__all__ = ["CardFacts", "draw_card_picture", "stages_through", "write_model_card"]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fabric_train.export.model_card.markdown import code, table
+from fabric_train.export.model_card.markdown import code, escaped, table
 from fabric_train.tokenization.manifest import Manifest
 
 _TASKS = "decontaminate"
@@ -30,8 +30,8 @@ def _checked_tasks(parts: Sequence[dict[str, Any]], contaminated: dict[str, int]
     became = " or ".join(word for action, word in _WHAT_BECAME.items() if action in actions)
     text = (
         f"Documents that have {words} words in a row in common with an item of these evaluation tasks "
-        f"(arXiv:2005.14165, appendix C) were {became}. Items of {shortest} to {words - 1} words were looked for as a "
-        "whole; shorter ones were not checked."
+        f"(arXiv:2005.14165, appendix C) were {became}. Items of {escaped(str(shortest))} to {words - 1} words were "
+        "looked for as a whole; shorter ones were not checked."
     )
     rows = []
     for task in dict.fromkeys(task for check in checks for task in check["tasks"]):

@@ -1,46 +1,71 @@
 """The training data of a model card: sources with shares, counts and hashes, and the mixture with its phases."""
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fabric_train.checkpoint import HubDataset, StageSource, TrainingStage, run_of
+from fabric_train.cli.redaction import redact
 from fabric_train.export.model_card.card_cleaning import cleaning
-from fabric_train.export.model_card.markdown import code, folded, table
+from fabric_train.export.model_card.markdown import Markdown, code, escaped, folded, link, table
 from fabric_train.export.model_card.public_names import last_part, public_value
-from fabric_train.export.model_card.record import HubDataset, ModelRecord
+from fabric_train.export.model_card.record import ModelRecord, read_record
+from fabric_train.model.origin import STAGES
 from fabric_train.tokenization.manifest import Manifest, SourceRecord
 
 HASHES = "training_data.sha256"
 _SHOWN_DIGITS = 12
+_COLUMNS = "source | share | tokens | documents | files | SHA-256 or revision"
 
 
-@dataclass(frozen=True)
-class SourceRow:
-    """A source of the training split: its public name, its records in the manifest, its documents and its tokens."""
+def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
+    """Return the stages of training up to a checkpoint, which is in the last one.
 
-    name: str
-    records: tuple[SourceRecord, ...]
-    documents: int
-    tokens: int
+    Raises:
+        InputError: trainer.json or manifest.json is damaged.
+    """
+    return all_stages(read_record(checkpoint))
 
 
-def source_rows(record: ModelRecord) -> list[SourceRow]:
-    """Return the sources of a token dataset in their order; none without a manifest."""
+def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
+    """Return the stages of training, of which the record's own run is the last.
+
+    Its shares are of the tokens that were seen, of those in the token dataset if that is not known.
+    """
+    seen = dict(seen_shares(record))
+    sources = source_rows(record) or [
+        StageSource(place.name, place.share, None, None, [], [place.dataset] if place.dataset else [])
+        for place in record.stream_places()
+    ]
+    if seen.keys() >= {source.name for source in sources}:
+        sources = [replace(source, share=seen[source.name]) for source in sources]
+    state = record.state
+    run = last_part(str(run_of(record.checkpoint)))
+    own = TrainingStage(run, state.step, state.num_tokens, record.origin, sources, list(record.sessions))
+    return (*record.stages, own)
+
+
+def source_rows(record: ModelRecord) -> list[StageSource]:
+    """Return the sources of a token dataset in their order, with shares of its tokens; none without a manifest."""
     if record.manifest is None:
         return []
     by_name: dict[str, list[SourceRecord]] = {}
     for source in record.training_sources():
         by_name.setdefault(source.name, []).append(source)
     train = record.manifest.ledger.splits.get("train")
-    rows = []
+    rows: list[StageSource] = []
     for name, records in by_name.items():
         counted = train.sources.get(name) if train else None
         documents = counted.documents if counted else sum(one.documents for one in records)
         tokens = counted.tokens_in_rows if counted else sum(one.train_tokens or one.tokens for one in records)
-        rows.append(SourceRow(record.names[name], tuple(records), documents, tokens))
-    return rows
+        public = record.names[name]
+        datasets = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in records if one.kind == "hub"}
+        rows.append(StageSource(public, 0.0, tokens, documents, _hash_lines(public, records), [*datasets.values()]))
+    total = max(sum(row.tokens or 0 for row in rows), 1)
+    return [replace(row, share=(row.tokens or 0) / total) for row in rows]
 
 
 def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
@@ -50,7 +75,7 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
     if names and rows and len(names) == len(rows):
         pairs = [(name, float(count)) for name, count in zip(_mixture_names(record), rows, strict=True)]
     else:
-        pairs = [] if names else [(part.name, float(part.tokens)) for part in parts]
+        pairs = [] if names else [(part.name, float(part.tokens or 0)) for part in parts]
     total = sum(number for _, number in pairs)
     return [(name, number / total) for name, number in pairs] if total else []
 
@@ -69,26 +94,47 @@ def training_data(record: ModelRecord) -> str:
 
 
 def write_hashes(record: ModelRecord, folder: Path) -> None:
-    """Write the SHA-256 of each source file, as ``sha256sum`` does, with names of the form SOURCE/FILE.
+    """Write the SHA-256 of each source file of all stages, as ``sha256sum`` does, with names of the form SOURCE/FILE.
 
     Nothing is written if there are no source files.
     """
-    lines = [line for row in source_rows(record) for line in _hash_lines(row)]
+    lines = dict.fromkeys(
+        "".join(part if part.isprintable() else "?" for part in line)
+        for stage in all_stages(record)
+        for source in stage.sources
+        for line in source.files
+    )
     if lines:
         (folder / HASHES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
+def write_stages(record: ModelRecord, folder: Path) -> None:
+    """Write the stages of training, from which a run that begins with the export takes them."""
+    stages = json.dumps([asdict(stage) for stage in all_stages(record)], indent=2)
+    (folder / STAGES).write_text(redact(stages) + "\n", encoding="utf-8")
+
+
+def earlier_data(record: ModelRecord) -> str:
+    """Return the table of what the stages before the last one read."""
+    cells = [
+        (f"{number}", *_cells(source))
+        for number, stage in enumerate(record.stages, start=1)
+        for source in stage.sources
+    ]
+    text = "What the earlier stages read: shares of the tokens seen, tokens and documents of the token dataset."
+    return f"{text}\n\n{table(f'stage | {_COLUMNS}', cells)}" if cells else ""
+
+
+def _cells(row: StageSource) -> tuple[str, ...]:
+    counts = ("" if count is None else f"{count:,}" for count in (row.tokens, row.documents))
+    return _linked(row), f"{row.share:.2%}", *counts, *_files(row)
+
+
 def _stored(record: ModelRecord, manifest: Manifest) -> list[str]:
     rows = source_rows(record)
-    total = max(sum(row.tokens for row in rows), 1)
-    cells = [
-        (_linked(row), f"{row.tokens / total:.2%}", f"{row.tokens:,}", f"{row.documents:,}", *_files(row))
-        for row in rows
-    ]
-    texts = ["What the token dataset has of each source for training:"]
-    texts.append(table("source | share | tokens | documents | files | SHA-256 or revision", cells))
-    if any(_hash_lines(row) for row in rows):
-        of_several = any(len(_hash_lines(row)) > 1 for row in rows)
+    texts = ["What the token dataset has of each source for training:", table(_COLUMNS, list(map(_cells, rows)))]
+    if any(row.files for row in rows):
+        of_several = any(len(row.files) > 1 for row in rows)
         note = " That of several files is the hash of their lines there." if of_several else ""
         texts.append(f"The SHA-256 of every source file is in [{HASHES}]({HASHES}).{note}")
     splits = [
@@ -102,32 +148,31 @@ def _stored(record: ModelRecord, manifest: Manifest) -> list[str]:
     return [*texts, *cleaning(manifest)]
 
 
-def _linked(row: SourceRow) -> str:
+def _linked(row: StageSource) -> Markdown:
     """Return the name of a source, with links to its datasets on the hub."""
-    hub = {one.hub_name: HubDataset(one.hub_name, one.revision) for one in row.records if one.kind == "hub"}
-    if not hub:
+    if not row.datasets:
         return code(row.name)
-    links = ", ".join(map(_link, hub.values()))
-    return links if row.name in hub else f"{code(row.name)}: {links}"
+    links = Markdown(", ".join(map(_link, row.datasets)))
+    return links if row.name in [one.repository for one in row.datasets] else Markdown(f"{code(row.name)}: {links}")
 
 
-def _link(dataset: HubDataset) -> str:
-    return f"[{dataset.repository}](https://huggingface.co/datasets/{dataset.repository})"
+def _link(dataset: HubDataset) -> Markdown:
+    return link(dataset.repository, f"https://huggingface.co/datasets/{dataset.repository}")
 
 
-def _files(row: SourceRow) -> tuple[str, str]:
+def _files(row: StageSource) -> tuple[str, str]:
     """Return the number of source files, and their hash or the revision of a dataset on the hub, in short."""
-    lines = _hash_lines(row)
+    lines = row.files
     if not lines:
-        revisions = [one.revision[:_SHOWN_DIGITS] for one in row.records if one.revision]
-        return "", ", ".join(map(code, dict.fromkeys(revisions)))
+        revisions = [one.revision[:_SHOWN_DIGITS] for one in row.datasets if one.revision]
+        return "", Markdown(", ".join(map(code, dict.fromkeys(revisions))))
     digest = lines[0].split()[0] if len(lines) == 1 else hashlib.sha256("\n".join([*lines, ""]).encode()).hexdigest()
     return f"{len(lines):,}", code(digest[:_SHOWN_DIGITS])
 
 
-def _hash_lines(row: SourceRow) -> list[str]:
-    files = [file for record in row.records for file in record.files]
-    return [f"{last_part(file.sha256)}  {row.name}/{last_part(file.path)}" for file in files]
+def _hash_lines(name: str, records: Sequence[SourceRecord]) -> list[str]:
+    files = [file for record in records for file in record.files]
+    return [f"{last_part(file.sha256)}  {name}/{last_part(file.path)}" for file in files]
 
 
 def _streamed(record: ModelRecord) -> list[str]:
@@ -137,12 +182,14 @@ def _streamed(record: ModelRecord) -> list[str]:
         revision = (place.dataset.revision or "") if place.dataset else ""
         name = code(place.name)
         if place.dataset:
-            link = _link(place.dataset)
-            name = link if place.name == place.dataset.repository else f"{name}: {link}"
+            linked = _link(place.dataset)
+            name = linked if place.name == place.dataset.repository else Markdown(f"{name}: {linked}")
         cells.append((name, f"{place.share:g}", code(revision[:_SHOWN_DIGITS]) if revision else ""))
     texts = ["Documents were read and tokenized during training.", table("source | share of a pass | revision", cells)]
     identities = [line.rsplit(", ", 2) for line in (record.stream.sources if record.stream else ())]
-    files = [f"- {last_part(one[0])}, {one[1]}, {one[2]}" for one in identities if one[-1].startswith("sha256")]
+    files = [
+        f"- {escaped(f'{last_part(one[0])}, {one[1]}, {one[2]}')}" for one in identities if one[-1].startswith("sha256")
+    ]
     if files:
         texts.append(folded("Size, and hash of the first and last MiB, of each file", "\n".join(files)))
     return texts
@@ -182,11 +229,14 @@ def _mixture_names(record: ModelRecord) -> list[str]:
     return [last_part(name) for name in given]
 
 
-def _shares_in_words(names: Sequence[str], rows: Sequence[int]) -> str:
-    return ", ".join(f"{name} {count / sum(rows):.2%}" for name, count in zip(names, rows, strict=True) if count)
+def _shares_in_words(names: Sequence[Markdown], rows: Sequence[int]) -> Markdown:
+    shares = (f"{name} {count / sum(rows):.2%}" for name, count in zip(names, rows, strict=True) if count)
+    return Markdown(", ".join(shares))
 
 
 def _rates(schedules: dict[int, dict[str, Any]], first_step: int) -> str:
     """Return the learning rate of a phase in short: its own, or that of the hyperparameters."""
     own = schedules.get(first_step)
-    return f"{own['lr_schedule']}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}" if own else "that of the run"
+    if own is None:
+        return "that of the run"
+    return Markdown(f"{escaped(str(own['lr_schedule']))}, `lr` {own['lr']:g}, `min_lr` {own['min_lr']:g}")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from fabric_train.export.model_card.card_data import seen_shares
+from fabric_train.export.model_card.card_data import all_stages, seen_shares
 from fabric_train.export.model_card.card_training import device_hours
-from fabric_train.export.model_card.markdown import code, listed, rounded, steps
+from fabric_train.export.model_card.markdown import code, escaped, link, listed, rounded, steps
 from fabric_train.export.model_card.record import CardFacts, ModelRecord
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.origin import ModelOrigin, legal_files
@@ -39,7 +39,8 @@ def introduction(record: ModelRecord) -> str:
     sources = sources or [code(place.name) for place in record.stream_places()]
     data = f" from {listed(sources)}" if sources else ""
     average = f" The weights are the average of {len(record.parts):,} checkpoints." if record.parts else ""
-    trained = f"It was trained on {rounded(state.num_tokens)} tokens{data}, in {steps(state.step)}."
+    last = f"In the last of {len(record.stages) + 1:,} stages, it" if record.stages else "It"
+    trained = f"{last} was trained on {rounded(state.num_tokens)} tokens{data}, in {steps(state.step)}."
     return f"{_beginning(record)} {trained}{average}"
 
 
@@ -58,17 +59,18 @@ def _config(record: ModelRecord) -> PretrainedConfig:
 def _linked(origin: ModelOrigin) -> str:
     name = code(origin.name)
     if origin.repository:
-        name = f"[{origin.repository}](https://huggingface.co/{origin.repository})"
-    return name + (f" (revision `{origin.revision}`)" if origin.revision else "")
+        name = link(origin.repository, f"https://huggingface.co/{origin.repository}")
+    return name + (f" (revision {code(origin.revision)})" if origin.revision else "")
 
 
 def key_facts(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
     """Return a list of what a reader looks for first; ``folder`` is the export, with the licence's files."""
+    sessions = [session for stage in all_stages(record) for session in stage.sessions]
     found = [
         ("Licence", _licence(record.origin, facts.license, folder)),
         ("Languages", ", ".join(facts.languages or ())),
         ("Context length", _context_length(record)),
-        ("Compute", device_hours(record.sessions) if record.sessions else ""),
+        ("Compute", device_hours(sessions) if sessions else ""),
     ]
     return "\n".join(f"- **{name}:** {fact}" for name, fact in found if fact)
 
@@ -77,10 +79,12 @@ def _licence(origin: ModelOrigin | None, license: str | None, folder: Path) -> s
     """Return the licence and the files of the base model about it; empty if nothing is known."""
     if origin is None:
         return license or ""
-    files = ", ".join(f"[{file.name}]({file.name})" for file in legal_files(folder))
+    files = ", ".join(link(file.name, file.name) for file in legal_files(folder))
     if license:
         return license + (f"; of the base model: {files}" if files else "")
-    return ", ".join([*filter(None, [origin.license]), "as the base model"]) + (f": {files}" if files else "")
+    return ", ".join([*map(escaped, filter(None, [origin.license])), "as the base model"]) + (
+        f": {files}" if files else ""
+    )
 
 
 def _context_length(record: ModelRecord) -> str:
@@ -116,5 +120,5 @@ def citation(record: ModelRecord, name: str) -> str:
         parts.append("```bibtex\n@misc{" + ",\n  ".join([model, *entry]) + "\n}\n```")
     repository = record.origin.repository if record.origin else None
     if repository:
-        parts.append(f"Cite the base model as [its card](https://huggingface.co/{repository}) says.")
+        parts.append(f"Cite the base model as {link('its card', f'https://huggingface.co/{repository}')} says.")
     return "\n\n".join(parts) if len(parts) > 1 else ""

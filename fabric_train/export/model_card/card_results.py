@@ -65,13 +65,15 @@ def _validation(record: ModelRecord) -> str:
         change = [_change(before, after)] if first.step < now.step else []
         rows.append((record.part_name(name), f"{after.num_tokens:,}", *cells, *change))
     columns = ["source", "tokens evaluated", *_FIGURES, *(["change of loss"] if first.step < now.step else [])]
-    return f"{_explanation(first.step, now.step)}\n\n" + table(" | ".join(columns), rows)
+    return f"{_explanation(first.step, now.step, len(record.stages) + 1)}\n\n" + table(" | ".join(columns), rows)
 
 
-def _explanation(first: int, now: int) -> str:
+def _explanation(first: int, now: int, stage: int) -> str:
+    """Return what was compared, after which steps of the last ``stage``."""
     text = f"On held-out documents, after step {now:,}."
     if first < now:
-        before = f"after step {first:,}" if first else "before training"
+        start = "before training" if stage == 1 else f"before stage {stage:,} of training (after stage {stage - 1:,})"
+        before = f"after step {first:,}" if first else start
         text = f"On held-out documents, {before} → after step {now:,}."
     return f"{text} Loss is in nats per token; lower is better. Bits per byte do not depend on the tokenizer."
 

@@ -11,7 +11,8 @@ import transformers
 
 from arguments import TrainingArguments
 from fabric_train.checkpoint import BranchPoint, TrainingSession
-from fabric_train.export.model_card.markdown import code, folded, listed, steps, table
+from fabric_train.export.model_card.card_data import all_stages, earlier_data
+from fabric_train.export.model_card.markdown import Markdown, code, escaped, folded, listed, steps, table
 from fabric_train.export.model_card.public_names import last_part, public_value
 from fabric_train.export.model_card.record import ModelRecord
 from fabric_train.training.replay_certificate import StoredCertificate
@@ -38,9 +39,34 @@ def training(record: ModelRecord) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
+def stages(record: ModelRecord) -> str:
+    """Return the section of the stages of training; empty if there is only one."""
+    if not record.stages:
+        return ""
+    found = all_stages(record)
+    rows = []
+    for number, stage in enumerate(found, start=1):
+        hours = device_hours(stage.sessions) if stage.sessions else "not recorded"
+        begun = (
+            f"stage {number - 1}"
+            if number > 1
+            else code(stage.base_model.name)
+            if stage.base_model
+            else "random weights"
+        )
+        rows.append((f"{number}", code(stage.run), begun, f"{stage.num_tokens:,}", f"{stage.step:,}", Markdown(hours)))
+    parts = [
+        f"## Stages\n\nThe model was trained in {len(found):,} stages, each of which began with the weights of the one "
+        f"before. Results, training data and training of this card are those of stage {len(found):,}, the last one.",
+        table("stage | run | began with | tokens | steps | compute", rows),
+        earlier_data(record),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
 def device_hours(sessions: Sequence[TrainingSession]) -> str:
     """Return the hours of all devices together in words, such as ``98.4 GPU hours on 8 × NVIDIA H100``."""
-    devices = listed(list(dict.fromkeys(map(_hardware, sessions))))
+    devices = listed([escaped(one) for one in dict.fromkeys(map(_hardware, sessions))])
     since = f", without the first {sessions[0].after_step:,} steps" if sessions[0].after_step else ""
     return f"{_totals(sessions)[1]} {_unit(sessions)} on {devices}{since}"
 
@@ -101,12 +127,13 @@ def _lineage(branches: Sequence[BranchPoint]) -> str:
     rows = []
     for branch in branches:
         changed = [
-            f"`{name}`: {public_value(there)} → {public_value(here)}"
+            f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
             for name, (there, here) in branch.changed.items()
             if name in (*_HYPERPARAMETERS, *_DATA, "phases")
         ]
         data = [] if branch.continues_data else ["other data from the start"]
-        rows.append((code(last_part(branch.run)), f"{branch.step:,}", ", ".join([*changed, *data]) or "nothing"))
+        what = Markdown(", ".join([*changed, *data]) or "nothing")
+        rows.append((code(last_part(branch.run)), f"{branch.step:,}", what))
     return (
         "### Lineage\n\nThe training data and the hyperparameters of this card are those of the last run, after the "
         "last step in this table.\n\n" + table("branch of run | after step | changed", rows)
@@ -116,14 +143,14 @@ def _lineage(branches: Sequence[BranchPoint]) -> str:
 def _replay(certificate: StoredCertificate) -> str:
     return (
         f"### Replay\n\nThe steps {certificate.trained_from:,} to {certificate.steps[1]:,} of this run were trained "
-        f"again on {certificate.here} ({certificate.date}), and have the figures of the run, {certificate.rule}. "
-        f"Compared: {', '.join(certificate.compared)}. Not compared: {'; '.join(certificate.not_compared)}. "
-        f"Content of the rows: {certificate.contents}."
+        f"again on {escaped(certificate.here)} ({escaped(certificate.date)}), and have the figures of the run, "
+        f"{escaped(certificate.rule)}. Compared: {escaped(', '.join(certificate.compared))}. Not compared: "
+        f"{escaped('; '.join(certificate.not_compared))}. Content of the rows: {escaped(certificate.contents)}."
     )
 
 
 def _hyperparameters(arguments: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(f"`{name}`", f"{arguments[name]}") for name in _HYPERPARAMETERS if arguments.get(name) is not None]
+    return [(code(name), f"{arguments[name]}") for name in _HYPERPARAMETERS if arguments.get(name) is not None]
 
 
 def _versions(training: dict[str, str]) -> list[tuple[str, ...]]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from fabric_train.checkpoint import (
     BranchPoint,
+    HubDataset,
     StreamOrder,
     TrainerState,
     TrainingSession,
+    TrainingStage,
     read_trainer_json,
     run_of,
 )
@@ -44,14 +46,6 @@ class CardFacts:
 
 
 @dataclass(frozen=True)
-class HubDataset:
-    """A dataset on the hub; ``revision`` is its commit, None if it is not known."""
-
-    repository: str
-    revision: str | None
-
-
-@dataclass(frozen=True)
 class StreamPlace:
     """A place of --streaming_dataset: its public name, the share that a pass reads, and its dataset on the hub."""
 
@@ -65,7 +59,8 @@ class ModelRecord:
     """The content of a checkpoint's trainer.json and manifest.json, and the certificate of its run.
 
     ``trainer`` is the whole of trainer.json. ``names`` are the public names of the sources. ``parts`` are the
-    checkpoints whose average the weights are, of which this is the last; none if the weights are its own.
+    checkpoints whose average the weights are, of which this is the last; none if the weights are its own. ``stages``
+    are the runs before this one, each of which began with the weights of the one before.
     """
 
     checkpoint: Path
@@ -79,6 +74,7 @@ class ModelRecord:
     certificate: StoredCertificate | None
     names: PublicNames
     parts: tuple[AveragePart, ...]
+    stages: tuple[TrainingStage, ...]
 
     @property
     def row_length(self) -> int | None:
@@ -127,10 +123,11 @@ class ModelRecord:
         return places
 
     def hub_datasets(self) -> list[str]:
-        """Return the datasets on the hub that the model was trained on, without subset and revision."""
+        """Return the datasets on the hub that the model was trained on, in any stage, without subset and revision."""
         streamed = [place.dataset.repository for place in self.stream_places() if place.dataset]
         stored = [source.hub_name for source in self.training_sources() if source.kind == "hub"]
-        return list(dict.fromkeys([*streamed, *stored]))
+        before = [one.repository for stage in self.stages for source in stage.sources for one in source.datasets]
+        return list(dict.fromkeys([*before, *streamed, *stored]))
 
 
 def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRecord:
@@ -152,4 +149,5 @@ def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRec
         certificate=read_certificate(run_of(checkpoint), saved.state.step),
         names=PublicNames(manifest),
         parts=tuple(parts),
+        stages=saved.stages,
     )

@@ -12,11 +12,12 @@ from huggingface_hub import ModelCard
 
 from fabric_train.cli.redaction import redact
 from fabric_train.export.average import AveragePart
-from fabric_train.export.model_card.card_data import training_data, write_hashes
+from fabric_train.export.model_card.card_data import training_data, write_hashes, write_stages
 from fabric_train.export.model_card.card_metadata import card_metadata
 from fabric_train.export.model_card.card_overview import citation, introduction, key_facts, usage
 from fabric_train.export.model_card.card_results import PICTURE, draw_run, results
-from fabric_train.export.model_card.card_training import training
+from fabric_train.export.model_card.card_training import stages, training
+from fabric_train.export.model_card.markdown import escaped
 from fabric_train.export.model_card.record import CardFacts, ModelRecord, read_record
 from fabric_train.model.origin import ModelOrigin
 
@@ -31,7 +32,7 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
 
 
 def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Sequence[AveragePart] = ()) -> None:
-    """Write ``README.md`` into ``folder``, and the hashes of the training data beside it.
+    """Write ``README.md`` into ``folder``, and the hashes of the training data and the stages of training beside it.
 
     The card has the picture of the losses if it is in ``folder``, see :func:`draw_card_picture`.
 
@@ -46,11 +47,13 @@ def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Se
     """
     record = _with_base_model(read_record(checkpoint, parts), facts.base_model)
     write_hashes(record, folder)
+    write_stages(record, folder)
     sections = [
-        f"# {Path(facts.name).name}",
+        f"# {escaped(Path(facts.name).name)}",
         introduction(record),
         key_facts(record, facts, folder),
         usage(record, facts.name),
+        stages(record),
         results(record, folder),
         training_data(record),
         training(record),
