@@ -66,32 +66,47 @@ class Conversation:
 
 
 def chat_in_terminal(conversation: Conversation) -> None:
-    """Answer the lines of standard input until its end or /exit. Only answers are written to standard output."""
+    """Answer the lines of standard input until its end or /exit. Only answers are written to standard output.
+
+    Raises:
+        InputError: standard input is closed; or it is no terminal and has a line that cannot be answered.
+    """
+    if sys.stdin is None:
+        raise InputError("--chat: standard input is closed, so there is no question; give one there or by --prompt")
+    is_terminal = sys.stdin.isatty()
+    for number, line in enumerate(_typed_lines() if is_terminal else sys.stdin.buffer, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if text == "/exit":
+                return
+            if text == "/reset":
+                conversation.reset()
+            elif text:
+                conversation.answer(text)
+            continue
+        except UnicodeDecodeError as error:
+            fault = f"byte {error.start} is not UTF-8"
+        except InputError as error:
+            fault = f"{error}; /reset forgets the conversation"
+        if not is_terminal:  # nobody is there to ask again
+            raise InputError(f"standard input, line {number}: {fault}; this and later lines are unanswered")
+        print(f"error: {fault}", file=sys.stderr)
+
+
+def _typed_lines() -> Iterator[bytes]:
+    """Ask for lines on the terminal until Ctrl-D, and yield them as UTF-8 or, if they are not, as they were typed."""
     with suppress(ImportError):
         import readline  # noqa: F401  input() then edits lines and remembers them
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        print(_HELP, file=sys.stderr)
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    print(_HELP, file=sys.stderr)
     while True:
         try:
-            text = input("> " if is_terminal else "").strip()
+            yield input("> ").encode("utf-8", "surrogateescape")
         except EOFError:
-            if is_terminal:
-                print(file=sys.stderr)
+            print(file=sys.stderr)
             return
         except KeyboardInterrupt:
             print(f"\n{_HELP}", file=sys.stderr)
-            continue
-        if text == "/exit":
-            return
-        if text == "/reset":
-            conversation.reset()
-            continue
-        try:
-            if text:
-                conversation.answer(text)
-        except InputError as error:
-            print(f"error: {error}; /reset forgets the conversation", file=sys.stderr)
 
 
 @contextmanager

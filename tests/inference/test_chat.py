@@ -33,6 +33,17 @@ class Rendered(PromptEncoder):
         return ids
 
 
+class _Lines(io.TextIOWrapper):
+    """Standard input with the bytes of some lines."""
+
+    def __init__(self, lines: bytes, is_terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(lines), encoding="utf-8")
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
 def _conversation(loaded: tuple[Any, Any], num_tokens: int = 6) -> tuple[Conversation, Rendered]:
     encoder = Rendered(loaded[1], "tiny", prompts_chats=True)
     return Conversation(*loaded, encoder, GenerationSettings(num_tokens), "Be kind"), encoder
@@ -42,7 +53,7 @@ def test_turns_become_history_until_a_reset(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation, encoder = _conversation(loaded)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\n/resets\n/reset\nHello\n/exit\nnot read\n"))
+    monkeypatch.setattr("sys.stdin", _Lines(b"Hello\n\n/resets\n/reset\nHello\n/exit\nnot read\n"))
     chat_in_terminal(conversation)
     out, err = capsys.readouterr()
     begin = "<system>Be kind\n<user>Hello\n"
@@ -54,17 +65,39 @@ def test_turns_become_history_until_a_reset(
     assert err == ""
 
 
-def test_a_chat_that_is_too_long_is_refused_and_goes_on(
-    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+_UNANSWERABLE = [
+    ("word " * 260).encode(),
+    "¿Qué?".encode("latin-1"),
+]
+
+
+@pytest.mark.parametrize("line", _UNANSWERABLE, ids=["too long", "latin-1"])
+def test_a_question_without_an_answer_ends_a_chat_that_no_terminal_holds(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    monkeypatch.setattr("sys.stdin", _Lines(b"Hello\n" + line + b"\nHello\n"))
+    with pytest.raises(InputError, match=r"^standard input, line 2: .*; this and later lines are unanswered$"):
+        chat_in_terminal(_conversation(loaded)[0])
+    assert capsys.readouterr().out == f"{_conversation(loaded)[0].answer('Hello').text}\n"
+
+
+@pytest.mark.parametrize("line", _UNANSWERABLE, ids=["too long", "latin-1"])
+def test_a_question_without_an_answer_is_refused_in_a_terminal_that_goes_on(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: bytes
 ) -> None:
     conversation, encoder = _conversation(loaded)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'word ' * 260}\nHello\n"))
+    monkeypatch.setattr("sys.stdin", _Lines(line + b"\nHello\n", is_terminal=True))
     chat_in_terminal(conversation)
     out, err = capsys.readouterr()
-    assert err.startswith("error: the conversation has ")
-    assert err.endswith("/reset forgets the conversation\n")
-    assert encoder.texts[1] == "<system>Be kind\n<user>Hello\n"
-    assert out
+    assert err.splitlines()[1].startswith(("error: the conversation has ", "error: byte 0 is not UTF-8"))
+    assert encoder.texts[-1] == "<system>Be kind\n<user>Hello\n"
+    assert out.startswith("> > ")
+
+
+def test_a_closed_standard_input_is_named(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # as Python sets it for <&-
+    with pytest.raises(InputError, match="--chat: standard input is closed"):
+        chat_in_terminal(_conversation(loaded)[0])
 
 
 def test_ctrl_c_stops_the_answer_and_what_was_said_is_history(
