@@ -229,11 +229,11 @@ def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
     """Return the lowest validation loss in the undamaged checkpoints up to a step; infinite if none has one.
 
-    ``source`` is that whose loss is meant, "all" for the whole validation split.
+    ``source`` is that whose loss is meant, "all" for the whole validation split. Losses on other rows than those of the
+    last evaluation do not count.
     """
     saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other, {})]
-    losses = [read_trainer_json(checkpoint).state.loss_of(source) for checkpoint in saved]
-    return min((loss for loss in losses if loss is not None and math.isfinite(loss)), default=math.inf)
+    return min(_comparable_losses(saved, source).values(), default=math.inf)
 
 
 def describe_damaged(run: Path, used: Path | None, damages: Damages | None = None) -> list[str]:
@@ -279,13 +279,25 @@ def _steps_in(run: Path) -> str:
 def sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
     """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
 
-    The newest one says which source's loss that is.
+    The newest one says which source's loss that is. Checkpoints that were evaluated on other rows than the last
+    evaluated one are left out.
     """
     in_order = sorted(checkpoints, key=_step)
     source = read_trainer_json(in_order[-1]).best_by if in_order else "all"
-    losses = {checkpoint: read_trainer_json(checkpoint).state.loss_of(source) for checkpoint in in_order}
-    evaluated = {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    return sorted(evaluated, key=lambda checkpoint: evaluated[checkpoint])
+    losses = _comparable_losses(in_order, source)
+    return sorted(losses, key=lambda checkpoint: losses[checkpoint])
+
+
+def _comparable_losses(checkpoints: Iterable[Path], source: str) -> dict[Path, float]:
+    """Return the finite validation losses of a source, of those evaluated on the rows of the last evaluation."""
+    states = {checkpoint: read_trainer_json(checkpoint).state for checkpoint in sorted(checkpoints, key=_step)}
+    last = next((state.evaluation for state in reversed(states.values()) if state.evaluation), None)
+    losses = {
+        checkpoint: state.loss_of(source)
+        for checkpoint, state in states.items()
+        if last is None or state.evaluation is None or state.evaluation.is_comparable(last)
+    }
+    return {checkpoint: loss for checkpoint, loss in losses.items() if loss is not None and math.isfinite(loss)}
 
 
 def _real(path: Path) -> Path:

@@ -114,7 +114,12 @@ class CheckpointManager:
         One rank may call this alone.
         """
         loss = state.loss_of(self._best_by)
-        return loss is not None and loss < self._lowest_loss
+        return loss is not None and loss < self._lowest_before(state)
+
+    def _lowest_before(self, state: TrainerState) -> float:
+        """Return the lowest saved loss on the rows of the state's evaluation; infinite if that is the first of them."""
+        is_first = state.first_evaluation is not None and state.first_evaluation.step == state.step
+        return math.inf if is_first else self._lowest_loss
 
     def save(
         self,
@@ -166,7 +171,7 @@ class CheckpointManager:
         self._make_folder(pending)
         self._pending, self._task = pending, BackgroundTask(writer.run, self._fabric.device)
         if (loss := state.loss_of(self._best_by)) is not None:
-            self._lowest_loss = min(self._lowest_loss, loss)
+            self._lowest_loss = min(self._lowest_before(state), loss)
         if staging is None:
             self.finish()
         return target

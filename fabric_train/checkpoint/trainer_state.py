@@ -21,9 +21,10 @@ class TrainerState:
     ``epoch`` and the losses are those of the last step. ``skipped_steps`` were skipped because their loss or gradient
     was not finite. ``rows_hash`` is the hash of consumed rows of token datasets, see ``WindowOrder.rows_hash``; None
     for a stream. ``rows_of_sources`` counts the consumed rows of each token dataset of a mixture; None without one.
-    ``val_loss`` and ``evaluation`` are None if the step had no evaluation. ``first_evaluation`` is the run's first one,
-    for a branch that of the run that it comes from. ``progress`` is that of ``--early_stopping``. ``unlogged`` are the
-    step's metrics by column of metrics.csv, if a signal came before its evaluation was complete.
+    ``val_loss`` and ``evaluation`` are None if the step had no evaluation. ``first_evaluation`` is the run's first one
+    of the rows that it evaluates now, for a branch that of the run that it comes from. ``progress`` is that of
+    ``--early_stopping``. ``unlogged`` are the step's metrics by column of metrics.csv, if a signal came before its
+    evaluation was complete.
     """
 
     step: Count = 0

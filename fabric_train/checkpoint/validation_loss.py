@@ -44,16 +44,26 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The losses of a validation after ``step``: of all tokens, and of each source that has some."""
+    """The losses of a validation after ``step``: of all tokens, and of each source that has some.
+
+    ``rows`` is a hash of the rows, see ``row_hash.hash_supervised``; None if an earlier version evaluated them.
+    ``follows_other_rows``: the run evaluated other rows before, whose losses cannot be compared with these.
+    """
 
     whole: TokenLoss
     sources: dict[str, TokenLoss] = field(default_factory=dict)
     step: Count = 0
+    rows: str | None = None
+    follows_other_rows: bool = False
 
     @property
     def parts(self) -> dict[str, TokenLoss]:
         """The loss of each source by its name, if there are several, and that of the whole as ``all``."""
         return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
+
+    def is_comparable(self, other: "Evaluation") -> bool:
+        """Return whether another evaluation is of the same rows, as far as that is known."""
+        return self.rows is None or other.rows is None or self.rows == other.rows
 
     def loss_of(self, source: str) -> float | None:
         """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from lightning import Fabric
 
 from fabric_train.checkpoint import Evaluation, TokenLoss
 from fabric_train.data.batch import Batch, count_supervised
+from fabric_train.data.row_hash import SUM_OF_HASHES, hash_supervised
 from fabric_train.distributed.collectives import sum_over_data_ranks
 from fabric_train.distributed.xla import run_pending
 from fabric_train.training.loss import sum_by_piece, sum_by_source, summed_loss
@@ -39,10 +41,12 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
     nats = torch.zeros(len(source_names), dtype=torch.float64, device=fabric.device)
     counts = torch.zeros(2, len(source_names), dtype=torch.float64)  # supervised tokens, bytes
+    hashed = 0
     for index, batch in enumerate(batches):
         if interrupted(index):
             model.train()
             return None
+        hashed += hash_supervised(batch.input_ids, batch.labels)
         there = batch.to(fabric.device)
         loss = summed_loss(model, there.input_ids, there.labels, there.documents, there.targets)
         totals[0] += loss.total
@@ -53,10 +57,11 @@ def evaluate(
             counts += batch.pieces.count_by_source(len(source_names))
         run_pending(fabric.device)
     model.train()
-    row = torch.cat([totals, nats, counts.flatten().to(fabric.device)])
-    summed, num_tokens, *of_sources = sum_over_data_ranks(fabric, row).tolist()
+    of_rows = torch.tensor([hashed % SUM_OF_HASHES], dtype=torch.float64, device=fabric.device)
+    row = torch.cat([totals, of_rows, nats, counts.flatten().to(fabric.device)])
+    summed, num_tokens, hashed, *of_sources = sum_over_data_ranks(fabric, row).tolist()
     by_source = zip(source_names, *torch.tensor(of_sources, dtype=torch.float64).view(3, -1).tolist(), strict=True)
-    return _evaluation(summed, int(num_tokens), by_source)
+    return replace(_evaluation(summed, int(num_tokens), by_source), rows=f"{int(hashed) % SUM_OF_HASHES:010x}")
 
 
 def _evaluation(nats: float, num_tokens: int, by_source: Iterable[tuple[str, float, float, float]]) -> Evaluation:

@@ -376,8 +376,10 @@ def _evaluate_and_log(parts: LoopParts, state: TrainerState, metrics: Metrics, e
         if evaluation is None or (parts.sample and not parts.sample(state.step)):
             return replace(state, unlogged=columns_of(metrics))
         evaluation = replace(evaluation, step=state.step)
-        first = state.first_evaluation or evaluation
-        progress = parts.early_stopping.after(state.progress, evaluation) if parts.early_stopping else None
+        first, progress = state.first_evaluation or evaluation, state.progress
+        if not evaluation.is_comparable(first):
+            first, progress = replace(evaluation, follows_other_rows=True), None
+        progress = parts.early_stopping.after(progress, evaluation) if parts.early_stopping else None
         state = replace(
             state,
             val_loss=evaluation.whole.loss,

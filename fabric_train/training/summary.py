@@ -98,6 +98,8 @@ def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Tab
     there = [f"{name} at step {first.step:,}" for name in names] if first else []
     columns = [name for pair in zip(there, names, strict=True) for name in pair] if first else names
     table = _source_table("Validation", columns)
+    if first and first.follows_other_rows:
+        table.caption = f"before step {first.step:,} other rows were evaluated, whose losses cannot be compared"
     for name, before, after in compare_evaluations(first or now, now):
         pairs = zip(_figures(before), _figures(after), strict=True)
         table.add_row(name, *(cell for pair in pairs for cell in (pair if first else pair[1:])))

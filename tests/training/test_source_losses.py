@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from lightning import Fabric
 from transformers import AutoModelForCausalLM
 
-from fabric_train.checkpoint import Evaluation, read_trainer_json
+from fabric_train.checkpoint import Evaluation, best_checkpoint, read_trainer_json
+from fabric_train.checkpoint.discovery import lowest_loss
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.shares import Shares
 from fabric_train.data.batch import IGNORED_LABEL
@@ -27,6 +28,8 @@ from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loop import backpropagate
 from fabric_train.training.loss import sum_by_piece, sum_by_source
+from tests.support.bad_input_folder import edit_json
+from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, checkpoints
 from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
@@ -227,6 +230,7 @@ def test_sources_add_up_to_the_whole_in_every_cut(
     found, same = runs.evaluation(name), runs.evaluation("whole")
     assert math.fsum(one.nats for one in found.sources.values()) == pytest.approx(found.whole.nats, rel=1e-12)
     assert sum(one.num_tokens for one in found.sources.values()) == found.whole.num_tokens
+    assert found.rows == same.rows is not None
     for source, loss in found.sources.items():
         assert loss.num_tokens == same.sources[source].num_tokens
         assert loss.num_bytes == pytest.approx(same.sources[source].num_bytes, rel=1e-12)
@@ -302,6 +306,34 @@ def test_first_evaluation_goes_through_resume_and_branch_to_the_card(runs: Runs,
     assert "| source | tokens evaluated | loss | perplexity | bits per byte | change of loss |" in card
     table = branch.stdout().split("Done\n")[1]
     assert f"va {before:.4f} {after:.4f}" in " ".join(table.split())
+
+
+@pytest.mark.slow
+def test_losses_of_other_rows_are_not_compared(runs: Runs, tmp_path: Path) -> None:
+    other: dict[str, Any] = {"eval_iters": 1, "eval_step_interval": 1, "early_stopping": "all:1", "max_step": 5}
+    resumed = runs.start("other_rows", checkpoint=runs.folder / "whole", allow_changes="true", **other)
+    resumed.finish()
+    saved = runs.folder / "other_rows" / "checkpoints" / "step-00000005"
+    state = read_trainer_json(saved).state
+    assert state.first_evaluation is not None
+    assert state.evaluation is not None
+    assert (state.first_evaluation.step, state.evaluation.step) == (4, 5)
+    assert state.first_evaluation.rows == state.evaluation.rows
+    table = resumed.stdout().split("Done\n")[1]
+    assert "before step 4 other rows were evaluated, whose losses cannot be compared" in " ".join(table.split())
+    write_model_card(saved, tmp_path, CardFacts("model"))
+    card = (tmp_path / "README.md").read_text()
+    assert "after step 4 → after step 5. Before step 4 other rows were evaluated" in card
+    folder = tmp_path / "checkpoints"
+    earlier = shutil.copytree(runs.folder / "whole" / "checkpoints" / "step-00000003", folder / "step-00000003")
+    shutil.copytree(saved, folder / saved.name)
+    low = {"whole": {"nats": 1.0, "num_tokens": 9}, "step": 3, "rows": "00"}
+    edit_json(earlier / "trainer.json", lambda content: content.update(val_loss=1 / 9, evaluation=low))
+    (earlier / "checksums.json").unlink()
+    write_checksums(earlier)
+    assert best_checkpoint(tmp_path) == folder / saved.name
+    assert lowest_loss(tmp_path, "all", 5) == state.val_loss
+    assert lowest_loss(tmp_path, "all", 4) == 1 / 9
 
 
 @pytest.mark.slow

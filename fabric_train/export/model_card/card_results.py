@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fabric_train.checkpoint import TokenLoss, compare_evaluations, perplexity, read_trainer_json, run_of
+from fabric_train.checkpoint import Evaluation, TokenLoss, compare_evaluations, perplexity, read_trainer_json, run_of
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart
 from fabric_train.export.model_card.markdown import code, table
@@ -65,16 +65,18 @@ def _validation(record: ModelRecord) -> str:
         change = [_change(before, after)] if first.step < now.step else []
         rows.append((record.part_name(name), f"{after.num_tokens:,}", *cells, *change))
     columns = ["source", "tokens evaluated", *_FIGURES, *(["change of loss"] if first.step < now.step else [])]
-    return f"{_explanation(first.step, now.step, len(record.stages) + 1)}\n\n" + table(" | ".join(columns), rows)
+    return f"{_explanation(first, now.step, len(record.stages) + 1)}\n\n" + table(" | ".join(columns), rows)
 
 
-def _explanation(first: int, now: int, stage: int) -> str:
+def _explanation(evaluated: Evaluation, now: int, stage: int) -> str:
     """Return what was compared, after which steps of the last ``stage``."""
-    text = f"On held-out documents, after step {now:,}."
+    text, first = f"On held-out documents, after step {now:,}.", evaluated.step
     if first < now:
         start = "before training" if stage == 1 else f"before stage {stage:,} of training (after stage {stage - 1:,})"
         before = f"after step {first:,}" if first else start
         text = f"On held-out documents, {before} → after step {now:,}."
+    if evaluated.follows_other_rows:
+        text += f" Before step {first:,} other rows were evaluated, so losses of earlier steps are not compared."
     return f"{text} Loss is in nats per token; lower is better. Bits per byte do not depend on the tokenizer."
 
 
