@@ -32,6 +32,8 @@ def check_deciding_sources(given: "EvaluationArguments", data: TrainingData) -> 
 def _fault(option: str, source: str, names: list[str]) -> str:
     if not names:
         return f"--{option} {source}: there is no validation split; tokenize with --validation_split above 0"
+    if option == "early_stopping" and source.isdecimal():
+        return f"--early_stopping {source}: a source comes before the number; give all:{source}, or {names[0]}:{source}"
     return f"--{option} {source}: the validation split has no such source; give all, {', '.join(names)}"
 
 

@@ -141,7 +141,15 @@ def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs
     config, sources = flatten(run.arguments), run.logged_sources
     samples = SampleFile(run.folder / "samples.jsonl", logged)
     loggers = open_loggers(
-        given.opened_loggers, run.folder, logged, given.project, given.entity, config, sources, samples.past
+        given.opened_loggers,
+        run.folder,
+        logged,
+        given.project,
+        given.entity,
+        config,
+        sources,
+        samples.past,
+        branched_after=[branch.step for branch in run.start.lineage],
     )
     return Outputs([*loggers, ProgressLine(state.step, run.plan.num_steps, console)], given.log_model, samples)
 

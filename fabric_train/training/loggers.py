@@ -9,6 +9,7 @@ import mmap
 import netrc
 import os
 import re
+import shlex
 import struct
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,16 +19,19 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError, describe_os_error, first_line
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
+from fabric_train.training.loss_curves import PICTURE, LossCurves
 from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
 from fabric_train.training.run_log import note, warn
 from fabric_train.training.samples import Sample, SampleFile
+
+_WANDB = "--loggers wandb"
 
 
 class Optional(Logger):
     """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged.
 
     Args:
-        name: in ``--loggers``.
+        name: what is logged to, as the report names it.
         open_logger: opens it.
     """
 
@@ -65,7 +69,7 @@ class Optional(Logger):
         except Exception as error:  # noqa: BLE001 - a folder, a disk, a network or a server: none may end the run
             self._logger = Logger()
             reason = describe_os_error(error) if isinstance(error, OSError) else first_line(error)
-            warn(f"--loggers {self._name}: {reason}; the run goes on without it, and metrics.csv has every step")
+            warn(f"{self._name}: {reason}; the run goes on without it, and metrics.csv has every step")
 
 
 class TensorBoardLogger(Logger):
@@ -256,7 +260,7 @@ def complete_wandb(folder: Path, last_step: int, project: str, entity: str | Non
     past = read_metrics(folder / "metrics.csv", last_step)
     if past and (not told.is_file() or told.read_bytes().strip() != str(past[-1].step).encode()):
         samples = SampleFile(folder / "samples.jsonl", last_step).past
-        Optional("wandb", lambda: WandbLogger(folder, project, entity, config, past, samples)).close()
+        Optional(_WANDB, lambda: WandbLogger(folder, project, entity, config, past, samples)).close()
 
 
 def open_loggers(
@@ -268,25 +272,43 @@ def open_loggers(
     config: dict[str, Any],
     source_names: Sequence[str] = (),
     past_samples: Sequence[Sample] = (),
+    branched_after: Sequence[int] = (),
 ) -> list[Logger]:
-    """Open metrics.csv and the named loggers, to continue after ``last_step``; -1 is before step 0.
+    """Open metrics.csv, the picture of the losses and the named loggers, to continue after ``last_step``.
 
-    ``source_names`` are the sources whose losses are logged, ``past_samples`` the samples up to ``last_step``.
+    Before step 0, ``last_step`` is -1. ``source_names`` are the sources whose losses are logged, ``past_samples`` the
+    samples up to ``last_step``, ``branched_after`` the steps at which the picture shows a branch.
 
     Raises:
         InputError: metrics.csv is damaged.
     """
     table = folder / "metrics.csv"
-    loggers: list[Logger] = [CSVLogger(table, last_step, source_names)]
+    loggers: list[Logger] = [
+        CSVLogger(table, last_step, source_names),
+        Optional("loss_curves.png", lambda: LossCurves(folder, branched_after)),
+    ]
     if "tensorboard" in names:
-        loggers.append(Optional("tensorboard", lambda: TensorBoardLogger(folder / "tensorboard", last_step)))
+        loggers.append(Optional("--loggers tensorboard", lambda: TensorBoardLogger(folder / "tensorboard", last_step)))
     if "wandb" in names and _wandb_mode() == "disabled":
         note("WANDB_MODE=disabled: nothing is logged to Weights & Biases")
     elif "wandb" in names:
         past = read_metrics(table, last_step)
-        opened = Optional("wandb", lambda: WandbLogger(folder, project, entity, config, past, past_samples))
+        opened = Optional(_WANDB, lambda: WandbLogger(folder, project, entity, config, past, past_samples))
         loggers.append(opened)
     return loggers
+
+
+def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
+    """Return where a run's metrics are, with the command that shows or uploads those of each logger."""
+    places = [f"{folder / 'metrics.csv'}; after an evaluation, {PICTURE} beside it"]
+    if "tensorboard" in names:
+        places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
+    if "wandb" in names:
+        mode = _wandb_mode()
+        offline = f"{shlex.quote(str(folder / 'wandb'))}/offline-run-*"
+        where = {"online": f"project {project}", "offline": f"offline; upload with: wandb sync {offline}"}
+        places.append(f"Weights & Biases, {where.get(mode, mode)}")
+    return "\n".join(places)
 
 
 def _wandb_mode() -> str:

@@ -1,11 +1,13 @@
 """Draw the losses and the learning rate of a run over the optimizer steps, from the rows of its metrics.csv."""
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fabric_train.training.metrics import Metrics
+from fabric_train.files.regular_file import check_regular_or_absent
+from fabric_train.training.metrics import Logger, Metrics, read_metrics
 
 _TEXT = "#767676"  # can be read on white and on black; the background is transparent
 _BLUE, _ORANGE = "#3d7fc4", "#d9782d"
@@ -14,6 +16,47 @@ _SMOOTHED_FROM = 200  # points
 _FIGURES = {"val_bits_per_byte": "validation loss\n(bits per byte)", "val_loss": "validation loss\n(nats per token)"}
 
 Points = list[tuple[int, float]]
+
+PICTURE = "loss_curves.png"
+_MAX_SHARE = 0.01  # of the run's time
+
+
+class LossCurves(Logger):
+    """``RUN/loss_curves.png`` after each evaluation, as long as drawing takes at most 1 % of the run's time.
+
+    The last evaluation is drawn in any case, when the run ends.
+    """
+
+    def __init__(self, folder: Path, branched_after: Sequence[int] = ()) -> None:
+        """``folder`` is RUN, whose metrics.csv has every row before this logger gets it."""
+        self._folder, self._branched_after = folder, branched_after
+        self._last_step = -1
+        self._is_behind = False
+        self._drawn_at, self._seconds = 0.0, 0.0
+
+    def log(self, metrics: Metrics) -> None:
+        """Draw, if the step has an evaluation and it is time."""
+        self._last_step = metrics.step
+        self._is_behind |= metrics.val_loss is not None
+        if self._is_behind and time.monotonic() - self._drawn_at >= self._seconds / _MAX_SHARE:
+            self._draw()
+
+    def close(self) -> None:
+        """Draw what is not drawn yet."""
+        if self._is_behind:
+            self._draw()
+
+    def _draw(self) -> None:
+        started = time.monotonic()
+        picture = self._folder / PICTURE
+        temporary = picture.with_name(f".{PICTURE}")
+        check_regular_or_absent(picture)
+        temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
+        rows = read_metrics(self._folder / "metrics.csv", self._last_step)
+        draw_loss_curves(rows, temporary, self._folder.name, self._branched_after)
+        temporary.replace(picture)
+        self._is_behind, self._drawn_at = False, time.monotonic()
+        self._seconds = self._drawn_at - started
 
 
 def draw_loss_curves(rows: Sequence[Metrics], picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:

@@ -36,9 +36,8 @@ class ProgressLine(Logger):
         """Show the step."""
         progress.info("")
         if metrics.val_loss is not None:
-            log.info(
-                "step %d: validation loss %.4f, perplexity %.3f", metrics.step, metrics.val_loss, metrics.perplexity
-            )
+            whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
+            log.info("step %d: %s%s", metrics.step, whole, _of_sources(metrics))
         now, is_last = time.monotonic(), metrics.step == self._num_steps
         if metrics.step == 0:  # an evaluation before the first step
             self._started = now
@@ -83,6 +82,17 @@ class _Bar:
                 break
             line = f"{line} {value}"
         yield Text(line, no_wrap=True, overflow="crop")
+
+
+def _of_sources(metrics: Metrics) -> str:
+    """Return the validation loss of each source, if there are several."""
+    losses = {
+        name: loss
+        for column, loss in metrics.by_source.items()
+        for of, _, name in [column.partition("/")]
+        if of == "val_loss"
+    }
+    return "".join(f"; {name} {loss:.4f}" for name, loss in losses.items())
 
 
 def _clock(seconds: float) -> str:

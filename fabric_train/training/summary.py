@@ -1,5 +1,6 @@
 """The tables that a run prints: what it is before it starts, what it reached, and the figures of a self-check."""
 
+from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import decay_form, num_decay_steps
+from fabric_train.training.loggers import describe_loggers
 from fabric_train.training.prepared_run import PreparedRun
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ def describe_start(run: PreparedRun) -> Group:
     table.add_row("steps", f"{plan.num_steps:,}{per_epoch}")
     table.add_row("learning rate", _learning_rate(run))
     table.add_row("output", arguments.save.output_dir)
+    if not arguments.evaluation.only_reads:
+        table.add_row("metrics", _metrics(run))
     return Group(table, *describe_mixture(run), *describe_phases(run), *describe_stream(run))
 
 
@@ -69,7 +73,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
     """
     table = _table("Done")
     num_tokens = state.num_tokens - run.start.state.num_tokens
-    table.add_row("steps", f"{state.step:,}, the last one in epoch {state.epoch} (counted from 0, as in metrics.csv)")
+    table.add_row("steps", f"{state.step:,}, the last one in {_epoch(state, run)}")
     table.add_row(
         "tokens",
         f"{state.num_tokens:,}; {num_tokens / seconds:,.0f} a second over {seconds:,.0f} s with evaluation and saves",
@@ -85,7 +89,7 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         saved = read_trainer_json(best)
         loss = saved.state.loss_of(saved.best_by)
         table.add_row("best checkpoint", f"{best}, {deciding_loss(best)} {loss:.4f}")
-    table.add_row("metrics", str(run.folder / "metrics.csv"))
+    table.add_row("metrics", _metrics(run))
     table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
     losses = [describe_evaluation(state.evaluation, state.first_evaluation)] if state.evaluation else []
     return Group(table, *losses, *describe_mixture(run, state.rows_of_sources), *describe_stream(run, checkpoint))
@@ -230,6 +234,20 @@ def _rates(run: PreparedRun, first_step: int, last_step: int) -> str:
     name = schedule.arguments.lr_schedule if schedule.arguments.lr_decay else "constant"
     begins, ends = (f"{schedule.rate(step):.3g}" for step in (first_step, last_step))
     return f"{name}, {begins}" + (f" to {ends}" if ends != begins else "")
+
+
+def _metrics(run: PreparedRun) -> str:
+    given = run.arguments.logging
+    return describe_loggers(given.opened_loggers, run.folder, given.project)
+
+
+def _epoch(state: TrainerState, run: PreparedRun) -> str:
+    """Return the epoch of the last step; of phases, which each begin a new epoch, the phase."""
+    mixture = run.plan.mixture
+    if mixture is None or not run.plan.phases:
+        return f"epoch {state.epoch} (counted from 0, as in metrics.csv)"
+    begun = [run.plan.data_starts_after + start for start in mixture.starts_after]
+    return f"phase {max(bisect_left(begun, state.step), 1)} of {len(begun)}"
 
 
 def _start(run: PreparedRun) -> str:

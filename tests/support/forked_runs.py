@@ -44,6 +44,8 @@ _IMPORTED_LATER = (
     "torch.distributed._shard.checkpoint",
     "torch.utils.tensorboard",
     "attrs",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
     "rich._emoji_codes",
     "transformers.models.llama.modeling_llama",
 )

@@ -3,10 +3,12 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState, best_checkpoint
 from fabric_train.checkpoint.pruning import prune
@@ -44,6 +46,7 @@ class Stopping:
 
     def __init__(self, folder: Path, forked: ForkedRuns, model: Path) -> None:
         self.folder, self._forked, self._model = folder, forked, model
+        self.whole: ForkedRun
         train = write_jsonl(folder / "es.jsonl", [f"es {text}" for text in TEXTS])
         texts = {"es": TEXTS[:4], "va": [text[::-1] for text in TEXTS[:4]]}
         held_out = [write_jsonl(folder / f"{name}-held-out.jsonl", texts[name]) for name in ("es", "va")]
@@ -71,7 +74,8 @@ class Stopping:
 @pytest.fixture(scope="module")
 def stopping(tmp_path_factory: pytest.TempPathFactory, forked_runs: ForkedRuns, tiny_model_dir: Path) -> Stopping:
     made = Stopping(tmp_path_factory.mktemp("stopping"), forked_runs, tiny_model_dir)
-    made.start("whole", best_by="va").finish()
+    made.whole = made.start("whole", best_by="va", loggers="tensorboard")
+    made.whole.finish()
     return made
 
 
@@ -125,6 +129,19 @@ def dying(self, target, rename=pathlib.Path.rename):
     return renamed
 pathlib.Path.rename = dying
 """
+
+
+@pytest.mark.slow
+def test_a_run_shows_the_losses_of_sources_and_says_where_to_look(stopping: Stopping) -> None:
+    run, printed = stopping.folder / "whole", stopping.whole.stdout()
+    for step in (1, MAX_STEP):
+        of_sources = "; ".join(f"{name} {stopping.losses('whole', name)[step]:.4f}" for name in ("es", "va"))
+        assert re.search(rf"step {step}: validation loss [^;]+; {of_sources}\n", printed)
+    start, end = printed.split("Done\n")
+    for table in (start, end):
+        for place in ("loss_curves.png", f"tensorboard --logdir {run}/tensorboard"):
+            assert place in table
+    assert imread(run / "loss_curves.png").ndim == 3
 
 
 @pytest.mark.slow
@@ -195,4 +212,7 @@ def test_an_unknown_deciding_source_is_one_line_that_lists_them(stopping: Stoppi
         f"error: --{option}: the validation split has no such source; give all, es, va"
         for option in ("best_by en", "early_stopping va:x")
     ]
+    run = stopping.start("unknown", early_stopping=3)
+    assert run.wait() == [2]
+    assert run.stderr() == "error: --early_stopping 3: a source comes before the number; give all:3, or es:3\n"
     assert not (stopping.folder / "unknown").exists()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from fabric_train.training.loss_curves import draw_loss_curves
-from fabric_train.training.metrics import Metrics
+from fabric_train.training.loss_curves import PICTURE, LossCurves, draw_loss_curves
+from fabric_train.training.metrics import CSVLogger, Metrics
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "3d7fc4", "d9782d", "2a9d6f", "a05fb4", "767676"
 
@@ -50,3 +50,18 @@ def test_every_curve_is_drawn_and_the_background_is_transparent(tmp_path: Path) 
 def test_any_number_of_steps_is_drawn(tmp_path: Path, rows: list[Metrics]) -> None:
     draw_loss_curves(rows, tmp_path / "picture.png", "a title")
     assert (opaque(tmp_path / "picture.png", BLUE) > 200) == (len(rows) > 1)
+
+
+def test_a_run_draws_evaluations_in_a_hundredth_of_its_time_and_the_last_one_at_its_end(tmp_path: Path) -> None:
+    table, curves = CSVLogger(tmp_path / "metrics.csv", -1, ("es", "ca")), LossCurves(tmp_path)
+    picture = tmp_path / PICTURE
+    sizes = list[int]()
+    for row in list(rows_of(4))[1:]:  # the steps 2 and 4 have evaluations; drawing one takes more than a millisecond
+        table.log(row)
+        curves.log(row)
+        sizes.append(opaque(picture, ORANGE) if picture.exists() else 0)
+    assert sizes[0] == 0
+    assert sizes[1] == sizes[2] == sizes[3] > 0
+    curves.close()
+    assert opaque(picture, ORANGE) != sizes[3]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [PICTURE, "metrics.csv"]

@@ -4,6 +4,7 @@ import csv
 import errno
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,14 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
-from fabric_train.training.loggers import Optional, TensorBoardLogger, WandbLogger, complete_wandb, open_loggers
+from fabric_train.training.loggers import (
+    Optional,
+    TensorBoardLogger,
+    WandbLogger,
+    complete_wandb,
+    describe_loggers,
+    open_loggers,
+)
 from fabric_train.training.metrics import (
     CSVLogger,
     Logger,
@@ -324,7 +332,7 @@ def fails(*_: object) -> NoReturn:
 def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture, method: str) -> None:
     whole = Logger()
     setattr(whole, method, fails)
-    logger = Optional("tensorboard", lambda: whole)
+    logger = Optional("--loggers tensorboard", lambda: whole)
     given: dict[str, list[object]] = {"log": [metrics(1)], "log_samples": [[]], "log_model": [Path("step-00000001")]}
     for _ in range(2):
         getattr(logger, method)(*given.get(method, []))
@@ -425,6 +433,20 @@ for logger in loggers:
 
 
 @pytest.mark.slow
+def test_the_places_of_loggers_are_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "my run"
+    (run / "wandb" / "offline-run-20261124-abc").mkdir(parents=True)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    table, tensorboard, wandb = describe_loggers(["tensorboard", "wandb"], run, "project").splitlines()
+    assert table.startswith(str(run / "metrics.csv"))
+    assert shlex.split(tensorboard) == ["tensorboard", "--logdir", str(run / "tensorboard")]
+    command = wandb.split("upload with: wandb sync ")[1]
+    shown = subprocess.run(["bash", "-c", f"ls -d {command}"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"{run}/wandb/offline-run-20261124-abc\n"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert describe_loggers(["wandb"], run, "ours").splitlines()[1] == "Weights & Biases, project ours"
+
+
 def test_wandb_without_account_logs_offline_and_never_asks(tmp_path: Path) -> None:
     run, home, checkpoint = tmp_path / "run", tmp_path / "home", tmp_path / "step-00000002"
     for folder in (run, home, checkpoint / "tokenizer", checkpoint / "optimizer"):

@@ -164,6 +164,7 @@ def phased(mixing: Mixing) -> ForkedRun:
 
 def test_phases_are_planned_and_taken(mixing: Mixing, phased: ForkedRun) -> None:
     before, after = phased.stdout().split("Done\n")
+    assert "12, the last one in phase 3 of 3\n" in after
     total = [manifest_of(mixing.folder / name).ledger.splits["train"].rows for name in NAMES]
     rows = [mixing.state("phased", step)["rows_of_sources"] for step in (6, 8, 12)]  # borders are saved
     seen = [[late - early for early, late in zip(*pair, strict=True)] for pair in pairwise([[0, 0, 0], *rows])]

@@ -10,10 +10,9 @@ from fabric_train.export.average import AveragePart
 from fabric_train.export.model_card.markdown import code, table
 from fabric_train.export.model_card.public_names import last_part
 from fabric_train.export.model_card.record import ModelRecord
-from fabric_train.training.loss_curves import draw_loss_curves
+from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics import Metrics, read_metrics
 
-PICTURE = "loss_curves.png"
 _FIGURES = ("loss", "perplexity", "bits per byte")
 
 
