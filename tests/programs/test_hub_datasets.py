@@ -194,6 +194,18 @@ def test_parts_that_a_copy_does_not_have_are_refused(copy: Path, tmp_path: Path,
     assert len(caught.value.faults) == 1
 
 
+def test_a_copy_without_a_subset_is_what_the_name_on_the_hub_is(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="it has several subsets; give one of them as NAME:SUBSET: en, es"):
+        texts_of(str(copy), tmp_path)
+    (copy / "README.md").write_text("---\nlicense: mit\n" + README.removeprefix("---\n").replace("es\n", "default\n"))
+    assert texts_of(str(copy), tmp_path) == texts("new es")
+    only = "---\nconfigs:\n- config_name: en\n" + README.partition("config_name: en\n")[2].partition("- config_name")[0]
+    (copy / "README.md").write_text(f"{only}---\n")
+    assert texts_of(str(copy), tmp_path) == [*texts("new en 0"), *texts("new en 1")]
+    (copy / "README.md").write_text("---\ntitle: texts\n---\nconfigs: none\n")
+    assert len(texts_of(str(copy), tmp_path)) == 4 * len(texts(""))
+
+
 @pytest.mark.parametrize("path", ["../secret.jsonl", "/etc/hostname", "nothing.jsonl", "["])
 def test_a_readme_that_names_other_files_is_refused(copy: Path, tmp_path: Path, path: str) -> None:
     shutil.copy(copy / "es" / "all.jsonl", tmp_path / "secret.jsonl")

@@ -149,6 +149,20 @@ def test_other_kinds_of_files_are_only_counted(tmp_path: Path) -> None:
     assert source.notes == ("2 files of other kinds are skipped (1 .pdf, 1 .sock)",)
 
 
+def test_readme_and_licence_of_a_folder_are_no_documents(tmp_path: Path) -> None:
+    about = ["data/README.md", "data/LICENSE-MIT.txt", "data/dataset_infos.json", "data/deep/readme.md.gz"]
+    documents = ["data/1.md", "data/deep/readme.jsonl", "data/license_plates.txt"]
+    write(tmp_path, *about, *documents)
+    assert names_in(tmp_path, tmp_path / "data") == names_in(tmp_path, tmp_path / "**" / "*") == sorted(documents)
+    assert names_in(tmp_path, tmp_path / "**" / "README*") == ["data/README.md"]
+    assert names_in(tmp_path, tmp_path / "data" / "LICENSE-MIT.txt") == ["data/LICENSE-MIT.txt"]
+    (source,) = open_sources([str(tmp_path / "data")], "--dataset", False, tmp_path)
+    (note,) = source.notes
+    assert (
+        "(1 LICENSE-MIT.txt, 1 README.md, 1 dataset_infos.json, 1 readme.md.gz); a LICENSE-MIT.txt is read if" in note
+    )
+
+
 def test_output_of_another_program_is_refused(tmp_path: Path) -> None:
     read, written = os.pipe()
     try:

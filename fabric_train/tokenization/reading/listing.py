@@ -26,6 +26,11 @@ NO_SHA256 = bytes(SHA256_BYTES)
 """Stands for that of a file that is not hashed."""
 READ_AT_ONCE = 1 << 20
 """Bytes up to which a file is read in one piece."""
+_ABOUT_DATA = re.compile(
+    r"(?:readme|licen[cs]e|copying|notice|citation|changelog|contributing|use_policy)(?:[-.].*)?"
+    r"(?:\.(?:txt|md)(?:\.\w+)?|\*.*)|dataset_infos\.json",
+    re.IGNORECASE,
+)
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -94,7 +99,7 @@ class Listing:
 
     Args:
         files: the files that were wanted.
-        others: suffix → number of files that were not.
+        others: suffix → number of files that were not; name → number of those that are about the data.
         repeated: links to folders that are listed under another path, such as links to a folder above them.
     """
 
@@ -120,6 +125,11 @@ def list_file(path: str | Path) -> ListedFile:
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a folder")
         raise InputError(f"{path}: {kind}, not a file; write its content to a file first, or remove it")
     return ListedFile(os.fspath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def is_about_data(name: str) -> bool:
+    """Return whether a file, or what a pattern names, is a README, a licence or the like, and no document."""
+    return _ABOUT_DATA.fullmatch(os.path.basename(name)) is not None
 
 
 def list_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Listing:
@@ -168,7 +178,7 @@ def _listing(found: Iterable[str], is_wanted: Callable[[str], bool], repeated: S
                 continue
             if os.path.islink(path) and not os.path.exists(path):
                 list_file(path)  # raises: it may be a folder of documents that is missing
-            others[Path(path).suffix or "no suffix"] += 1
+            others[os.path.basename(path) if is_about_data(path) else Path(path).suffix or "no suffix"] += 1
 
     return Listing(ListedFiles(wanted()), others, tuple(sorted(repeated)))
 

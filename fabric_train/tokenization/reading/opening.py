@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +19,21 @@ from fabric_train.tokenization.reading.hub_names import (
     is_hub_name,
     parse_dataset_name,
 )
-from fabric_train.tokenization.reading.listing import ListedFiles, Listing, list_file, list_folder, list_pattern
+from fabric_train.tokenization.reading.listing import (
+    ListedFiles,
+    Listing,
+    is_about_data,
+    list_file,
+    list_folder,
+    list_pattern,
+)
 from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
 _SAVED = ("dataset_dict.json", "state.json")
+_SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
@@ -59,7 +68,9 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
     if path.is_dir():
         if _is_saved(path):
             return _open_saved(name, option, path, None)
-        return _of_files(name, option, "this folder", path, list_folder(path, is_readable))
+        if _is_copy_of_hub(path):
+            return _open_part_of_folder(name, option, DatasetName(str(path), None, None, None))
+        return _of_files(name, option, "this folder", path, list_folder(path, _is_document))
     if os.path.lexists(path):
         file = list_file(path)
         if not is_readable(path):
@@ -72,7 +83,8 @@ def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
     if dataset and Path(dataset.name).expanduser().is_dir():
         return _open_part_of_folder(name, option, dataset)
     if glob.has_magic(name):
-        listing = list_pattern(os.path.expanduser(name), is_readable)
+        is_wanted = is_readable if is_about_data(name) else _is_document
+        listing = list_pattern(os.path.expanduser(name), is_wanted)
         folders = {os.path.dirname(file.name) for file in listing.files}
         root = Path(os.path.commonpath(folders)) if folders else Path()
         return _of_files(name, option, "what this pattern names", root, listing)
@@ -90,12 +102,27 @@ def _of_files(name: str, option: str, where: str, root: Path, listing: Listing) 
     notes = []
     if num_others:
         listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(listing.others.items()))
-        notes.append(f"{num_others:,} files of other kinds are skipped ({listed})")
+        about = next((kind for kind in sorted(listing.others) if is_about_data(kind)), None)
+        more = f"; a {about} is read if {option} names it" if about else ""
+        notes.append(f"{num_others:,} files of other kinds are skipped ({listed}){more}")
     if listing.repeated:
         more = f" and {len(listing.repeated) - 3} more" if len(listing.repeated) > 3 else ""
         links = ", ".join(listing.repeated[:3]) + more
         notes.append(f"links to folders that are read under another path are skipped: {links}")
     return FileSource(name=name, root=root, files=listing.files, notes=tuple(notes))
+
+
+def _is_document(path: str) -> bool:
+    return is_readable(path) and not is_about_data(path)
+
+
+def _is_copy_of_hub(folder: Path) -> bool:
+    """Return whether a folder's README.md lists subsets and splits, as those of datasets on the hub do."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return False
+    with readme.open(encoding="utf-8-sig", errors="replace") as file:
+        return _SUBSETS_IN_README.match(file.read(1 << 20)) is not None
 
 
 def _open_url(name: str, option: str, downloads: Path) -> FileSource:
@@ -129,7 +156,7 @@ def _open_saved(name: str, option: str, folder: Path, split: str | None) -> Data
 
 
 def _open_part_of_folder(name: str, option: str, dataset: DatasetName) -> DatasetSource | FileSource:
-    """Open a split of a save_to_disk folder, or the files of a subset and split of a folder with hub metadata.
+    """Open a split of a save_to_disk folder, or the files of a subset and split of a copy of a hub dataset.
 
     The latter are read as files, because the loaders of ``datasets`` change documents (see ``files``).
     """

@@ -9,6 +9,7 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.redaction import redact
 from fabric_train.tokenization.progress import ThrottledLog
 from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
+from fabric_train.tokenization.reading.listing import is_about_data
 
 PART = ".part"
 """The suffix of a file whose download has not finished."""
@@ -41,7 +42,8 @@ def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
         is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
         is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
         paths = sorted(system.glob(path)) if is_pattern else [path]
-        readable = [path for path in paths if is_readable(_name(path))]
+        named = [path for path in paths if not is_pattern or is_about_data(url) or not is_about_data(path)]
+        readable = [path for path in named if is_readable(_name(path))]
         if not readable:
             raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
         return tuple(_fetch(system, path, folder) for path in readable)
