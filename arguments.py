@@ -1033,21 +1033,21 @@ class GenerateArguments:
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Compare models by their loss on texts, with confidence intervals, or evaluate each checkpoint of a run on tasks
+    """Compare models by their loss on texts, with confidence intervals; evaluate each checkpoint of a run as it trains
 
     PROGRAM --models models/llama-3-8b runs/1/best runs/1 --texts es=es.jsonl ca=ca/ --output_dir eval/1
-    PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1 --max_length 4k --overlap 1k --output_dir eval/2
-    PROGRAM --watch runs/1 --tasks tasks.yaml --models models/llama-3-8b
+    PROGRAM --models meta-llama/Meta-Llama-3-8B runs/1/all --max_length 4k --overlap 1k --output_dir eval/2
+    PROGRAM --watch runs/1 --tasks tasks.yaml --texts es=es.jsonl --models models/llama-3-8b
     """
 
     models: list[str] | None = None
-    """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, a checkpoint's folder, a Hugging Face
-    folder, one with an adapter of peft, or a hub name. The others are compared with the first one. With --watch, they
-    are evaluated too, once.
+    """Models: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, RUN/all (each of its checkpoints), a
+    checkpoint's folder, a Hugging Face folder, one with an adapter of peft, or a hub name. The others are compared with
+    the first one. With --watch, they are evaluated too, once.
     """
     output_dir: str | None = None
-    """Folder for the results and for finished parts: with the same folder, a stopped evaluation goes on, and a further
-    model costs only itself. Default with --watch: RUN/evaluation.
+    """Folder for the results and for finished parts. With the same folder, a stopped evaluation goes on, and further
+    models and texts are added to those that are there. Default with --watch: RUN/evaluation.
     """
     texts: list[str] | None = None
     """What the loss is of, by source: es=PLACE, where PLACE is anything with text that tokenize_dataset.py reads, or a
@@ -1064,7 +1064,7 @@ class EvaluateArguments:
     seed: NonNegativeInt64 = 0
     """Seed of the bootstrap."""
     watch: str | None = None
-    """Evaluate each checkpoint of this run with lm_eval on --tasks, in place of losses on texts."""
+    """Evaluate each checkpoint of this run on --texts, on --tasks with lm_eval, or on both."""
     tasks: str | None = None
     """With --watch: YAML file with lm_eval's tasks by language."""
     wait: bool = True
@@ -1079,8 +1079,8 @@ class EvaluateArguments:
             faults += [f"--{name} is required" for name in ("models", "output_dir") if getattr(self, name) is None]
             faults += ["--tasks needs --watch: give the run"] if self.tasks is not None else []
         else:
-            faults += ["--watch needs --tasks: give a YAML file"] if self.tasks is None else []
-            faults += ["--watch and --texts: give one of them"] if self.texts is not None else []
+            has_none = self.tasks is None and self.texts is None
+            faults += ["--watch needs --tasks or --texts: give one of them"] if has_none else []
         models = self.models or []
         twice = {model for model in models if models.count(model) > 1}
         faults += [f"--models {model} is given twice: give it once" for model in sorted(twice)]

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightning import Fabric
+from rich.console import Console
+from rich.progress import track
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
@@ -159,6 +161,24 @@ def whole_checkpoints(run: Path) -> Iterator[Path]:
             yield checkpoint
         else:
             print(f"note: {checkpoint} {fault}; it is left out", file=sys.stderr)
+
+
+def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the undamaged checkpoints that ``RUN/all`` means, the oldest first, and the damaged ones.
+
+    Print a note on standard error for each damaged one.
+
+    Raises:
+        InputError: There is no undamaged one.
+    """
+    saved, console = saved_checkpoints(path.parent), Console(stderr=True)
+    checked = track(
+        whole_checkpoints(path.parent), "checking the checkpoints", len(saved), console=console, transient=True
+    )
+    whole = list(checked)[::-1]
+    if not whole:
+        raise InputError(f"{path}: the run has no undamaged checkpoint; use another run")
+    return whole, [checkpoint for checkpoint in saved.values() if checkpoint not in whole]
 
 
 def choose_checkpoint(

@@ -1,4 +1,7 @@
-"""Evaluate several models on several texts, one model in memory at a time, and write and print the results."""
+"""Evaluate several models on several texts, one model in memory at a time, and write and print the results.
+
+A folder with an evaluation is added to.
+"""
 
 import os
 import sys
@@ -9,17 +12,40 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.evaluation.bootstrap import DocumentSums, compare
 from fabric_train.evaluation.changes_page import changes_page
-from fabric_train.evaluation.compared_model import ComparedModel, check_tokenizer, find_model
-from fabric_train.evaluation.encoded_text import EncodedText, PackedText, WindowedText
+from fabric_train.evaluation.compared_model import (
+    NUM_DIGITS,
+    ComparedModel,
+    check_all_evaluated,
+    check_tokenizer,
+    find_models,
+    full_digest,
+)
+from fabric_train.evaluation.encoded_text import (
+    EncodedText,
+    PackedText,
+    WindowedText,
+    identity_of_rows,
+    identity_of_texts,
+)
 from fabric_train.evaluation.loss_changes import find_changes
 from fabric_train.evaluation.loss_picture import draw_losses
-from fabric_train.evaluation.loss_table import print_table, write_documents, write_evaluation
+from fabric_train.evaluation.loss_table import (
+    check_same_documents,
+    compare_evaluated,
+    document_losses,
+    have_same_tokens,
+    join_evaluated,
+    outdated_models,
+    print_table,
+    read_evaluated,
+    write_evaluated,
+)
 from fabric_train.evaluation.scoring_progress import scoring_progress
 from fabric_train.evaluation.texts import EvaluatedText, HeldOutRows, open_texts, open_validation_of
-from fabric_train.evaluation.token_losses import FOLDER, LossCache, score_texts
+from fabric_train.evaluation.token_losses import FOLDER, LossCache, device_kind, score_texts
 from fabric_train.files.atomic_folder import check_no_dead_link
+from fabric_train.files.lock import wait_for_lock
 
 if TYPE_CHECKING:
     from arguments import EvaluateArguments
@@ -35,27 +61,80 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     assert arguments.models is not None  # EvaluateArguments.faults
     assert arguments.output_dir is not None
     folder = Path(arguments.output_dir)
-    _check_folder(folder)
-    models = [find_model(name) for name in arguments.models]
+    check_output(folder)
+    earlier = read_evaluated(folder)
+    models, damaged = find_models(arguments.models)
     texts = _open_texts(arguments, models, folder)
     encoded = _encode_for(models, texts, arguments)
+    weights = {model.name: model.weights for model in models}
+    documents = _documents_by_source(encoded[models[0].name])
+    check_same_documents(earlier, weights, documents, folder)
+    outdated = outdated_models(earlier, weights)
+    for name in outdated:
+        print(f"note: {name} has other weights than in the earlier evaluation, which it replaces", file=sys.stderr)
     losses = _score(models, encoded, LossCache(folder / FOLDER), arguments.batch_tokens)
-    sums = [_sums_by_source(encoded[model.name], losses[model.name]) for model in models]
-    results = {source: compare([of[source] for of in sums], arguments.seed) for source in sums[0]}
-    names = [model.name for model in models]
-    write_evaluation(folder, names, results)
-    write_documents(folder, names, [encoded[name] for name in names], [losses[name] for name in names])
-    draw_losses(folder / "evaluation.png", names, results)
-    _write_page(folder / "report.html", models[0], models[-1], encoded[names[0]], losses)
-    print_table(names, results, are_same_tokens=len({model.tokenizer_id for model in models}) == 1)
+    new = {
+        model.name: document_losses(model.name, model.weights, _identified(encoded[model.name]), losses[model.name])
+        for model in models
+    }
+    with wait_for_lock(folder / "evaluation.lock"):
+        earlier = read_evaluated(folder)  # others may have written meanwhile
+        check_same_documents(earlier, weights, documents, folder)
+        evaluated = join_evaluated(earlier, new)
+        results = compare_evaluated(evaluated, arguments.seed)
+        write_evaluated(folder, evaluated, results)
+        draw_losses(folder / "evaluation.png", list(evaluated), results)
+    if outdated:
+        (folder / "report.html").unlink(missing_ok=True)  # it may be of the former weights
+    _write_page(folder / "report.html", models[0], models[-1], encoded[models[0].name], losses)
+    print_table(results, have_same_tokens(evaluated))
     print(f"written to {folder}", file=sys.stderr)
+    check_all_evaluated(damaged)
 
 
-def _check_folder(folder: Path) -> None:
+def print_evaluated(folder: Path, seed: int) -> None:
+    """Print the table of all that has been evaluated in a folder."""
+    evaluated = read_evaluated(folder)
+    print_table(compare_evaluated(evaluated, seed), have_same_tokens(evaluated))
+
+
+def unscored_texts(texts: Sequence[EvaluatedText], max_length: int, overlap: int) -> frozenset[str]:
+    """Return what tells the texts from others, as ``DocumentLoss.text`` does, without encoding them."""
+    identities = (
+        identity_of_rows(text) if isinstance(text, HeldOutRows) else identity_of_texts(text, max_length, overlap)
+        for text in texts
+    )
+    return frozenset(map(_on_this_device, identities))
+
+
+def _on_this_device(identity: str) -> str:
+    return full_digest(f"{identity} {device_kind()}")[:NUM_DIGITS]  # another kind has another precision
+
+
+def _identified(texts: Sequence[EncodedText]) -> list[tuple[str, EncodedText]]:
+    return [(_on_this_device(text.identity), text) for text in texts]
+
+
+def _documents_by_source(texts: Sequence[EncodedText]) -> dict[str, list[str]]:
+    """Return what tells the text of each document from others, by source."""
+    found: dict[str, list[str]] = {}
+    for identity, text in _identified(texts):
+        for number in text.sources.tolist():
+            found.setdefault(text.source_names[number], []).append(identity)
+    return found
+
+
+def check_output(folder: Path) -> None:
+    """Check that ``--output_dir`` is a new folder, or one with an evaluation, which is added to.
+
+    Raises:
+        InputError: it is not, or cannot be written to.
+    """
     check_no_dead_link(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file; choose another name for the folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / FOLDER).is_dir():
+    is_evaluation = (folder / FOLDER).is_dir() or (folder / "scores.csv").is_file()
+    if folder.is_dir() and any(folder.iterdir()) and not is_evaluation:
         raise InputError(f"--output_dir {folder} has other files, and no evaluation; choose another folder")
     parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -134,28 +213,8 @@ def _write_page(
     texts: Sequence[EncodedText],
     losses: dict[str, list[np.ndarray]],
 ) -> None:
-    """Write the page of where tokens got better and worse; remove it if the two models have different tokens."""
+    """Write the page of where tokens got better and worse, if there are two models, and they have the same tokens."""
     if first is last or first.tokenizer_id != last.tokenizer_id:
-        file.unlink(missing_ok=True)
         return
     changes = find_changes((first.name, last.name), texts, losses[first.name], losses[last.name])
     file.write_text(changes_page(changes, first.tokenizer), encoding="utf-8")
-
-
-def _sums_by_source(texts: Sequence[EncodedText], losses: Sequence[np.ndarray]) -> dict[str, DocumentSums]:
-    """Return the sums of each document by the name of its source; sources of one name are one."""
-    parts: dict[str, list[DocumentSums]] = {}
-    for text, of_tokens in zip(texts, losses, strict=True):
-        num_documents = len(text.sources)
-        nats = np.bincount(text.owners, of_tokens.astype(np.float64), num_documents)
-        tokens = np.bincount(text.owners, minlength=num_documents).astype(np.float64)
-        for number, name in enumerate(text.source_names):
-            own = text.sources == number
-            if own.any():
-                parts.setdefault(name, []).append(DocumentSums(nats[own], tokens[own], text.num_bytes[own]))
-    return {
-        name: DocumentSums(
-            *(np.concatenate([getattr(sums, field) for sums in of]) for field in ("nats", "tokens", "num_bytes"))
-        )
-        for name, of in parts.items()
-    }

@@ -4,18 +4,22 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fabric_train.checkpoint import describe_choice, find_checkpoint, is_short_name
-from fabric_train.cli.errors import InputError
+from fabric_train.checkpoint import checkpoints_of_all, describe_choice, find_checkpoint, is_short_name, means_all
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.inference.adapter import is_adapter, read_base_name
 from fabric_train.model.hf_model import check_readable, read_shape
 from fabric_train.model.hf_tokenizer import load_hf_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
+
+NUM_DIGITS = 16
+"""Hexadecimal digits that tell weights and texts from others in ``documents.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,38 @@ class ComparedModel:
     max_positions: int | None
     vocab_size: int
 
+    @property
+    def weights(self) -> str:
+        """What tells its weights from others, in few characters."""
+        return full_digest(self.identity)[:NUM_DIGITS]
+
+
+def find_models(names: Sequence[str]) -> tuple[list[ComparedModel], list[str]]:
+    """Find the models of ``--models``, and return the names of damaged checkpoints of ``RUN/all`` too.
+
+    A checkpoint of ``RUN/all`` has the name ``RUN/step-00000500``.
+
+    Raises:
+        InputError: a model cannot be found, or ``RUN/all`` has no undamaged checkpoint.
+    """
+    found: dict[str, ComparedModel] = {}
+    damaged: list[str] = []
+    for name in names:
+        own = [name]
+        if means_all(Path(name)):
+            checkpoints, left_out = checkpoints_of_all(Path(name))
+            own = [str(Path(name).parent / checkpoint.name) for checkpoint in checkpoints]
+            damaged += [str(Path(name).parent / checkpoint.name) for checkpoint in left_out]
+        found |= {each: find_model(each) for each in own if each not in found}
+    return list(found.values()), damaged
+
+
+def check_all_evaluated(damaged: Sequence[str]) -> None:
+    """Raise a RunError if ``RUN/all`` had damaged checkpoints; the others have been evaluated."""
+    if damaged:
+        names = ", ".join(damaged)
+        raise RunError(f"not evaluated, since damaged: {names}; remove them, or restore their files")
+
 
 def find_model(name: str) -> ComparedModel:
     """Find a model: a checkpoint or a run (see ``find_checkpoint``), a Hugging Face folder, an adapter or a hub name.
@@ -61,7 +97,8 @@ def _find_whole(name: str) -> ComparedModel:
     folder, source = Path(name), name
     if is_short_name(folder) or (folder.is_dir() and not (folder / "config.json").is_file()):
         checkpoint = find_checkpoint(folder)
-        if note := describe_choice(folder, checkpoint):
+        note = describe_choice(folder, checkpoint)
+        if note and folder.name != checkpoint.name:
             print(f"note: {note}", file=sys.stderr)
         source = str(checkpoint)
     is_checkpoint = (Path(source) / "trainer.json").is_file()
@@ -126,6 +163,11 @@ def identity_of(folder: Path) -> str:
     return "\n".join([os.path.realpath(folder), *listed])
 
 
+def full_digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _tokenizer_id(tokenizer: Any) -> str:
     """Return the SHA-256 of all that decides the ids of a text, and of the tokens around it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -135,4 +177,4 @@ def _tokenizer_id(tokenizer: Any) -> str:
         content = json.loads(backend.to_str())
         deciding = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
     deciding += [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+    return full_digest(json.dumps(deciding, sort_keys=True))

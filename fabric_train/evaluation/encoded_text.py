@@ -48,6 +48,7 @@ class EncodedText(abc.ABC):
 
     Attributes:
         name: of the text, for messages.
+        identity: the same for the same documents and windows, whatever the tokenizer.
         target_ids: int32 [N], the predicted tokens.
         owners: int64 [N], the documents that they belong to.
         source_names: the sources of the documents.
@@ -58,6 +59,7 @@ class EncodedText(abc.ABC):
     """
 
     name: str
+    identity: str
     target_ids: np.ndarray
     owners: np.ndarray
     source_names: tuple[str, ...]
@@ -122,7 +124,7 @@ class WindowedText(EncodedText):
     def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
         self._documents, self._max_length, self._overlap = documents, max_length, overlap
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        self.name = documents.name
+        self.name, self.identity = documents.name, identity_of_texts(documents, max_length, overlap)
         ids = list(_encode(documents.texts, tokenizer, prefix))
         self._starts = np.cumsum([0, *map(len, ids)])
         self._prefix = np.array([prefix], dtype=np.int32)
@@ -184,7 +186,7 @@ class PackedText(EncodedText):
 
     def __init__(self, text: HeldOutRows) -> None:
         assert text.dataset.validation is not None
-        self.name = text.dataset.name
+        self.name, self.identity = text.dataset.name, identity_of_rows(text)
         self._dataset, self._rows = text.dataset, text.dataset.validation
         ids, of_rows, documents, sources, num_targets, num_bytes = [], [0], [], [], [], []
         self.highest_id = 0
@@ -239,6 +241,18 @@ class PackedText(EncodedText):
         """Return the number of the document of each piece in some rows, int64 [pieces]."""
         numbers = np.array(rows, dtype=np.int64)
         return numbers if self._rows.index is None else self._rows.index.pieces(numbers).documents
+
+
+def identity_of_texts(documents: DocumentTexts, max_length: int, overlap: int) -> str:
+    """Return what tells documents, and the windows that they are read in, from others."""
+    texts = (text.encode("utf-8", "surrogatepass") for text in documents.texts)
+    digests = (hashlib.sha256(text).digest() for text in texts)
+    return _digest(f"{max_length} {overlap}".encode(), *digests)
+
+
+def identity_of_rows(text: HeldOutRows) -> str:
+    """Return what tells the validation split of a token dataset, as it is read, from others."""
+    return _digest(f"{text.dataset.fingerprint} {text.dataset.isolates}".encode())
 
 
 def _encode(texts: Sequence[str], tokenizer: Any, prefix: int) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Run lm_eval in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker check|evaluate  < REQUEST
+"""Evaluate a model in a process of its own:  python -m fabric_train.evaluation.lm_eval_worker COMMAND  < REQUEST
 
 So the memory of a model is free after its evaluation, and a crash ends only that. A request is the JSON of a
 :class:`WorkerRequest`.
@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.evaluation.score_files import MetricScore, ModelScores, TaskScore, add_score, finite
@@ -42,19 +42,20 @@ class RequestedTask:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """The tasks to check, or to evaluate a model on.
+    """The tasks to check, or to evaluate a model on, or the words of a command line of evaluate.py for losses on texts.
 
     ``source`` is for ``load_for_inference``; ``scores`` are those so far, and ``file`` is where they are.
     """
 
-    tasks: list[RequestedTask]
+    tasks: list[RequestedTask] = field(default_factory=list)
     source: str = ""
     file: str = ""
     scores: ModelScores | None = None
     batch_size: int = 1
+    words: list[str] = field(default_factory=list)
 
 
-def start_worker(command: str, request: WorkerRequest) -> "subprocess.Popen[bytes]":
+def start_worker(command: Literal["check", "evaluate", "losses"], request: WorkerRequest) -> "subprocess.Popen[bytes]":
     """Start this module in a session of its own, so that Ctrl-C reaches only the process that waits for it."""
     project = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH"))))}
@@ -72,10 +73,16 @@ def start_worker(command: str, request: WorkerRequest) -> "subprocess.Popen[byte
 
 
 def main() -> None:
-    """Check or evaluate what standard input asks for."""
+    """Check tasks, evaluate a model on them, or evaluate it on texts, as standard input asks."""
     if sys.platform == "linux":  # a killed watcher leaves no process behind that writes scores
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
+    if sys.argv[1] == "losses":
+        from arguments import EvaluateArguments, parse
+        from fabric_train.evaluation.compare_models import compare_models  # slow
+
+        compare_models(parse(EvaluateArguments, request.words))
+        return
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     tasks = _load_tasks(request.tasks)

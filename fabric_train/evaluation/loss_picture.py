@@ -9,7 +9,7 @@ from fabric_train.evaluation.bootstrap import LEVEL, ModelLoss
 _PANELS_IN_A_ROW = 3
 
 
-def draw_losses(file: Path, models: Sequence[str], results: Mapping[str, Sequence[ModelLoss]]) -> None:
+def draw_losses(file: Path, models: Sequence[str], results: Mapping[str, Mapping[str, ModelLoss]]) -> None:
     """Write a PNG with a panel for each source: bits per byte of each model, or nats per token if bytes are not known.
 
     Panels have scales of their own, so that the differences within a source can be seen.
@@ -26,7 +26,7 @@ def draw_losses(file: Path, models: Sequence[str], results: Mapping[str, Sequenc
     for panel in grid.flat:
         panel.axis("off")
     for number, (panel, (source, of_models)) in enumerate(zip(grid.flat, results.items(), strict=False)):
-        _draw_panel(panel, of_models)
+        _draw_panel(panel, [of_models.get(model) for model in models])
         panel.set_title(source, loc="left", fontsize=10, parse_math=False)
         labels = [_short(model) for model in models] if number % num_columns == 0 else [""] * len(models)
         panel.set_yticks(range(len(models)), labels, parse_math=False)
@@ -38,12 +38,13 @@ def draw_losses(file: Path, models: Sequence[str], results: Mapping[str, Sequenc
     pyplot.close(figure)
 
 
-def _draw_panel(panel: Any, of_models: Sequence[ModelLoss]) -> None:
+def _draw_panel(panel: Any, of_models: Sequence[ModelLoss | None]) -> None:
     panel.axis("on")
-    in_bits = all(found.total.bits_per_byte is not None for found in of_models)
-    first = _value(of_models[0], in_bits)
+    evaluated = [(row, found) for row, found in enumerate(of_models) if found is not None]
+    in_bits = all(found.total.bits_per_byte is not None for _, found in evaluated)
+    first = _value(evaluated[0][1], in_bits)
     panel.axvline(first, color="0.8", linewidth=1, zorder=0)
-    for row, found in enumerate(of_models):
+    for row, found in evaluated:
         value, interval = _value(found, in_bits), found.bits_per_byte if in_bits else found.loss
         is_known = found.difference is not None and found.difference.excludes_0
         colour = "0.35" if not is_known else "#2a7f46" if value < first else "#b3402e"

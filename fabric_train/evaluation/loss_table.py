@@ -1,7 +1,11 @@
-"""Print and write the losses of the compared models."""
+"""Print the losses of the compared models, and write them: each evaluation in a folder adds to what is there.
+
+``documents.jsonl`` has the losses from which everything else is computed.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_train.checkpoint import perplexity
-from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Difference, ModelLoss
+from fabric_train.cli.errors import InputError
+from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Difference, DocumentSums, ModelLoss, compare
 from fabric_train.evaluation.encoded_text import EncodedText
-from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.regular_file import open_regular, write_atomically
 from fabric_train.tokenization.inspect.row_view import visible
 
-Results = Mapping[str, Sequence[ModelLoss]]
-"""The losses of the models, in their order, by source."""
+DOCUMENTS = "documents.jsonl"
+Results = Mapping[str, Mapping[str, ModelLoss]]
+"""The losses by source and model, in their order; models that were not evaluated on a source are left out there."""
 
 
-def print_table(models: Sequence[str], results: Results, are_same_tokens: bool) -> None:
+def print_table(results: Results, are_same_tokens: bool) -> None:
     """Print the losses of each source and model, and what to know to read them."""
     table = Table(box=None, pad_edge=False)
     for name, justify in (("source", "left"), ("model", "left"), ("documents", "right"), ("tokens", "right")):
@@ -27,12 +33,12 @@ def print_table(models: Sequence[str], results: Results, are_same_tokens: bool) 
     for name in ("loss", "perplexity", "bits/byte", f"{LEVEL} % interval", "to the first", f"{LEVEL} % interval", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for source, of_models in results.items():
-        for number, (model, found) in enumerate(zip(models, of_models, strict=True)):
+        for number, (model, found) in enumerate(of_models.items()):
             name = visible(source) if number == 0 else ""
-            table.add_row(name, visible(model), *_cells(found), end_section=number == len(models) - 1)
+            table.add_row(name, visible(model), *_cells(found), end_section=number == len(of_models) - 1)
     console = Console(width=None if Console().is_terminal else 200)
     console.print(table)
-    for line in _notes(results, are_same_tokens, len(models)):
+    for line in _notes(results, are_same_tokens):
         console.print(line, style="dim")
 
 
@@ -56,31 +62,181 @@ def _mark(difference: Difference | None) -> str:
     return "better" if difference.value < 0 else "worse"
 
 
-def _notes(results: Results, are_same_tokens: bool, num_models: int) -> Iterator[str]:
+def _notes(results: Results, are_same_tokens: bool) -> Iterator[str]:
     yield "loss in nats per token; lower is better"
-    if num_models > 1:
+    if any(len(of_models) > 1 for of_models in results.values()):
         yield "better, worse: the interval of the difference (paired bootstrap over documents) is on one side of 0"
     if not are_same_tokens:
         yield "the models have different tokenizers: compare bits per byte, not loss or perplexity"
     for source, of_models in results.items():
-        if of_models[0].num_documents < FEWEST_DOCUMENTS:
-            yield f"{visible(source)}: {of_models[0].num_documents} documents are too few for an interval"
+        first = next(iter(of_models.values()))
+        if first.num_documents < FEWEST_DOCUMENTS:
+            yield f"{visible(source)}: {first.num_documents} documents are too few for an interval"
 
 
-def write_evaluation(folder: Path, models: Sequence[str], results: Results) -> None:
-    """Write ``evaluation.json``: the figures by model and source."""
+@dataclass(frozen=True)
+class DocumentLoss:
+    """A line of ``documents.jsonl``: the loss of a model on a document.
+
+    Args:
+        model: its name.
+        weights: what tells the model's weights from others.
+        source: of the document.
+        text: what tells the text that the document is of, its windows and the kind of device from others.
+        document: where it is: file and line.
+        tokens: predicted tokens.
+        bytes: of its text; None if they are not known.
+        nats: the sum of the tokens' losses.
+    """
+
+    model: str
+    weights: str
+    source: str
+    text: str
+    document: str
+    tokens: int
+    bytes: float | None
+    nats: float
+
+
+Evaluated = dict[str, dict[str, list[DocumentLoss]]]
+"""The losses on documents by model and source, in their order."""
+
+
+def document_losses(
+    model: str, weights: str, texts: Sequence[tuple[str, EncodedText]], losses: Sequence[np.ndarray]
+) -> dict[str, list[DocumentLoss]]:
+    """Return the losses of a model on each document by source; sources of one name are one.
+
+    Args:
+        model: its name.
+        weights: see ``DocumentLoss``.
+        texts: each with what tells it from others.
+        losses: of the predicted tokens, fp32 [N] for each text.
+    """
+    found: dict[str, list[DocumentLoss]] = {}
+    for (identity, text), of_tokens in zip(texts, losses, strict=True):
+        nats = np.bincount(text.owners, of_tokens.astype(np.float64), len(text.sources)).tolist()
+        tokens = np.bincount(text.owners, minlength=len(text.sources)).tolist()
+        for number, num_bytes in enumerate(text.num_bytes.tolist()):
+            source = text.source_names[text.sources[number]]
+            known = None if np.isnan(num_bytes) else _whole(num_bytes)
+            line = DocumentLoss(
+                model, weights, source, identity, text.place(number), tokens[number], known, nats[number]
+            )
+            found.setdefault(source, []).append(line)
+    return {source: found[source] for text in texts for source in text[1].source_names if source in found}
+
+
+def read_evaluated(folder: Path) -> Evaluated:
+    """Return what earlier evaluations have written into a folder, which need not exist.
+
+    Raises:
+        InputError: ``documents.jsonl`` is damaged.
+    """
+    file = folder / DOCUMENTS
+    evaluated: Evaluated = {}
+    if not file.exists():
+        return evaluated
+    with open_regular(file, "remove it") as opened:
+        for number, line in enumerate(opened, 1):
+            try:
+                loss = DocumentLoss(**json.loads(line))
+            except (ValueError, TypeError):
+                raise InputError(
+                    f"{file}, line {number}: damaged, or written by an earlier version; choose another --output_dir, "
+                    "or remove the file to evaluate anew"
+                ) from None
+            evaluated.setdefault(loss.model, {}).setdefault(loss.source, []).append(loss)
+    return evaluated
+
+
+def outdated_models(earlier: Evaluated, weights: Mapping[str, str]) -> list[str]:
+    """Return the models of earlier evaluations that have other weights now. ``weights`` has those by model."""
+    return [model for model, own in earlier.items() if weights.get(model, _weights(own)) != _weights(own)]
+
+
+def check_same_documents(
+    earlier: Evaluated, weights: Mapping[str, str], documents: Mapping[str, Sequence[str]], folder: Path
+) -> None:
+    """Check that models of earlier evaluations, unless they are evaluated again, have losses on the same documents.
+
+    Args:
+        earlier: what is in ``folder``.
+        weights: of the models that are evaluated now.
+        documents: the text of each document by source, see ``DocumentLoss``.
+        folder: for the message.
+
+    Raises:
+        InputError: a source has other documents, windows or another device there.
+    """
+    faults = []
+    for source, texts in documents.items():
+        others = [
+            model
+            for model, of_sources in earlier.items()
+            if model not in weights and source in of_sources and [line.text for line in of_sources[source]] != texts
+        ]
+        if others:
+            faults.append(
+                f"--texts {source}: {folder} has losses of {', '.join(others)} on other documents of that name, or "
+                "with another --max_length, --overlap or kind of device; name the text otherwise (NAME=PLACE), give "
+                "all these models, or choose another --output_dir"
+            )
+    if faults:
+        raise InputError(*faults)
+
+
+def join_evaluated(earlier: Evaluated, new: Evaluated) -> Evaluated:
+    """Return the losses of earlier evaluations with new ones, which replace those of the same model and source.
+
+    The first model is the one that the others are compared with. It stays the first, unless it is evaluated again at
+    another place.
+    """
+    outdated = outdated_models(earlier, {model: _weights(own) for model, own in new.items()})
+    kept = {model: of_sources for model, of_sources in earlier.items() if model not in outdated}
+    names = [*new, *kept] if next(iter(earlier), None) in new else [*kept, *new]
+    return {model: {**kept.get(model, {}), **new.get(model, {})} for model in dict.fromkeys(names)}
+
+
+def compare_evaluated(evaluated: Evaluated, seed: int) -> Results:
+    """Return the losses of all models with intervals; within a source, models are compared with its first one."""
+    results: dict[str, dict[str, ModelLoss]] = {}
+    for source in dict.fromkeys(source for of_sources in evaluated.values() for source in of_sources):
+        models = [model for model, of_sources in evaluated.items() if source in of_sources]
+        sums = [_sums(evaluated[model][source]) for model in models]
+        results[source] = dict(zip(models, compare(sums, seed), strict=True))
+    return results
+
+
+def have_same_tokens(evaluated: Evaluated) -> bool:
+    """Return whether all models have the same number of tokens in each document."""
+    first: dict[str, list[int]] = {}
+    return all(
+        first.setdefault(source, tokens) == tokens
+        for of_sources in evaluated.values()
+        for source, tokens in ((source, [line.tokens for line in lines]) for source, lines in of_sources.items())
+    )
+
+
+def write_evaluated(folder: Path, evaluated: Evaluated, results: Results) -> None:
+    """Write ``documents.jsonl`` and ``evaluation.json``, which has the figures by model and source."""
+    lines = (line for of_sources in evaluated.values() for own in of_sources.values() for line in own)
+    text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
+    write_atomically(folder / DOCUMENTS, text)
     content = {
-        model: {source: _figures(of_models[number], models[0]) for source, of_models in results.items()}
-        for number, model in enumerate(models)
+        model: {source: _figures(results[source], model) for source in results if source in of_sources}
+        for model, of_sources in evaluated.items()
     }
     write_atomically(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _figures(found: ModelLoss, first: str) -> dict[str, Any]:
+def _figures(of_models: Mapping[str, ModelLoss], model: str) -> dict[str, Any]:
+    found = of_models[model]
     figures: dict[str, Any] = {
         **found.total.figures(),
         "tokens": found.total.num_tokens,
-        "bytes": _bytes(found.total.num_bytes),
+        "bytes": None if found.total.num_bytes is None else _whole(found.total.num_bytes),
         "documents": found.num_documents,
     }
     if found.loss:
@@ -90,7 +246,7 @@ def _figures(found: ModelLoss, first: str) -> dict[str, Any]:
     if found.difference:
         difference = found.difference
         figures["difference"] = {
-            "to": first,
+            "to": next(iter(of_models)),
             "of": difference.unit,
             "value": difference.value,
             "ci": difference.interval,
@@ -99,31 +255,16 @@ def _figures(found: ModelLoss, first: str) -> dict[str, Any]:
     return figures
 
 
-def _bytes(number: float | None) -> float | None:
+def _sums(lines: Sequence[DocumentLoss]) -> DocumentSums:
+    num_bytes = np.array([np.nan if line.bytes is None else line.bytes for line in lines], dtype=np.float64)
+    nats, tokens = (np.array([getattr(line, name) for line in lines], dtype=np.float64) for name in ("nats", "tokens"))
+    return DocumentSums(nats, tokens, num_bytes)
+
+
+def _weights(of_sources: Mapping[str, Sequence[DocumentLoss]]) -> str:
+    return next(iter(of_sources.values()))[0].weights
+
+
+def _whole(number: float) -> float:
     """Return bytes as an integer, except those of tokens of which only a part is predicted."""
-    return int(number) if number is not None and number.is_integer() else number
-
-
-def write_documents(
-    folder: Path,
-    models: Sequence[str],
-    encoded: Sequence[Sequence[EncodedText]],
-    losses: Sequence[Sequence[np.ndarray]],
-) -> None:
-    """Write ``documents.jsonl``: the summed loss of each document for each model."""
-    lines = []
-    for model, texts, of_texts in zip(models, encoded, losses, strict=True):
-        for text, of_tokens in zip(texts, of_texts, strict=True):
-            nats = np.bincount(text.owners, of_tokens.astype(np.float64), len(text.sources)).tolist()
-            tokens = np.bincount(text.owners, minlength=len(text.sources)).tolist()
-            for number, num_bytes in enumerate(text.num_bytes.tolist()):
-                record = {
-                    "model": model,
-                    "source": text.source_names[text.sources[number]],
-                    "document": text.place(number),
-                    "tokens": tokens[number],
-                    "bytes": _bytes(None if np.isnan(num_bytes) else num_bytes),
-                    "nats": nats[number],
-                }
-                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    write_atomically(folder / "documents.jsonl", "".join(lines))
+    return int(number) if number.is_integer() else number

@@ -26,7 +26,7 @@ class LossCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = device_kind()
 
     def has(self, model: ComparedModel, part: ScoredPart) -> bool:
         """Return whether a part is finished."""
@@ -53,6 +53,11 @@ class LossCache:
     def _file(self, model: ComparedModel, part: ScoredPart) -> Path:
         key = f"{model.identity}\n{part.content}\n{self._device}"
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
+
+
+def device_kind() -> str:
+    """Return the kind of device that models are evaluated on, which decides the precision."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def score_texts(

@@ -1,16 +1,15 @@
-"""Evaluate each checkpoint of a run on lm_eval's tasks, beside its training or afterwards.
+"""Evaluate each checkpoint of a run on lm_eval's tasks and on texts, beside its training or afterwards.
 
 The output folder has a file of scores for each model (``score_files.py``), and the table and the picture of all. Any
 number of watchers may share it: a lock for each model keeps them apart.
 """
 
-import hashlib
 import importlib.util
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +21,23 @@ from fabric_train.checkpoint import (
     saved_checkpoints,
 )
 from fabric_train.cli.errors import InputError, RunError, missing_folder
-from fabric_train.evaluation.compared_model import find_model, identity_of
+from fabric_train.evaluation.compare_models import check_output, print_evaluated, unscored_texts
+from fabric_train.evaluation.compared_model import (
+    NUM_DIGITS,
+    check_all_evaluated,
+    find_models,
+    full_digest,
+    identity_of,
+)
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
+from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
 from fabric_train.evaluation.score_files import ModelScores, read_score_file, read_scores
 from fabric_train.evaluation.score_picture import write_picture
 from fabric_train.evaluation.score_table import ScoreTable, build_table, to_csv, to_markdown, to_rich
-from fabric_train.evaluation.tasks_file import LanguageTask, read_tasks
-from fabric_train.files.lock import hold_lock
+from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
+from fabric_train.evaluation.texts import DocumentTexts, open_texts
+from fabric_train.evaluation.token_losses import FOLDER
+from fabric_train.files.lock import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
 from fabric_train.training.early_stopping import parse_early_stopping
 
@@ -36,7 +45,6 @@ if TYPE_CHECKING:
     from arguments import EvaluateArguments
 
 _SECONDS_BETWEEN_LOOKS = 10.0
-_SECONDS_FOR_TABLE = 120.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,11 @@ class WatchedModel:
     identity: str
 
     @property
+    def weights(self) -> str:
+        """What ``DocumentLoss.weights`` is for it."""
+        return self.identity[:NUM_DIGITS]
+
+    @property
     def unscored(self) -> ModelScores:
         """Its scores before any evaluation."""
         return ModelScores(self.name, self.step, self.identity, [])
@@ -62,16 +75,53 @@ class WatchedModel:
         if self.step is not None:
             return f"{self.name}.json"
         plain = re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-")[-60:]
-        return f"model-{plain}-{_digest(self.name)[:8]}.json"
+        return f"model-{plain}-{full_digest(self.name)[:8]}.json"
 
 
 Evaluate = Callable[[WorkerRequest], int]
 """Evaluates a model on the tasks of a request, writes its scores, and returns an exit code."""
 
 
+@dataclass(frozen=True)
+class WatchedTexts:
+    """The texts of ``--texts``: what tells them from others, and the words of a command line that evaluates on them."""
+
+    identities: frozenset[str]
+    words: tuple[str, ...]
+
+    @classmethod
+    def open(cls, arguments: "EvaluateArguments", output: Path) -> "WatchedTexts":
+        """Read the texts, and check that models can be evaluated on them.
+
+        Raises:
+            InputError: a text cannot be read, or ``output`` cannot be added to.
+        """
+        assert arguments.texts is not None
+        check_output(output)
+        texts = open_texts(arguments.texts, arguments.text_column, output / FOLDER / "downloads")
+        documents: dict[str, list[str]] = {}
+        for text in texts:
+            if isinstance(text, DocumentTexts):  # of rows, the worker knows the documents
+                (own,) = unscored_texts([text], arguments.max_length, arguments.overlap)
+                documents.setdefault(text.name, []).extend([own] * len(text.texts))
+        check_same_documents(read_evaluated(output), {}, documents, output)
+        names = ("text_column", "max_length", "overlap", "batch_tokens", "seed")
+        options = (word for name in names for word in (f"--{name}", str(getattr(arguments, name))))
+        identities = unscored_texts(texts, arguments.max_length, arguments.overlap)
+        return cls(identities, ("--texts", *arguments.texts, "--output_dir", str(output), *options))
+
+    def has_all(self, evaluated: Evaluated, model: WatchedModel, name: str) -> bool:
+        """Return whether a model with these weights has been evaluated on each text, under a name."""
+        lines = [line for lines in evaluated.get(name, {}).values() for line in lines]
+        return self.identities <= {line.text for line in lines if line.weights == model.weights}
+
+
 @dataclass
 class Watch:
-    """The evaluation of a run's checkpoints, and of other models, each of them once."""
+    """The evaluation of a run's checkpoints, and of other models, each of them once.
+
+    ``texts`` is None without ``--texts``, and ``tasks`` is empty without ``--tasks``.
+    """
 
     run: Path
     output: Path
@@ -79,15 +129,16 @@ class Watch:
     models: list[WatchedModel]
     batch_size: int
     evaluate: Evaluate
+    texts: WatchedTexts | None = None
     failed: dict[str, str] = field(default_factory=dict)
     """The names of models whose evaluation has failed, by identity; they are not tried again."""
     _expected: dict[str, Path] = field(default_factory=dict)
 
     def pending(self) -> list[WatchedModel]:
         """Return what is to be evaluated: first the other models, then the checkpoints by step."""
-        settings = [task.settings for task in self.tasks]
         models = [model for model in self._known() if model.identity not in self.failed]
-        return [model for model in models if read_scores(self._file(model), model.unscored).missing(settings)]
+        evaluated = read_evaluated(self.output) if self.texts else {}
+        return [model for model in models if self._lacks_texts(model, evaluated) or self._missing(model)]
 
     def evaluate_next(self) -> bool:
         """Evaluate the first pending model that no other process evaluates; return False if there is none."""
@@ -104,8 +155,11 @@ class Watch:
         return False
 
     def write_table(self) -> ScoreTable:
-        """Write the table as CSV and markdown, and the picture; return the table."""
-        with _wait_for_lock(self.output / "scores.lock"):
+        """Write the table of tasks as CSV and markdown, and the picture; return the table."""
+        table = build_table(self.tasks, [])
+        if not self.tasks:
+            return table
+        with wait_for_lock(self.output / "scores.lock"):
             table = build_table(self.tasks, self._all_scores())
             write_atomically(self.output / "scores.csv", to_csv(table, self.tasks))
             write_atomically(self.output / "scores.md", to_markdown(table))
@@ -113,16 +167,38 @@ class Watch:
                 write_picture(table, self.output / "scores.png")
         return table
 
+    def print_tables(self, seed: int) -> None:
+        """Print the losses on texts and the scores on tasks; ``seed`` is that of the bootstrap."""
+        if self.texts and (self.output / DOCUMENTS).exists():
+            print_evaluated(self.output, seed)
+        if self.tasks:
+            Console().print(to_rich(build_table(self.tasks, self._all_scores())))
+
+    def _missing(self, model: WatchedModel) -> list[TaskSettings]:
+        """Return the tasks on which a model has not been evaluated."""
+        settings = [task.settings for task in self.tasks]
+        return read_scores(self._file(model), model.unscored).missing(settings) if settings else []
+
+    def _lacks_texts(self, model: WatchedModel, evaluated: Evaluated) -> bool:
+        return self.texts is not None and not self.texts.has_all(evaluated, model, self._name_on_texts(model))
+
+    def _name_on_texts(self, model: WatchedModel) -> str:
+        """Return the name of a model in ``evaluation.json``; that of a checkpoint is as with RUN/all of --models."""
+        return model.name if model.step is None else str(self.run / model.name)
+
     def _evaluate(self, model: WatchedModel) -> None:
-        """Evaluate a model on the tasks that it still lacks, and note a failure."""
-        scores = read_scores(self._file(model), model.unscored)  # another process may have added to it
-        missing = scores.missing([task.settings for task in self.tasks])
-        if not missing:
-            return
-        _say(f"{model.name}: evaluating {len(missing)} of {len(self.tasks)} tasks")
-        tasks = {task.settings: task for task in self.tasks}
-        requested = [RequestedTask(settings, tasks[settings].source) for settings in missing]
-        code = self.evaluate(WorkerRequest(requested, model.source, str(self._file(model)), scores, self.batch_size))
+        """Evaluate a model on the texts and the tasks that it still lacks, and note a failure."""
+        code = 0
+        if self.texts is not None and self._lacks_texts(model, read_evaluated(self.output)):
+            _say(f"{model.name}: evaluating on texts")
+            code = self.evaluate(WorkerRequest(words=["--models", self._name_on_texts(model), *self.texts.words]))
+        if not code and (missing := self._missing(model)):  # another process may have added to the scores
+            _say(f"{model.name}: evaluating {len(missing)} of {len(self.tasks)} tasks")
+            tasks = {task.settings: task for task in self.tasks}
+            requested = [RequestedTask(settings, tasks[settings].source) for settings in missing]
+            scores = read_scores(self._file(model), model.unscored)
+            file = str(self._file(model))
+            code = self.evaluate(WorkerRequest(requested, model.source, file, scores, self.batch_size))
         self._expected.pop(model.name, None)
         if code and model.step is not None and not Path(model.source).exists():
             _say(f"{model.name}: the run removed it while it was being loaded; --keep_checkpoints keeps more")
@@ -142,7 +218,7 @@ class Watch:
         yield from self.models
         for step, checkpoint in saved_checkpoints(self.run).items():
             with suppress(FileNotFoundError):
-                identity = _digest(identity_of(checkpoint))
+                identity = full_digest(identity_of(checkpoint))
                 if checkpoint.is_dir():  # else the run has just removed it
                     yield WatchedModel(checkpoint.name, str(checkpoint), step, identity)
 
@@ -168,30 +244,31 @@ def watch_run(arguments: "EvaluateArguments") -> None:
         RunError: some checkpoint could not be evaluated.
     """
     assert arguments.watch is not None
-    assert arguments.tasks is not None
     run = Path(arguments.watch)
     if not run.is_dir():
         raise InputError(f"--watch {run}: {missing_folder(run)}; give the folder of a run")
     if not arguments.wait and not saved_checkpoints(run):
         raise InputError(f"--watch {run}: it has no checkpoint yet; --wait true waits for the first one")
-    tasks = read_tasks(arguments.tasks)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("--watch needs lm_eval; pip install 'fabric-train[eval]'")
-    models = [
-        WatchedModel(model.name, model.source, None, _digest(model.identity))
-        for model in map(find_model, arguments.models or [])
-    ]
+    tasks = read_tasks(arguments.tasks) if arguments.tasks is not None else []
+    if tasks and importlib.util.find_spec("lm_eval") is None:
+        raise InputError("--tasks needs lm_eval; pip install 'fabric-train[eval]'")
+    found, damaged = find_models(arguments.models or [])
+    models = [WatchedModel(model.name, model.source, None, full_digest(model.identity)) for model in found]
     output = Path(arguments.output_dir or run / "evaluation")
-    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker)
-    if watch.pending() or (arguments.wait and not run_has_ended(run)):
+    texts = WatchedTexts.open(arguments, output) if arguments.texts is not None else None
+    watch = Watch(run, output, tasks, models, arguments.batch_size, evaluate_in_worker, texts)
+    if tasks and (watch.pending() or (arguments.wait and not run_has_ended(run))):
         _check_tasks(tasks)
+    if texts:
+        (output / FOLDER).mkdir(parents=True, exist_ok=True)  # the mark of an evaluation, for the workers
     waits = False
     while True:
         has_ended = run_has_ended(run)  # before the look: a checkpoint that is saved meanwhile is not the last look's
         if watch.evaluate_next():
-            table, waits = watch.write_table(), False
+            waits = False
+            watch.write_table()
             if sys.stdout.isatty():
-                Console().print(to_rich(table))
+                watch.print_tables(arguments.seed)
         elif has_ended or not arguments.wait:
             break
         else:
@@ -199,15 +276,20 @@ def watch_run(arguments: "EvaluateArguments") -> None:
                 _say(f"waiting for the next checkpoint of {run}; --wait false or Ctrl-C ends this")
             waits = True
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-    Console().print(to_rich(watch.write_table()))
-    _say(f"written: {output}/scores.csv, scores.md and scores.png")
+    watch.write_table()
+    watch.print_tables(arguments.seed)
+    if tasks:
+        _say(f"written: {output}/scores.csv, scores.md and scores.png")
+    if texts:
+        _say(f"written: {output}/evaluation.json, evaluation.png and {DOCUMENTS}")
     if watch.failed:
         raise RunError(f"not evaluated, see above: {', '.join(watch.failed.values())}")
+    check_all_evaluated(damaged)
 
 
 def evaluate_in_worker(request: WorkerRequest) -> int:
     """Evaluate a model in a process of its own, and return its exit code; Ctrl-C ends that process too."""
-    worker = start_worker("evaluate", request)
+    worker = start_worker("losses" if request.words else "evaluate", request)
     try:
         return worker.wait()
     finally:
@@ -248,26 +330,6 @@ def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
         worker.kill()
     if code:
         raise SystemExit(code)
-
-
-@contextmanager
-def _wait_for_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that other processes hold for less than a second."""
-    deadline = time.monotonic() + _SECONDS_FOR_TABLE
-    with ExitStack() as lock:
-        while True:
-            try:
-                lock.enter_context(hold_lock(path, f"{path}: another process holds it", "end that process"))
-                break
-            except InputError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-        yield
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _say(line: str) -> None:

@@ -6,10 +6,9 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from fabric_train.checkpoint import (
+    checkpoints_of_all,
     find_whole_checkpoint,
     means_all,
     read_trainer_json,
@@ -46,9 +45,11 @@ def plan_targets(
     damaged: list[str] = []
     for path in paths:
         try:
-            checkpoints = _checkpoints_of(path)
             if means_all(path):
-                damaged += [found.name for found in saved_checkpoints(path.parent).values() if found not in checkpoints]
+                checkpoints, left_out = checkpoints_of_all(path)
+                damaged += [checkpoint.name for checkpoint in left_out]
+            else:
+                checkpoints = [find_whole_checkpoint(path)]
             for checkpoint in checkpoints:
                 source = ExportSource(checkpoint)
                 target = output_dir if is_single else output_dir / checkpoint.name
@@ -70,18 +71,6 @@ def plan_targets(
     for target in kept:
         print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
     return {target: source for target, source in targets.items() if target not in kept}, damaged
-
-
-def _checkpoints_of(path: Path) -> list[Path]:
-    """Return the checkpoints that a path means, the oldest first: one, or with ``RUN/all`` each undamaged one."""
-    if not means_all(path):
-        return [find_whole_checkpoint(path)]
-    run, console = path.parent, Console(stderr=True)
-    number = len(saved_checkpoints(run))
-    found = list(track(whole_checkpoints(run), "checking the checkpoints", number, console=console, transient=True))
-    if not found:
-        raise InputError(f"{path}: the run has no undamaged checkpoint; use another run")
-    return found[::-1]
 
 
 def plan_average(

@@ -3,13 +3,16 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, open_to_write
+
+_LONGEST_WAIT = 120.0  # seconds
 
 
 @contextmanager
@@ -40,6 +43,26 @@ def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
             for parent in new_parents:
                 with suppress(OSError):  # it is not empty any more
                     parent.rmdir()
+
+
+@contextmanager
+def wait_for_lock(path: Path) -> Iterator[None]:
+    """Hold a lock that other processes hold for less than a second.
+
+    Raises:
+        InputError: another process holds it for two minutes, or ``path`` is a link.
+    """
+    deadline = time.monotonic() + _LONGEST_WAIT
+    with ExitStack() as lock:
+        while True:
+            try:
+                lock.enter_context(hold_lock(path, f"{path}: another process holds it", "end that process"))
+                break
+            except InputError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        yield
 
 
 def check_not_held(path: Path, taken: str, fix: str) -> None:

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Fabric
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import EvaluateArguments, parse
-from fabric_train.cli.errors import InputError
+from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation import encoded_text
 from fabric_train.evaluation.compare_models import compare_models
@@ -168,7 +169,75 @@ def test_finished_parts_are_not_computed_again(
         of["loss"] for of in evaluated(tmp_path, "--models", tiny_model_dir, *words)[str(tiny_model_dir)].values()
     ]
     altered.write_bytes(b"cut off")
-    assert evaluated(tmp_path, "--models", tiny_model_dir, *words) == before
+    assert evaluated(tmp_path, "--models", tiny_model_dir, *words) == both
+
+
+def test_models_and_texts_are_added_to_those_in_the_folder(
+    tmp_path: Path, tiny_model_dir: Path, run: Path, texts: list[str]
+) -> None:
+    es, en = texts
+    first = evaluated(tmp_path / "out", "--models", tiny_model_dir, "--texts", es, "--max_length", 64)
+    second = evaluated(tmp_path / "out", "--models", run, "--texts", en, "--max_length", 64)
+    assert {model: list(of_sources) for model, of_sources in second.items()} == {
+        str(tiny_model_dir): ["es.jsonl"],
+        str(run): ["en.jsonl"],
+    }
+    assert second[str(tiny_model_dir)] == first[str(tiny_model_dir)]
+    evaluated(tmp_path / "out", "--models", run, "--texts", es, "--max_length", 64)
+    added = evaluated(tmp_path / "out", "--models", tiny_model_dir, "--texts", en, "--max_length", 64)
+    words = ("--models", tiny_model_dir, run, "--texts", *texts, "--max_length", 64)
+    assert added == evaluated(tmp_path / "at_once", *words)
+    assert len((tmp_path / "out" / "documents.jsonl").read_text().splitlines()) == 2 * (len(ES) + len(EN))
+
+
+def test_a_source_means_the_same_documents_and_windows_for_all_models(
+    tmp_path: Path, tiny_model_dir: Path, run: Path, texts: list[str]
+) -> None:
+    es, en = texts
+    evaluated(tmp_path, "--models", tiny_model_dir, "--texts", es, "--max_length", 64)
+    before = (tmp_path / "evaluation.json").read_text()
+    for words in (("--texts", es, "--max_length", 32), ("--texts", f"es.jsonl={en.split('=')[1]}", "--max_length", 64)):
+        with pytest.raises(InputError, match=rf"has losses of {tiny_model_dir} on other documents of that name, or .*"):
+            evaluated(tmp_path, "--models", run, *words)
+    assert (tmp_path / "evaluation.json").read_text() == before
+    both = evaluated(tmp_path, "--models", tiny_model_dir, run, "--texts", es, "--max_length", 32)
+    assert "difference" in both[str(run)]["es.jsonl"]
+
+
+def test_a_model_with_other_weights_replaces_the_former_one_with_a_note(
+    tmp_path: Path, tiny_model_dir: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    before = evaluated(tmp_path / "out", "--models", model, "--texts", *texts, "--max_length", 64)[str(model)]
+    assert "other weights" not in capsys.readouterr().err
+    save_file(trained_weights(tiny_model_dir), model / "model.safetensors", metadata={"format": "pt"})
+    after = evaluated(tmp_path / "out", "--models", model, "--texts", texts[0], "--max_length", 64)[str(model)]
+    assert list(after) == ["es.jsonl"]
+    assert after["es.jsonl"]["loss"] != before["es.jsonl"]["loss"]
+    assert f"note: {model} has other weights than in the earlier evaluation" in capsys.readouterr().err
+
+
+def test_all_means_each_checkpoint_and_a_damaged_one_fails_after_the_others(
+    tmp_path: Path, tiny_model_dir: Path, texts: list[str]
+) -> None:
+    for step in (1, 2, 3):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        write_full(folder, tiny_model_dir, trained_weights(tiny_model_dir), step)
+    weights = tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    words = ("--models", tmp_path / "run" / "all", "--texts", texts[1], "--max_length", 64)
+    with pytest.raises(RunError, match=r"^not evaluated, since damaged: .*/run/step-00000002; remove them, or restore"):
+        evaluated(tmp_path / "out", *words)
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert list(found) == [str(tmp_path / "run" / f"step-{step:08}") for step in (1, 3)]
+
+
+def test_a_damaged_file_of_documents_is_one_line(tmp_path: Path, run: Path) -> None:
+    evaluated(tmp_path, "--models", run)
+    file = tmp_path / "documents.jsonl"
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(InputError, match=r"documents\.jsonl, line \d+: damaged, or .*; choose another --out"):
+        evaluated(tmp_path, "--models", run)
 
 
 def test_parts_join_to_the_whole(

@@ -21,10 +21,11 @@ from fabric_train.evaluation.score_files import MetricScore, TaskScore, add_scor
 from fabric_train.evaluation.score_picture import levels_of, points_of
 from fabric_train.evaluation.score_table import main_metric
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
-from fabric_train.evaluation.watch import Watch, WatchedModel, run_has_ended
+from fabric_train.evaluation.watch import Watch, WatchedModel, run_has_ended, watch_run
 from fabric_train.files.lock import hold_lock
-from tests.support.checkpoint_examples import write_full
+from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.forked_runs import ForkedRuns
+from tests.support.token_datasets import write_jsonl
 
 TASKS = [
     LanguageTask("es", "quiz_es", TaskSettings("quiz_es")),
@@ -307,9 +308,8 @@ def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
 @pytest.mark.parametrize(
     ("argv", "fault"),
     [
-        (["--watch", "run"], "--watch needs --tasks: give a YAML file"),
+        (["--watch", "run"], "--watch needs --tasks or --texts: give one of them"),
         (["--models", "a", "--output_dir", "b", "--tasks", "c"], "--tasks needs --watch: give the run"),
-        (["--watch", "run", "--tasks", "a", "--texts", "es=b"], "--watch and --texts: give one of them"),
         (["--texts", "es=b", "--output_dir", "c"], "--models is required"),
         (["--texts", "es=b", "--models", "c"], "--output_dir is required"),
     ],
@@ -320,6 +320,33 @@ def test_arguments_of_one_mode_are_refused_in_the_other(argv: list[str], fault: 
     assert refused.value.faults == (fault,)
 
 
+def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, weights = tmp_path / "run", trained_weights(tiny_model_dir)
+    texts = write_jsonl(tmp_path / "es.jsonl", [f"Número {number}, una línea de prueba." for number in range(12)])
+    words = ["--watch", run, "--texts", f"es={texts}", "--wait", "false", "--max_length", 64]
+
+    def watch_once() -> str:
+        watch_run(parse(EvaluateArguments, list(map(str, words))))
+        return capsys.readouterr().err
+
+    write_full(run / "checkpoints" / "step-00000010", tiny_model_dir, weights, step=10)
+    assert "step-00000010: evaluating on texts" in watch_once()
+    write_full(run / "checkpoints" / "step-00000020", tiny_model_dir, weights, step=20)
+    shutil.rmtree(run / "checkpoints" / "step-00000010")
+    assert watch_once().count("evaluating on texts") == 1
+    assert "evaluating on texts" not in watch_once()
+    found = json.loads((run / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
+    first, last = (str(run / name) for name in ("step-00000010", "step-00000020"))
+    assert list(found) == [first, last]
+    assert found[last]["es"]["difference"]["to"] == first
+    assert found[last]["es"]["loss"] == found[first]["es"]["loss"]
+    write_jsonl(texts, ["Another text."])
+    with pytest.raises(InputError, match="on other documents of that name"):
+        watch_once()
+
+
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed here")
 def test_without_lm_eval_the_program_names_the_extra_and_writes_nothing(
     run: Path, tmp_path: Path, forked_runs: ForkedRuns
@@ -327,5 +354,5 @@ def test_without_lm_eval_the_program_names_the_extra_and_writes_nothing(
     tasks = write_tasks(tmp_path, "languages: {es: [xnli_es]}")
     program = forked_runs.start(["--watch", run, "--tasks", tasks], 1, program="evaluate")
     assert program.wait() == [2]
-    assert program.stderr() == "error: --watch needs lm_eval; pip install 'fabric-train[eval]'\n"
+    assert program.stderr() == "error: --tasks needs lm_eval; pip install 'fabric-train[eval]'\n"
     assert not (run / "evaluation").exists()
