@@ -26,6 +26,7 @@ from fabric_train.cli.argument_types import (
     PositiveShare,
     RowLength,
     Seconds,
+    TokenCount,
     UnitInterval,
 )
 from fabric_train.cli.errors import InputError
@@ -843,8 +844,10 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     """Seed of the validation split and of the sampling by --weights."""
     max_documents: PositiveInt64 | None = None
     """Stop after this number of documents."""
-    max_tokens: PositiveInt64 | None = None
-    """Stop after the document that reaches this number of tokens; with --weights, tokens of train/."""
+    max_tokens: TokenCount | None = None
+    """Stop after the document that reaches this number of tokens, such as 200k, 5m or 1.5b; with --weights, tokens of
+    train/.
+    """
     card_language: list[str] | None = None
     """For the card: ISO 639 codes, such as es ca."""
 

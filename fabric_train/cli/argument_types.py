@@ -16,15 +16,15 @@ _NULL = (None, "null", "None")
 class NumberRange:
     """The range of a number argument.
 
-    ``words`` say what a number in it looks like; a number above ``highest`` has a message of its own. ``has_units``
-    allows a unit after the number: 8k is 8 × 1024.
+    ``words`` say what a number in it looks like; a number above ``highest`` has a message of its own. ``thousand``
+    allows k, m or b after the number, which stand for it, its square and its cube: 1024 in lengths, 1000 in counts.
     """
 
     words: str
     lowest: float
     highest: float
     excludes_lowest: bool = False
-    has_units: bool = False
+    thousand: int | None = None
 
     def check(self, number: float) -> None:
         """Check that a number is in the range.
@@ -48,9 +48,11 @@ NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
 LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
 """Width, heads or vocabulary of a model; a matrix of two of them has a number of bytes that fits into int64."""
 NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
-RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, has_units=True)]
+RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, thousand=1024)]
 """Tokens of a row or a text; 2**24 is ten times the longest context of any model."""
-Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, has_units=True)]
+Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, thousand=1024)]
+TokenCount = Annotated[int, NumberRange("a whole number above 0, such as 200k, 5m or 1.5b", 1, _INT64, thousand=1000)]
+"""Tokens of a corpus, which are counted in thousands, millions and billions."""
 PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
 NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
@@ -131,12 +133,22 @@ def _convert_to_union(kinds: tuple[Any, ...], value: Any) -> Any:
 
 def _convert_to_number(base: Any, range_: NumberRange, value: Any) -> Any:
     if isinstance(value, str):
-        with_unit = re.fullmatch(r"([0-9]{1,9})[kK]", value) if range_.has_units else None
-        value = int(with_unit[1]) * 1024 if with_unit else _read_scalar(value, range_.words)
+        with_unit = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?([kmb])", value, re.I) if range_.thousand else None
+        value = _in_units(with_unit, range_) if with_unit else _read_scalar(value, range_.words)
     if type(value) is not base and not (base is float and type(value) is int):
         raise WrongValueError(range_.words)
     range_.check(value)
     return base(value)
+
+
+def _in_units(parts: re.Match[str], range_: NumberRange) -> int:
+    """Return the number that 1.5m stands for; it must be whole."""
+    whole, decimals, unit = parts[1], parts[2] or "", parts[3].lower()
+    assert range_.thousand is not None
+    number, rest = divmod(int(whole + decimals) * range_.thousand ** ("kmb".index(unit) + 1), 10 ** len(decimals))
+    if rest:
+        raise WrongValueError(range_.words)
+    return number
 
 
 def _convert_to_list(kind: Any, value: Any) -> list[Any]:

@@ -384,4 +384,4 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
     for format_ in dict.fromkeys(corpus.formats):
         notes += format_.chat.notes if format_.chat is not None else ()
     bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")
-    return [*notes, *([f"the first bad row left out: {bad}"] if bad else [])]
+    return [*dict.fromkeys(notes), *([f"the first bad row left out: {bad}"] if bad else [])]

@@ -436,9 +436,21 @@ def test_lengths_may_be_given_in_units_of_1024_tokens(tmp_path: Path) -> None:
         assert parse(TokenizeArguments, [*required, "--max_length", text]).max_length == number
         assert train("--config", write(tmp_path / "run.yaml", f"max_length: {text}\n"))["max_length"] == number
     words = "a whole number above 0, such as 8192 or 8k"
-    assert faults("--max_length", "8m") == [f"--max_length: expected {words}, got '8m'"]
+    assert faults("--max_length", "8t") == [f"--max_length: expected {words}, got '8t'"]
     assert faults("--max_length", "99999k") == ["--max_length: expected at most 16,777,216, got '99999k'"]
     assert faults("--micro_batch_size", "8k") == ["--micro_batch_size: expected a whole number above 0, got '8k'"]
+
+
+def test_counts_of_tokens_may_be_given_in_thousands_millions_and_billions(tmp_path: Path) -> None:
+    required = ["--dataset=d", "--tokenizer_name=t", "--output_dir=o"]
+    for text, number in (("200k", 200_000), ("5M", 5_000_000), ("1.5b", 1_500_000_000), ("0.0029k", None), ("7", 7)):
+        given = write(tmp_path / "tokens.yaml", f"max_tokens: {text}\n")
+        for argv in (["--max_tokens", text], ["--config", str(given)]):
+            if number:
+                assert parse(TokenizeArguments, [*required, *argv]).max_tokens == number
+            else:
+                with pytest.raises(InputError, match=r"such as 200k, 5m or 1\.5b or null, got '0.0029k'"):
+                    parse(TokenizeArguments, [*required, *argv])
 
 
 @pytest.mark.parametrize(

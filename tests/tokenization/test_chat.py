@@ -334,6 +334,19 @@ def test_llama3_template_replaces_a_missing_or_unmarkable_one(llama3_dir: Path, 
     assert "cannot mark" in instead.notes[0]
 
 
+def test_a_system_prompt_of_the_template_is_noted(
+    smollm2_dir: Path, inst_dir: Path, llama3_dir: Path, with_template: Callable[[str], Path]
+) -> None:
+    (note,) = encoder(smollm2_dir).notes
+    prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert f"begins each chat that gives none: '{prompt}'; to leave it out, give a template" in note
+    without = (inst_dir, llama3_dir, with_template(CHATML), with_template(THOUGHTS_IN_LAST_TURN), with_template(TOOLS))
+    for folder in without:
+        assert not any("system prompt" in note for note in encoder(folder, "last").notes)
+    (note,) = encoder(with_template(COUNTED)).notes
+    assert f"'{'a few ' * 12}a few'" in note
+
+
 def test_template_marking_only_last_turns_takes_single_exchanges(
     with_template: Callable[[str], Path],
 ) -> None:

@@ -325,6 +325,11 @@ def _notes(tokenizer: "PreTrainedTokenizerFast", template: ChatTemplate) -> list
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("Hi")["input_ids"][:1] == [tokenizer.bos_token_id]
     if adds_bos and not text.startswith(tokenizer.bos_token):
         notes.append(f"the chat template writes no {tokenizer.bos_token}; chats begin without it")
+    if own := template.built_in_prompt():
+        notes.append(
+            f"the chat template has a system prompt of its own, which begins each chat that gives none: {own!r}; "
+            "to leave it out, give a template without it by --chat_template"
+        )
     if "strftime_now" in template.source:
         notes.append("the chat template may write today's date; chats tokenized on another day may differ")
     if template.end_of_turn is None:

@@ -16,6 +16,7 @@ equals its contents with these separators between them, no other rendering is ne
 """
 
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -153,6 +154,26 @@ class ChatTemplate:
         except BadRowError:
             return False
         return True
+
+    def built_in_prompt(self) -> str:
+        """Return the text that the template writes before a conversation without a system turn; mostly there is none.
+
+        It is what comes before the user's first content and not before the second. Control tokens and a role are left
+        out, and a long text is shortened.
+        """
+        try:
+            text = self.render(_speak(["user", "assistant", "user"]))
+        except BadRowError:  # of a template for single turns
+            return ""
+        for token in sorted(self.control_tokens, key=len, reverse=True):
+            text = text.replace(token, "\0")
+        begin, *between = _SPOKEN.split(text)
+        if len(between) != 3:  # the template leaves out a content
+            return ""
+        while begin and between[1].endswith(begin[-1]):  # the header of a user's turn
+            begin, between[1] = begin[:-1], between[1][:-1]
+        own = begin.replace("\0", " ").strip()
+        return textwrap.shorten(own.removeprefix("system").strip(), 120, placeholder=" …")
 
     def ends_with_control_token(self, text: str) -> bool:
         """Return whether a rendering ends with a control token; whitespace may follow."""
