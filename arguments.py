@@ -1122,17 +1122,23 @@ class BundleArguments:
     PROGRAM --model runs/1-hf --data data/tokens --python 3.12 --cuda none --output bundle
     """
 
-    model: str
-    """Model and tokenizer: a hub name, a Hugging Face folder with safetensors, or a full checkpoint: RUN, RUN/best,
-    RUN/latest, RUN/step-500 or its folder.
-    """
-    data: list[str]
-    """Token datasets from tokenize_dataset.py; the first one is trained on."""
     output: str
     """Folder to write; must not exist yet."""
+    model: str | None = None
+    """Model and tokenizer: a hub name, a Hugging Face folder with safetensors, or a full checkpoint: RUN, RUN/best,
+    RUN/latest, RUN/step-500 or its folder. Default: model_name of the recipe.
+    """
+    data: list[str] | None = None
+    """Token datasets from tokenize_dataset.py: for a recipe that mixes, those of its train_data_dir in the same order;
+    otherwise the first one is trained on. Default: train_data_dir of the recipe.
+    """
     recipe: str | None = None
-    """YAML file with arguments of the run, as in configs/recipes/; the bundle's model, data and output replace those in
-    it. Default: the defaults of training.
+    """YAML file with arguments of the run, as in configs/recipes/ or RUN/config.yaml; the bundle's model, data and
+    output replace those in it, and files of phases and prompts are copied. Default: the defaults of training.
+    """
+    tasks: str | None = None
+    """YAML file of evaluate.py --watch: the bundle has it and the task files that it names, at their places in this
+    folder, and the wheels of lm_eval. Data on the hub is not in the bundle.
     """
     python: Literal["3.10", "3.11", "3.12", "3.13", "3.14"] | None = None
     """Python of the other machine; default: that of this machine."""
@@ -1141,7 +1147,7 @@ class BundleArguments:
 
     def faults(self) -> list[str]:
         """Return a --data without a folder, and a --cuda that is no version."""
-        faults = [] if self.data else ["--data names nothing: give a token dataset"]
+        faults = ["--data names nothing: give a token dataset"] if self.data == [] else []
         if not re.fullmatch(r"none|1[0-9]\.[0-9]", self.cuda):
             faults.append(f"--cuda: expected a version such as 13.0, or none; got {self.cuda!r}")
         return faults

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 from arguments import BundleArguments, TrainArguments, parse
+from fabric_train.bundle.recipe import read_recipe
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.files.sizes import show_size
 
@@ -15,20 +16,26 @@ def main(argv: list[str] | None = None) -> None:
         InputError: something cannot be used or fetched; nothing has been written.
     """
     arguments = parse(BundleArguments, argv)
-    if arguments.recipe:
-        _check_recipe(arguments.recipe)
+    recipe = read_recipe(arguments.recipe)
+    model = str(arguments.model or recipe.given.get("model_name") or "")
+    data: list[str] = arguments.data or recipe.data
+    faults = [] if model else ["--model is required, or a recipe with model_name"]
+    faults += [] if data else ["--data is required, or a recipe with train_data_dir"]
+    if faults:
+        raise InputError(*faults)
+    recipe.check(data)
+    if recipe.path:
+        _check_arguments(recipe.path, model, data if recipe.mixes else data[:1])
 
     from fabric_train.bundle.collect import Request, collect  # slow
     from fabric_train.bundle.wheels import Target
     from fabric_train.checkpoint import find_whole_checkpoint, means_checkpoint
 
-    model = arguments.model
     if means_checkpoint(Path(model)):
         model = str(find_whole_checkpoint(Path(model)))
     target = Target(arguments.python, arguments.cuda)
-    recipe = Path(arguments.recipe) if arguments.recipe else None
     output = Path(arguments.output)
-    bundle = collect(Request(model, tuple(map(Path, arguments.data)), target, recipe), output)
+    bundle = collect(Request(model, tuple(map(Path, data)), target, recipe, arguments.tasks), output)
     width = max(len(part.name) for part in bundle.parts)
     for part in bundle.parts:
         print(f"{part.name:<{width}} {show_size(part.num_bytes):>10}  {part.num_files:>4} files  {part.description}")
@@ -39,14 +46,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"         {bundle.installer_sha256}  install.sh")
 
 
-def _check_recipe(recipe: str) -> None:
-    """Check a YAML file as training will, which may have no model and data yet.
+def _check_arguments(recipe: str, model: str, data: list[str]) -> None:
+    """Check a recipe as training will, with this model and these token datasets.
 
     Raises:
-        InputError: it cannot be read, or has wrong arguments.
+        InputError: it has wrong arguments.
     """
     try:
-        parse(TrainArguments, ["--config", recipe, "--train_data_dir", "data"])
+        parse(TrainArguments, ["--config", recipe, "--model_name", model, "--train_data_dir", *data])
     except InputError as error:
         raise InputError(*(fault.replace("--config ", "--recipe ") for fault in error.faults)) from error
 

@@ -1,23 +1,27 @@
 """Collect model, token datasets, wheels, source and a configuration in a folder that is complete or absent."""
 
 import hashlib
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fabric_train.bundle.recipe import CONFIGURATION, Recipe
 from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
 from fabric_train.checkpoint.manager import free_bytes
-from fabric_train.cli import yaml_core
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.data.token_dataset import open_dataset
+from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
 from fabric_train.export.model_download import DownloadRequest, download, text_files
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import check_links
@@ -30,12 +34,18 @@ from fabric_train.tokenization.reading.listing import sha256
 _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLER = "install.sh"
 _CHECKSUMS = "SHA256SUMS"
-_CONFIGURATION = "train.yaml"
 _QUIET_SECONDS = 10.0
+_PREPARE = """
+import sys
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import run_program
+from fabric_train.preflight.prepare import prepare
+run_program(lambda: prepare(parse(TrainArguments, sys.argv[1:])) and None)
+"""
 _OF_A_RUN = ("trainer.json", "checksums.json", "manifest.json", "stream.json")
 _SOURCE = (
     "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
-    "tokenize_dataset.py", "convert_to_hf.py", "generate.py", "download_model.py",
+    "tokenize_dataset.py", "convert_to_hf.py", "evaluate.py", "generate.py", "download_model.py",
     "fabric_train", "configs", "docker", "launch", "docs",
 )  # fmt: skip
 """What is copied of this project, as far as it is there: an image has no docs, docker and launch."""
@@ -49,13 +59,25 @@ class Request:
         model: a hub name, a Hugging Face folder, or a full checkpoint.
         data: token datasets.
         target: the machine that the bundle is for.
-        recipe: a YAML file with arguments of a run; its model, data and output become those of the bundle.
+        recipe: arguments of a run; model, data and output become those of the bundle.
+        tasks: file of ``evaluate.py --tasks``, None without it.
     """
 
     model: str
     data: tuple[Path, ...]
     target: Target
-    recipe: Path | None
+    recipe: Recipe
+    tasks: str | None = None
+
+    @property
+    def places(self) -> list[str]:
+        """The places of the token datasets in the bundle."""
+        return [f"data/{folder.absolute().name}" for folder in self.data]
+
+    @property
+    def extras(self) -> list[str]:
+        """The extras of this program that the other machine needs."""
+        return ["eval"] if self.tasks else []
 
 
 @dataclass(frozen=True)
@@ -92,6 +114,7 @@ def collect(request: Request, output: Path) -> Bundle:
     is_local = Path(request.model).is_dir()
     model = list(_model_files(Path(request.model))) if is_local else []
     data = [pair for folder in request.data for pair in _files_of_dataset(folder)]
+    tasks = list(files_of_tasks(request.tasks)) if request.tasks else []
     needed = sum(source.stat().st_size for source, _ in (*model, *data)) + estimated_bytes(request.target)
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if (free := free_bytes(parent)) < needed:
@@ -100,22 +123,24 @@ def collect(request: Request, output: Path) -> Bundle:
             "choose a folder on another disk"
         )
     with complete_folder(output) as folder:
-        print_errors(f"[1/4] wheels for {request.target}")
-        with _spinner() as show:
-            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show)
-        print_errors(f"[2/4] model {request.model}")
+        print_errors(f"[1/5] model {request.model}")
         if is_local:
             _copy(model, folder)
         else:
             with with_own_names():
                 download(DownloadRequest(request.model, "main", tokenizer_only=False, pickles=False), folder / "model")
-        print_errors("[3/4] token datasets and source")
-        _copy([*data, *_files_of_source()], folder)
-        (folder / _CONFIGURATION).write_text(_configuration(request), encoding="utf-8")
-        print_errors(f"[4/4] {_CHECKSUMS}")
+        print_errors("[2/5] token datasets and source")
+        _copy([*data, *_files_of_source(), *tasks], folder)
+        request.recipe.write(request.places, folder)
+        print_errors(f"[3/5] prepare a run with {CONFIGURATION} in the bundle")
+        _plan(request, folder)
+        print_errors(f"[4/5] wheels for {request.target}")
+        with _spinner() as show:
+            download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, request.extras)
+        print_errors(f"[5/5] {_CHECKSUMS}")
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         (folder / _CHECKSUMS).write_text("".join(_checksums(folder, files)), encoding="utf-8")
-        installer = _installer(request.target, folder, len(files))
+        installer = _installer(request, folder, len(files))
         (folder / _INSTALLER).write_text(installer, encoding="utf-8")
         (folder / _INSTALLER).chmod(0o755)
         parts = _parts(request, folder)
@@ -139,19 +164,39 @@ def _check(request: Request, output: Path) -> list[str]:
         notes += checked.notes
     if faults:
         raise InputError(*faults)
+    on_hub = (
+        [task.source for task in read_tasks(request.tasks) if not is_task_file(task.source)] if request.tasks else []
+    )
+    if on_hub:
+        notes.append(
+            f"{request.tasks}: the data of {', '.join(on_hub)} is on the hub: fill a cache (HF_HOME) and copy it too"
+        )
     return notes
 
 
-def _configuration(request: Request) -> str:
-    """Return the arguments of a run of the bundle as YAML; the paths are relative to the bundle's folder."""
-    given: dict[str, Any] = {}
-    if request.recipe:
-        loaded = yaml_core.load(yaml_core.read_text(str(request.recipe))) or {}
-        given = {str(name).replace("-", "_"): value for name, value in loaded.items()}
-    names = [folder.absolute().name for folder in request.data]
-    given |= {"model_name": "model", "train_data_dir": f"data/{names[0]}", "output_dir": "runs/1"}
-    more = f"# Other token datasets: {', '.join(f'data/{name}' for name in names[1:])}\n" if names[1:] else ""
-    return f"# python -m fabric_train --config {_CONFIGURATION}, in this folder\n{more}{yaml_core.dump(given)}"
+def _plan(request: Request, folder: Path) -> None:
+    """Prepare the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub.
+
+    Whether it fits into memory is known there.
+
+    Raises:
+        InputError: it would not begin.
+    """
+    given = request.recipe.given
+    words = ["--config", CONFIGURATION, "--plan", "true"]
+    if request.target.cuda == "none":
+        words += ["--accelerator", "cpu"]
+    elif given.get("accelerator") not in ("cpu", "tpu"):
+        words += ["--accelerator", "cuda", "--device_memory", "80GB"]  # needs no GPU here
+        words += ["--devices", "1"] if given.get("devices", "auto") in ("auto", -1) else []
+    env = {**os.environ, "PYTHONPATH": "source", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-c", _PREPARE, *words], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    if finished.returncode:
+        last = finished.stderr.strip().splitlines()[-1:] or [f"exit code {finished.returncode}"]
+        found = [line.removeprefix("error: ") for line in finished.stderr.splitlines() if line.startswith("error: ")]
+        raise InputError(*(f"a run of the bundle would not begin: {fault}" for fault in found or last))
 
 
 def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -182,6 +227,19 @@ def _files_of_dataset(folder: Path) -> Iterator[tuple[Path, str]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path, str(place / path.relative_to(folder))
+
+
+def files_of_tasks(tasks: str) -> Iterator[tuple[Path, str]]:
+    """Yield a file of tasks and the task files that it names, which lie in the bundle as in this folder.
+
+    Raises:
+        InputError: one is not in this folder.
+    """
+    of_tasks = (files_of(Path(task.source)) for task in read_tasks(tasks) if is_task_file(task.source))
+    for path in dict.fromkeys((Path(os.path.abspath(tasks)), *chain.from_iterable(of_tasks))):
+        if not path.is_relative_to(Path.cwd()):
+            raise InputError(f"--tasks {tasks}: {path} is not in this folder; start the program in the one that has it")
+        yield path, str(path.relative_to(Path.cwd()))
 
 
 def _files_of_source() -> Iterator[tuple[Path, str]]:
@@ -218,11 +276,12 @@ def _checksums(folder: Path, files: list[Path]) -> Iterator[str]:
             yield f"{digest}  {name}\n"
 
 
-def _installer(target: Target, folder: Path, num_files: int) -> str:
+def _installer(request: Request, folder: Path, num_files: int) -> str:
     text = Path(__file__).with_name(_INSTALLER).read_text(encoding="utf-8")
     for name, value in {
-        "PYTHON": target.python,
-        "MACHINE": target.machine,
+        "PYTHON": request.target.python,
+        "MACHINE": request.target.machine,
+        "SOURCE": "source" + (f"[{','.join(request.extras)}]" if request.extras else ""),
         "CHECKSUMS_SHA256": sha256(folder / _CHECKSUMS),
         "NUM_FILES": num_files,
         "INSTALLED_BYTES": installed_bytes(folder / "wheels"),
@@ -234,10 +293,11 @@ def _installer(target: Target, folder: Path, num_files: int) -> str:
 def _parts(request: Request, folder: Path) -> tuple[Part, ...]:
     described = {
         "model": request.model,
-        **{f"data/{path.absolute().name}": str(path) for path in request.data},
+        **{place: str(path) for place, path in zip(request.places, request.data, strict=True)},
         "wheels": str(request.target),
         "source": "this project, with configs/, docker/ and launch/",
-        _CONFIGURATION: str(request.recipe or "the defaults"),
+        CONFIGURATION: request.recipe.path or "the defaults",
+        **({"recipe": "the files that it names"} if (folder / "recipe").exists() else {}),
     }
     parts = []
     for name, description in described.items():

@@ -5,6 +5,7 @@ set -euo pipefail
 
 python_version=@PYTHON@
 machine=@MACHINE@
+source=@SOURCE@
 checksums_sha256=@CHECKSUMS_SHA256@
 num_files=@NUM_FILES@
 installed_bytes=@INSTALLED_BYTES@
@@ -62,7 +63,7 @@ export PYTHONWARNINGS=ignore PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_C
 offline=(--quiet --no-index --find-links wheels)
 pip_wheel=(wheels/pip-*.whl) # Python runs a zip file
 "$environment/bin/python" "${pip_wheel[0]}/pip" install "${offline[@]}" pip setuptools || fail 'pip cannot be installed' 1
-"$environment/bin/python" -m pip install "${offline[@]}" --no-build-isolation --editable source \
+"$environment/bin/python" -m pip install "${offline[@]}" --no-build-isolation --editable "$source" \
   || fail 'pip cannot install the wheels; its lines above say why' 1
 
 echo '[4/4] importing what was installed'

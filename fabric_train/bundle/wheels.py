@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +77,9 @@ class Target:
         return f"Python {self.python}, {torch}, Linux {self.machine}"
 
 
-def download_wheels(target: Target, constraints: Path, folder: Path, show: Callable[[str], None]) -> None:
+def download_wheels(
+    target: Target, constraints: Path, folder: Path, show: Callable[[str], None], extras: Collection[str] = ()
+) -> None:
     """Download into the new folder ``folder``. pip's own settings (indexes, mirrors, proxies) count.
 
     Args:
@@ -85,6 +87,7 @@ def download_wheels(target: Target, constraints: Path, folder: Path, show: Calla
         constraints: requirements.txt with the pinned versions.
         folder: gets one file for each package.
         show: is called with the name of each package when pip comes to it.
+        extras: of this program, whose requirements are downloaded too.
 
     Raises:
         InputError: a package has no wheel for the target, or an index cannot be reached.
@@ -98,7 +101,7 @@ def download_wheels(target: Target, constraints: Path, folder: Path, show: Calla
         exactly, indexes = f"torch==={torch}+{build}", ["--extra-index-url", f"{_PYTORCH_INDEX}/{build}"]
     # alone: other packages must not come from that index
     pip_download(target, folder, ["--no-deps", *indexes, exactly], show)
-    requirements = [exactly, *_INSTALLERS, *_requirements()]
+    requirements = [exactly, *_INSTALLERS, *requirements_with(extras)]
     pip_download(target, folder, ["--find-links", str(folder), "-c", str(constraints), *requirements], show)
 
 
@@ -152,14 +155,20 @@ def _torch_version(target: Target, constraints: Path) -> str:
     raise InputError(f"{constraints}: it pins no version of torch for {target}; get the file of this project again")
 
 
-def _requirements() -> list[str]:
-    """Return the requirements of this program without those of its extras."""
+def requirements_with(extras: Collection[str]) -> list[str]:
+    """Return the requirements of this program and of some of its extras, as pip takes them.
+
+    Raises:
+        InputError: this program is not installed.
+    """
     try:
         given = importlib.metadata.requires("fabric-train") or []
     except importlib.metadata.PackageNotFoundError:
         raise InputError("fabric-train is not installed, so what it needs is not known; run make install") from None
-    requirements = map(Requirement, given)
-    return [str(one) for one in requirements if one.marker is None or "extra" not in str(one.marker)]
+    requirements = list(map(Requirement, given))
+    wanted = [f'extra == "{name}"' for name in extras]
+    own = [str(one) for one in requirements if "extra" not in str(one.marker)]
+    return own + [str(one).partition(";")[0].strip() for one in requirements if str(one.marker) in wanted]
 
 
 def _platforms(machine: str) -> list[str]:

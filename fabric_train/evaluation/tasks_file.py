@@ -127,7 +127,7 @@ def _build(language: str, values: Mapping[str, Any], folder: Path, faults: list[
     if is_task_file(name):
         path = Path(os.path.abspath(folder / name))
         try:
-            source, files = str(path), _hash_of(_files_of(path))
+            source, files = str(path), _hash_of(files_of(path))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             faults.append(f"{language}: {path}: {reason}; give a task file of lm_eval")
@@ -156,7 +156,7 @@ def _file_of_function(loader: Any, node: Any) -> str:
 _TaskFileLoader.add_constructor("!function", _file_of_function)
 
 
-def _files_of(task_file: Path) -> list[Path]:
+def files_of(task_file: Path) -> list[Path]:
     """Return a task file and the local files that its texts name: those it includes, its functions and its data.
 
     Data is named relative to the working directory, everything else relative to the task file, as in lm_eval.

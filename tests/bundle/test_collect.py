@@ -5,10 +5,25 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fabric_train.bundle import collect
 from fabric_train.bundle.__main__ import main
+from fabric_train.bundle.wheels import requirements_with
 from fabric_train.cli.errors import InputError
+
+MIXTURE = """
+model_name: model
+train_data_dir: [other/tokens, second]
+shares: [other/tokens=1, second=0.5]
+phases: phases.yaml
+sample_prompts: prompts.txt
+devices: auto
+precision: bf16-true
+max_step: 20
+micro_batch_size: 1
+total_batch_size: 4
+"""
 
 
 @pytest.fixture
@@ -20,6 +35,11 @@ def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, monkeypat
     shutil.copytree(tiny_tokens_dir, tmp_path / "tokens")
     shutil.copytree(tiny_tokens_dir, tmp_path / "other" / "tokens")
     (tmp_path / "recipe.yaml").write_text("learning_rate: 1e-4\n")
+    (tmp_path / "stream.yaml").write_text("streaming_dataset: [a.txt]\nmax_step: 3\n")
+    shutil.copytree(tiny_tokens_dir, tmp_path / "second")
+    (tmp_path / "mixture.yaml").write_text(MIXTURE)
+    (tmp_path / "phases.yaml").write_text("- {from: 0.5, shares: [{./second: 1}, {other/tokens: 0.1}]}\n")
+    (tmp_path / "prompts.txt").write_text("once\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -36,6 +56,8 @@ def place(tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, monkeypat
         ("model", "--output tokens/bundle", "cannot write to tokens/bundle: tokens is complete"),
         ("model", "--recipe nowhere.yaml", "--recipe nowhere.yaml: No such file"),
         ("model", "--recipe recipe.yaml", "recipe.yaml: learning_rate: no such argument"),
+        ("model", "--recipe mixture.yaml", "mixture.yaml mixes 2 token datasets, and --data gives 1; give as many"),
+        ("model", "--recipe stream.yaml", "streaming_dataset ['a.txt'] is not in a bundle; tokenize its texts"),
         ("model", "--cuda twelve", "--cuda: expected a version such as 13.0, or none; got 'twelve'"),
         ("model", "--python 2.7", "--python: expected one of 3.10, 3.11, 3.12, 3.13, 3.14"),
     ],
@@ -53,7 +75,7 @@ def test_wrong_input_is_one_line_and_nothing_is_written(
     (line,) = refused.value.faults
     assert fault in line
     assert sorted(place.rglob("*")) == before
-    assert "[1/4]" not in capsys.readouterr().err
+    assert "[1/5]" not in capsys.readouterr().err
 
 
 def test_a_disk_that_is_too_small_is_named_before_the_download(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +83,64 @@ def test_a_disk_that_is_too_small_is_named_before_the_download(place: Path, monk
     with pytest.raises(InputError, match=r"the bundle takes about 600\.8 MB, and .* has 600\.0 MB left"):
         main(["--model", "model", "--data", "tokens", "--cuda", "none", "--output", "bundle"])
     assert not os.path.exists("bundle")
+
+
+def without_wheels(*given: object) -> None:
+    """Make the folder of the wheels; tests/launchers/test_bundle.py downloads them (400 MB) and installs them."""
+    next(folder for folder in given if isinstance(folder, Path) and folder.name == "wheels").mkdir()
+
+
+def test_what_a_recipe_names_is_in_the_bundle(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "download_wheels", without_wheels)
+    main(["--recipe", "mixture.yaml", "--cuda", "none", "--output", "bundle"])
+    given = yaml.safe_load((place / "bundle" / "train.yaml").read_text())
+    assert given == yaml.safe_load(MIXTURE) | {
+        "train_data_dir": ["data/tokens", "data/second"],
+        "shares": [{"data/tokens": 1.0}, {"data/second": 0.5}],
+        "phases": "recipe/phases.yaml",
+        "sample_prompts": "recipe/sample_prompts.txt",
+        "output_dir": "runs/1",
+    }
+    phases = yaml.safe_load((place / "bundle" / "recipe" / "phases.yaml").read_text())
+    assert phases == [{"from": 0.5, "shares": [{"data/second": 1.0}, {"data/tokens": 0.1}]}]
+    assert (place / "bundle" / "recipe" / "sample_prompts.txt").read_text() == "once\n"
+    for name in ("tokens", "second"):
+        assert (place / "bundle" / "data" / name / "dataset_dict.json").is_file()
+    listed = (place / "bundle" / "SHA256SUMS").read_text()
+    assert "  recipe/phases.yaml\n" in listed
+    assert ".pyc" not in listed
+
+
+def test_tasks_lie_in_the_bundle_as_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "evaluation").mkdir()
+    tasks, quiz, data = (place / name for name in ("evaluation/tasks.yaml", "evaluation/quiz.yaml", "quiz.jsonl"))
+    tasks.write_text("languages: {es: [xnli_es, quiz.yaml]}\n")
+    quiz.write_text("task: quiz\ndataset_path: json\ndataset_kwargs: {data_files: {test: quiz.jsonl}}\n")
+    data.write_text("{}\n")  # data is named from the current folder
+    files = list(collect.files_of_tasks("evaluation/tasks.yaml"))
+    assert files == [(path, str(path.relative_to(place))) for path in (tasks, quiz, data)]
+    monkeypatch.chdir(place / "evaluation")
+    quiz.write_text(quiz.read_text().replace("quiz.jsonl", "../quiz.jsonl"))
+    with pytest.raises(InputError, match=r"--tasks tasks.yaml: .*/quiz.jsonl is not in this folder; "):
+        list(collect.files_of_tasks("tasks.yaml"))
+
+
+def test_extras_add_their_requirements() -> None:
+    own = requirements_with([])
+    assert [one for one in requirements_with(["eval"]) if one not in own] == ["lm-eval[hf]==0.4.13"]
+    assert any(one.startswith("lightning") for one in own)
+
+
+@pytest.mark.parametrize(
+    "file, content, fault",
+    [
+        ("phases.yaml", "- {from: 0.5, shares: [{elsewhere: 1}]}\n", "elsewhere is neither a folder of"),
+        ("prompts.txt", "once " * 2000, "a run of the bundle would not begin: recipe/sample_prompts.txt"),
+    ],
+)
+def test_a_bundle_whose_run_would_not_begin_is_not_written(place: Path, file: str, content: str, fault: str) -> None:
+    (place / file).write_text(content)
+    with pytest.raises(InputError) as refused:
+        main(["--recipe", "mixture.yaml", "--output", "bundle"])  # for GPUs that are not here
+    assert fault in str(refused.value)
+    assert not (place / "bundle").exists()

@@ -26,13 +26,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_
     """A bundle for this Python and for CPUs."""
     folder = tmp_path_factory.mktemp("bundle", numbered=True)
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**SETTINGS, "model_name": "another", "train_data_dir": "another"}))
-    given = ("--model", tiny_model_dir, "--data", tiny_tokens_dir, "--recipe", recipe, "--cuda", "none")
+    second = shutil.copytree(tiny_tokens_dir, folder / "second")
+    phases = folder / "phases.yaml"
+    phases.write_text("- {from: 0.5, shares: [1, 2]}\n")
+    mixture = {"train_data_dir": [str(tiny_tokens_dir), str(second)], "phases": str(phases)}
+    recipe.write_text(yaml.safe_dump({**SETTINGS, "model_name": str(tiny_model_dir), **mixture}))
+    given = ("--recipe", recipe, "--cuda", "none")
     finished = run_python(folder, 900, "-m", "fabric_train.bundle", *given, "--output", folder / "out")
     assert finished.returncode == 0, finished.stderr
     digest = subprocess.check_output(["sha256sum", folder / "out" / "install.sh"], text=True).split()[0]
     assert f"{digest}  install.sh" in finished.stdout
-    assert sorted(path.name for path in folder.iterdir()) == ["out", "recipe.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "phases.yaml", "recipe.yaml", "second"]
     return folder / "out"
 
 
@@ -64,6 +68,7 @@ def test_it_installs_and_trains_without_a_route(bundle: Path, tmp_path: Path) ->
     )
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert "2 × fsdp" in trained.stdout
+    assert "Phases" in trained.stdout
     assert [row[0] for row in metrics(there / "runs" / "1")] == [str(step) for step in range(1, 9)]
     assert checkpoints(there / "runs" / "1")[-1] == 8
 
@@ -98,8 +103,9 @@ def test_an_existing_folder_that_is_no_environment_is_kept(bundle: Path, tmp_pat
 
 def test_source_and_configuration_are_the_projects_and_the_bundles(bundle: Path, tiny_tokens_dir: Path) -> None:
     configuration = yaml.safe_load((bundle / "train.yaml").read_text())
-    paths = {"model_name": "model", "train_data_dir": f"data/{tiny_tokens_dir.name}", "output_dir": "runs/1"}
-    assert configuration == {**SETTINGS, **paths}
+    folders = [f"data/{name}" for name in (tiny_tokens_dir.name, "second")]
+    paths = {"model_name": "model", "train_data_dir": folders, "output_dir": "runs/1"}
+    assert configuration == {**SETTINGS, **paths, "phases": "recipe/phases.yaml"}
     for name in ("docker/Dockerfile", "launch/kubernetes/indexed-job.yaml", "fabric_train/bundle/install.sh"):
         assert (bundle / "source" / name).read_bytes() == (ROOT / name).read_bytes()
 

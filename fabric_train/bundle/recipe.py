@@ -1,0 +1,149 @@
+"""Read the recipe of a bundle, and write it for the bundle's folder: other places, and copies of the files it names."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fabric_train.cli import yaml_core
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.shares import GivenShares, Shares, split_name
+
+CONFIGURATION = "train.yaml"
+_OF_SHARES = ("shares", "token_shares")
+_NOT_IN_A_BUNDLE = {
+    "streaming_dataset": "tokenize its texts, and give --data",
+    "checkpoint": "give the checkpoint as --model, which begins a new run with its weights",
+    "branch": "give the checkpoint as --model, which begins a new run with its weights",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Arguments of a run as a YAML file has them.
+
+    Args:
+        path: the file; None has no arguments.
+        given: its values by the names of arguments.
+    """
+
+    path: str | None
+    given: Mapping[str, Any]
+
+    @property
+    def data(self) -> list[str]:
+        """The token datasets that it names."""
+        named = self.given.get("train_data_dir") or []
+        return [named] if isinstance(named, str) else list(named)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a run of it reads all token datasets, and not one."""
+        return len(self.data) > 1 or any(self.given.get(name) is not None for name in (*_OF_SHARES, "phases"))
+
+    def check(self, data: Sequence[str]) -> None:
+        """Check that all it names can be in a bundle, with these token datasets in place of its own.
+
+        Raises:
+            InputError: something cannot.
+        """
+        faults = [
+            f"--recipe {self.path}: {name} {self.given[name]} is not in a bundle; {advice}"
+            for name, advice in _NOT_IN_A_BUNDLE.items()
+            if self.given.get(name)
+        ]
+        if len(self.data) > 1 and len(self.data) != len(data):
+            faults.append(
+                f"--recipe {self.path} mixes {len(self.data)} token datasets, and --data gives {len(data)}; give as "
+                "many, in the recipe's order, or leave --data out"
+            )
+        if faults:
+            raise InputError(*faults)
+
+    def write(self, data: Sequence[str], folder: Path) -> None:
+        """Write ``train.yaml`` into the bundle's folder, and the files that it names.
+
+        Args:
+            data: places of the token datasets in the bundle, in the recipe's order.
+            folder: of the bundle.
+
+        Raises:
+            InputError: a file cannot be read, or a share is of no token dataset.
+        """
+        places = dict(zip(self.data or data, data, strict=False))
+        given = dict(self.given)
+        for name in _OF_SHARES:
+            if given.get(name) is not None:
+                given[name] = _with_places(Shares(f"--recipe {self.path}: {name}", given[name]), places)
+        if given.get("phases"):
+            given["phases"] = self._copy("phases", _phases(self._read("phases"), given["phases"], places), folder)
+        if given.get("sample_prompts"):
+            given["sample_prompts"] = self._copy("sample_prompts", self._read("sample_prompts"), folder)
+        trained = list(data) if self.mixes and len(data) > 1 else data[0]
+        given |= {"model_name": "model", "train_data_dir": trained, "output_dir": "runs/1"}
+        more = [] if self.mixes else data[1:]
+        others = f"# Other token datasets: {', '.join(more)}\n" if more else ""
+        text = f"# python -m fabric_train --config {CONFIGURATION}, in this folder\n{others}{yaml_core.dump(given)}"
+        (folder / CONFIGURATION).write_text(text, encoding="utf-8")
+
+    def _read(self, name: str) -> str:
+        path = self.given[name]
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--recipe {self.path}: {name} {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"--recipe {self.path}: {name} {path}: it is not UTF-8; save it as UTF-8") from error
+
+    def _copy(self, name: str, text: str, folder: Path) -> str:
+        """Write a file that the recipe names into the bundle, and return its place there."""
+        place = f"recipe/{name}{Path(self.given[name]).suffix}"
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).write_text(text, encoding="utf-8")
+        return place
+
+
+def read_recipe(path: str | None) -> Recipe:
+    """Return the arguments in a YAML file, unchecked.
+
+    Raises:
+        InputError: it cannot be read, or has no arguments.
+    """
+    if path is None:
+        return Recipe(None, {})
+    try:
+        loaded = yaml_core.load(yaml_core.read_text(path)) or {}
+    except yaml_core.YamlFault as fault:
+        raise InputError(f"--recipe {path}: {fault}") from fault
+    if not isinstance(loaded, dict):
+        raise InputError(f"--recipe {path}: expected arguments such as 'lr: 1e-5', one on each line")
+    return Recipe(path, {str(name).replace("-", "_"): value for name, value in loaded.items()})
+
+
+def _phases(text: str, path: str, places: Mapping[str, str]) -> str:
+    """Return the content of a file of phases with the names of the bundle's token datasets."""
+    try:
+        content = yaml_core.load(text)
+    except yaml_core.YamlFault as fault:
+        raise InputError(f"--phases {path}: {fault}") from fault
+    for number, phase in enumerate(content if isinstance(content, list) else (), 1):
+        for name in _OF_SHARES:
+            if isinstance(phase, dict) and isinstance(phase.get(name), list):
+                phase[name] = _with_places(Shares(f"{path}: phase {number}: {name}", phase[name]), places)
+    return yaml_core.dump(content)
+
+
+def _with_places(shares: Shares, places: Mapping[str, str]) -> GivenShares:
+    """Return shares whose names are places in the bundle; numbers alone stay as they are."""
+    named = shares.by_name()
+    if named is None:
+        assert shares.given is not None
+        return shares.given
+    return list(_renamed(named, shares.option, places))
+
+
+def _renamed(named: Mapping[str, float], option: str, places: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for name, share in named.items():
+        number, source = split_name(name, list(places), option)
+        place = list(places.values())[number]
+        yield {place if source is None else f"{place}:{source}": share}
