@@ -6,6 +6,7 @@ Modules that are slow to import are imported where they are used.
 
 import gc
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import FAILURE, print_errors, run_program, set_memory_advice
+from fabric_train.cli.fabric_command import command_from_here
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -187,8 +189,8 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         *(f"note       {note}" for note in outcome.notes),
         *(f"warning    {loss}" for loss in outcome.manifest.losses()),
         f"written    {arguments.output_dir}",
-        f"next       fabric run fabric_train --devices N --train_data_dir {arguments.output_dir} --model_name MODEL "
-        "--output_dir RUN",
+        f"next       {command_from_here('train')} --devices N --train_data_dir {shlex.quote(arguments.output_dir)} "
+        "--model_name MODEL --output_dir RUN",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -11,8 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+# ``fabric run`` puts this package's folder first on the path, where its modules would shadow others of the same name.
+# ``python -m`` puts the current folder first, where a user may have a file arguments.py. The project's own comes first
+_PACKAGE = Path(__file__).resolve().parent
+sys.path[:] = [str(_PACKAGE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != _PACKAGE)]
 
 from fabric_train.cli.output import keep_streams_writable  # noqa: E402
 from fabric_train.distributed.signals import stop_signals  # noqa: E402

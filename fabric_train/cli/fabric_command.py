@@ -1,15 +1,20 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command ``fabric``: Lightning's own, except when ``fabric run`` starts this project.
+"""The commands ``fabric`` and ``fabric-train``, and how to call a program from the current folder.
 
-Lightning's ``fabric run`` is torchrun with other options. After a signal, torchrun kills the ranks within 30 s, whether
-they have saved or not. It ends with a traceback and exit code 1, however the ranks have ended, and ``--help`` after the
-script shows its own help. Here a signal is only passed on to the ranks, and the exit code is theirs.
+``fabric-train convert`` is ``python convert_to_hf.py``, from any folder. ``fabric`` is Lightning's own, except when
+``fabric run`` starts this project: Lightning's is torchrun with other options. After a signal, torchrun kills the ranks
+within 30 s, whether they have saved or not. It ends with a traceback and exit code 1, however the ranks have ended,
+and ``--help`` after the script shows its own help. Here signals are passed on, and the exit code is that of the ranks.
 """
 
 import logging
 import os
+import runpy
+import shlex
+import shutil
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -21,7 +26,27 @@ from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
 from fabric_train.cli.launcher import as_launcher
 from fabric_train.cli.output import keep_streams_writable
 
+PROGRAMS = {
+    "tokenize": "tokenize_dataset",
+    "inspect": "fabric_train.tokenization.inspect",
+    "merge": "fabric_train.tokenization.merge",
+    "train": "fabric_train",
+    "trace": "fabric_train.trace",
+    "replay": "fabric_train.replay",
+    "convert": "convert_to_hf",
+    "generate": "generate",
+    "evaluate": "evaluate",
+    "download": "download_model",
+    "bundle": "fabric_train.bundle",
+    "doctor": "fabric_train.doctor",
+}
+"""What ``fabric-train`` calls each program, and its module."""
+
+called_as: str | None = None
+"""``fabric-train NAME`` if this process was started so."""
+
 _PROGRAM = Path(__file__).resolve().parents[1]
+_PROJECT = _PROGRAM.parent
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -36,12 +61,100 @@ def main() -> None:
 
         parse(TrainArguments)
     words = sys.argv[1:]
-    places = [place for place, word in enumerate(words) if place and Path(word).resolve() == _PROGRAM]
-    if words[:1] == ["run"] and places:
-        _run(words, places[0])
+    place = _place_of_script(words)
+    program = _program_at(words[place]) if place < len(words) else None
+    if program:
+        sys.argv[1 + place] = words[place] = str(program)
+        _run(words, place)
     from lightning.fabric.cli import _main
 
     _main()
+
+
+def fabric_train() -> None:
+    """Run the program that the first word names, in this process: ``fabric-train convert --checkpoint RUN …``.
+
+    Raises:
+        SystemExit: with the program's exit code; 2 if there is no such program.
+    """
+    global called_as
+    words = sys.argv[1:]
+    if "_ARGCOMPLETE" in os.environ:
+        words = os.environ["COMP_LINE"].split()[1:]
+    name = words[0] if words else "--help"
+    if name not in PROGRAMS:
+        usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
+        if name in ("--help", "-h"):
+            print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")
+            return
+        print_errors(f"error: fabric-train {name}: no such program; write {usage}")
+        raise SystemExit(INPUT_ERROR)
+    called_as = f"fabric-train {name}"
+    os.environ |= project_first()
+    del sys.argv[1:2]
+    runpy.run_module(PROGRAMS[name], run_name="__main__", alter_sys=True)
+
+
+def project_first(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return variables with which Python finds this project's modules first, whatever lies in the current folder."""
+    folders = filter(None, (str(_PROJECT), environment.get("PYTHONPATH")))
+    return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}  # the second from Python 3.11 on
+
+
+def command_from_here(name: str) -> str:
+    """Return the words that call a program of :data:`PROGRAMS` in a shell in the current folder.
+
+    In the project's folder they are as the documents have them: ``python convert_to_hf.py``. Elsewhere they are
+    ``fabric-train convert``. ``python`` and the commands have their path if the shell would not find those of this
+    virtual environment.
+    """
+    module = PROGRAMS[name]
+    if name == "train":
+        return f"{_found('fabric')} run fabric_train"
+    in_project = Path(_PROGRAM.name).resolve() == _PROGRAM
+    if not in_project and _beside_python("fabric-train").exists():
+        return f"{_found('fabric-train')} {name}"
+    script = _PROJECT / f"{module}.py"
+    if not script.is_file():
+        return f"{_found('python')} -m {module}"
+    return f"{_found('python')} {script.name if in_project else shortest_path(script)}"
+
+
+def shortest_path(path: Path) -> str:
+    """Return a path as a word of a shell: relative to the current folder or absolute, whichever is shorter."""
+    return shlex.quote(min(os.path.relpath(path), os.path.abspath(path), key=len))
+
+
+def _found(command: str) -> str:
+    """Return the name of a command of this virtual environment if the shell would find it, else its path."""
+    own, found = _beside_python(command), shutil.which(command)
+    if found and os.path.realpath(os.path.dirname(found)) == os.path.realpath(own.parent):
+        return command
+    return shortest_path(own if own.exists() else Path(sys.executable))
+
+
+def _beside_python(command: str) -> Path:
+    return Path(os.path.abspath(sys.executable)).with_name(command)
+
+
+def _place_of_script(words: Sequence[str]) -> int:
+    """Return the index of the script among the words of ``fabric run``: the first that is no option and no value."""
+    place = 1 if words[:1] == ["run"] else len(words)
+    while place < len(words) and words[place].startswith("-"):
+        place += 1 if "=" in words[place] or words[place] == "--help" else 2
+    return place
+
+
+def _program_at(script: str) -> Path | None:
+    """Return the folder of this program that a script means; None for any other script.
+
+    It may be that of another clone, whose code then runs. The name alone means this one wherever no other file has it.
+    """
+    given = Path(script)
+    if (given / "cli" / Path(__file__).name).is_file():
+        return given
+    is_other = given.is_file() or (given / "__main__.py").is_file()
+    return _PROGRAM if script == _PROGRAM.name and not is_other else None
 
 
 def _run(words: list[str], place: int) -> NoReturn:

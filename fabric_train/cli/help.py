@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from fabric_train.cli import fabric_command
 from fabric_train.cli.argument_types import takes_list
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fields import groups_of, is_required, positional_of, title_of, types_of
@@ -49,19 +50,23 @@ def complete_words(arguments: type) -> None:
     import argcomplete
 
     line = os.environ["COMP_LINE"].split()
-    if line[1:2] == ["run"]:  # fabric run ... fabric_train: the arguments of the script begin after its name
+    if fabric_command.called_as:
+        os.environ["_ARGCOMPLETE"] = "2"
+    elif line[1:2] == ["run"]:  # fabric run ... fabric_train: the arguments of the script begin after its name
         place = next((place for place, word in enumerate(line) if Path(word).name == "fabric_train"), 0)
         os.environ["_ARGCOMPLETE"] = str(place + 1)
     argcomplete.autocomplete(_parser(arguments, _sections(arguments)))
 
 
 def program_name() -> str:
-    """Return how this program was started, without its arguments."""
+    """Return how this program was started, without its arguments; a script's path is from the current folder."""
     module = sys.modules["__main__"].__spec__
     if Path(sys.argv[0]).resolve() == Path(__file__).resolve().parents[1]:  # a folder: only fabric run starts that
         return "fabric run fabric_train"
+    if fabric_command.called_as:
+        return fabric_command.called_as
     if module is None:
-        return f"python {Path(sys.argv[0]).name}"
+        return f"python {fabric_command.shortest_path(Path(sys.argv[0]))}"
     return f"python -m {module.name.removesuffix('.__main__')}"
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fabric_train.cli.errors import InputError, first_line, run_program
+from fabric_train.cli.fabric_command import project_first
 from fabric_train.evaluation.score_files import MetricScore, ModelScores, TaskScore, add_score, finite
 from fabric_train.evaluation.score_table import mean_score
 from fabric_train.evaluation.tasks_file import TaskSettings, is_task_file, nearest_name
@@ -57,13 +58,11 @@ class WorkerRequest:
 
 def start_worker(command: Literal["check", "evaluate", "losses"], request: WorkerRequest) -> "subprocess.Popen[bytes]":
     """Start this module in a session of its own, so that Ctrl-C reaches only the process that waits for it."""
-    project = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH"))))}
     worker = subprocess.Popen(
         [sys.executable, "-m", __name__, command],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        env=environment,
+        env={**os.environ, **project_first()},
         start_new_session=True,
     )
     assert worker.stdin is not None

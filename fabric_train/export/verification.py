@@ -5,6 +5,7 @@ wrote the export. ``model_comparison.py`` says what it compares.
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
+from fabric_train.cli.fabric_command import project_first
 from fabric_train.export.average import AveragePart
 from fabric_train.export.model_comparison import compare
 from fabric_train.export.source import ExportSource
@@ -32,7 +34,7 @@ def verify_in_fresh_process(folder: Path, source: ExportSource, dtype: torch.dty
     report_file, checkpoint = folder / REPORT_NAME, source.checkpoint
     command = [sys.executable, "-m", __name__, str(folder), str(checkpoint), str(dtype).removeprefix("torch.")]
     parts = [f"{part.checkpoint}={part.weight!r}" for part in source.parts]
-    process = subprocess.run([*command, *parts], check=False)
+    process = subprocess.run([*command, *parts], env={**os.environ, **project_first()}, check=False)
     if not report_file.is_file():
         reason = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         raise VerificationError(

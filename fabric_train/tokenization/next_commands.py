@@ -6,6 +6,8 @@ import shlex
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
+from fabric_train.cli.fabric_command import command_from_here
+
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
@@ -21,7 +23,7 @@ def merge_command(arguments: "TokenizeArguments", output_dir: str) -> str:
     pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
     folders = os.path.join(parent, pattern) if is_numbered else "SLICES"
     quoted = "*".join(shlex.quote(piece) if piece else "" for piece in folders.split("*"))
-    return f"python -m fabric_train.tokenization.merge {quoted} --output_dir {shlex.quote(output_dir)}"
+    return f"{command_from_here('merge')} {quoted} --output_dir {shlex.quote(output_dir)}"
 
 
 def encode_command(arguments: "TokenizeArguments", lines: str) -> str:
@@ -36,7 +38,7 @@ def encode_command(arguments: "TokenizeArguments", lines: str) -> str:
     given = {field.name: getattr(arguments, field.name) for field in fields(arguments) if _is_given(field, arguments)}
     same = {name: value for name, value in given.items() if name not in changed}
     words = [word for name, value in (same | changed).items() for word in (f"--{name}", *_words(value))]
-    return f"python tokenize_dataset.py {shlex.join(words)}"
+    return f"{command_from_here('tokenize')} {shlex.join(words)}"
 
 
 def beside_slices(arguments: "TokenizeArguments", name: str) -> str:

@@ -1,5 +1,6 @@
 """The tables that a run prints: what it is before it starts, what it reached, and the figures of a self-check."""
 
+import shlex
 from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from fabric_train.checkpoint import (
     read_cursors,
     read_trainer_json,
 )
+from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.signals import describe_signal
@@ -90,7 +92,9 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
         loss = saved.state.loss_of(saved.best_by)
         table.add_row("best checkpoint", f"{best}, {deciding_loss(best)} {loss:.4f}")
     table.add_row("metrics", _metrics(run))
-    table.add_row("next", f"python convert_to_hf.py --checkpoint {checkpoint} --output_dir DIR")
+    table.add_row(
+        "next", f"{command_from_here('convert')} --checkpoint {shlex.quote(str(checkpoint))} --output_dir DIR"
+    )
     losses = [describe_evaluation(state.evaluation, state.first_evaluation)] if state.evaluation else []
     return Group(table, *losses, *describe_mixture(run, state.rows_of_sources), *describe_stream(run, checkpoint))
 

@@ -1,15 +1,24 @@
-"""``fabric run fabric_train`` says what a rank has said, ends with its exit code, and shows our help."""
+"""``fabric run fabric_train`` says what a rank has said, ends with its exit code, and shows our help.
 
+The programs are found from any folder, and the commands that they print are for the folder they were started in.
+"""
+
+import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from fabric_train.cli import fabric_command
+from fabric_train.cli.fabric_command import PROGRAMS, command_from_here, project_first
 from tests.support.launched import Launched, launcher
 from tests.support.programs import ROOT
 
@@ -26,10 +35,12 @@ def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    ended = run(tmp_path, *launcher("fabric run", free_port()), *ARGUMENTS)
+    (tmp_path / "arguments.py").write_text("raise RuntimeError('the file of a user')")
+    *command, script = launcher("fabric run", free_port())
+    ended = run(tmp_path, *command, Path(script).name, *ARGUMENTS)
     assert (ended.returncode, ended.stderr) == (2, FAULT + "\n")
     assert all(" importing torch" in line for line in ended.stdout.splitlines())  # where that takes long
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["arguments.py"]
 
 
 @pytest.mark.launchers
@@ -89,6 +100,147 @@ def test_a_rank_killed_while_it_starts_is_named(tmp_path: Path, free_port: Calla
         assert started.process.wait(60) == 1, started.output()
     assert "error: rank 1 was killed by SIGKILL" in started.output()
     assert "Traceback" not in started.output()
+
+
+# ------------------------------------------------------------------------------------------ from the user's own folder
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    """A folder with files whose names are those of the project's modules."""
+    folder = tmp_path / "a user's folder"
+    folder.mkdir()
+    for name in ("arguments", "evaluate", "tokenize_dataset"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('the file of a user')")
+    return folder
+
+
+def test_a_run_starts_in_a_folder_with_files_of_the_same_names(own_folder: Path) -> None:
+    ended = run(own_folder, sys.executable, "-m", "fabric_train", *ARGUMENTS)
+    assert (ended.returncode, ended.stderr) == (2, FAULT + "\n")
+
+
+def test_a_clones_folder_is_started_with_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = tmp_path / "second"
+    clone.mkdir()
+    shutil.copytree(ROOT / "fabric_train", clone / "fabric_train")
+    shutil.copy(ROOT / "arguments.py", clone)
+    with (clone / "fabric_train" / "cli" / "parser.py").open("a") as module:
+        module.write("print('second', __file__)\n")
+    monkeypatch.chdir(clone)
+    assert fabric_command._program_at("fabric_train") == Path("fabric_train")
+    ended = run(clone, sys.executable, "fabric_train", *ARGUMENTS)  # what fabric run starts
+    assert (ended.returncode, ended.stderr) == (2, FAULT + "\n")
+    assert f"second {clone / 'fabric_train' / 'cli' / 'parser.py'}\n" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "words, place",
+    [
+        ("run fabric_train --lr 1", 1),
+        ("run --devices 2 --accelerator=cpu fabric_train", 4),
+        ("run other.py fabric_train", 1),
+        ("run --devices fabric_train", 3),
+        ("fabric_train", 1),
+    ],
+)
+def test_the_script_is_the_first_word_that_is_no_option_of_fabric_run(words: str, place: int) -> None:
+    assert fabric_command._place_of_script(words.split()) == place
+
+
+def test_another_folder_named_fabric_train_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fabric_train").mkdir()
+    assert fabric_command._program_at("fabric_train") == ROOT / "fabric_train"
+    (tmp_path / "fabric_train" / "__main__.py").touch()
+    assert fabric_command._program_at("fabric_train") is None
+    assert fabric_command._program_at(str(ROOT / "fabric_train")) == ROOT / "fabric_train"
+
+
+@pytest.mark.parametrize("name", ["convert", "merge", "train"])
+def test_fabric_train_runs_a_program_from_any_folder(name: str, own_folder: Path) -> None:
+    program = "from fabric_train.cli.fabric_command import fabric_train; fabric_train()"
+    command = [sys.executable, "-c", f"import sys; del sys.path[0]; {program}", name, "--help"]
+    env = {**os.environ, **project_first()}
+    ended = subprocess.run(command, cwd=own_folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"usage: fabric-train {name} ")
+
+
+def test_every_name_of_fabric_train_is_a_program() -> None:
+    assert [name for name, module in PROGRAMS.items() if find_spec(module) is None] == []
+
+
+def test_fabric_train_without_a_program_says_which_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fabric-train", "tokenise"])
+    with pytest.raises(SystemExit) as ended:
+        fabric_command.fabric_train()
+    assert ended.value.code == 2
+    assert (
+        "error: fabric-train tokenise: no such program; write fabric-train tokenize|inspect|" in capsys.readouterr().err
+    )
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a virtual environment's commands, with nothing of it on the path."""
+    commands = tmp_path / "environment" / "bin"
+    commands.mkdir(parents=True)
+    for name in ("python", "fabric", "fabric-train"):
+        (commands / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    return commands
+
+
+IN_PROJECT = {
+    "convert": "python convert_to_hf.py",
+    "merge": "python -m fabric_train.tokenization.merge",
+    "train": "fabric run fabric_train",
+}
+
+
+@pytest.mark.parametrize("name", IN_PROJECT)
+def test_commands_are_those_of_the_documents_in_the_project(
+    name: str, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert command_from_here(name).endswith(IN_PROJECT[name].removeprefix("python"))
+    assert command_from_here(name).startswith(str(installed))
+    monkeypatch.setenv("PATH", str(installed))
+    assert command_from_here(name) == IN_PROJECT[name]
+
+
+@pytest.mark.parametrize("name", IN_PROJECT)
+def test_commands_elsewhere_need_no_folder_of_the_project(
+    name: str, installed: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {"train": "fabric run fabric_train"}.get(name, f"fabric-train {name}")
+    monkeypatch.chdir(own_folder)
+    assert command_from_here(name) == f"../environment/bin/{expected}"
+    monkeypatch.setenv("PATH", str(installed))
+    assert command_from_here(name) == expected
+
+
+def test_without_the_command_a_program_is_named_by_its_path(
+    installed: Path, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (installed / "fabric-train").unlink()
+    monkeypatch.setenv("PATH", str(installed))
+    monkeypatch.chdir(own_folder)
+    assert Path(shlex.split(command_from_here("convert"))[1]).resolve() == ROOT / "convert_to_hf.py"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_processes_of_our_own_get_the_projects_modules(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that verifies an export, and the one of lm_eval, are started with ``python -m``."""
+    monkeypatch.chdir(own_folder)
+    finds = "import json, arguments, evaluate; print(json.dumps([arguments.__file__, evaluate.__file__]))"
+    env = {**os.environ, **project_first()}
+    found = subprocess.run([sys.executable, "-c", finds], env=env, capture_output=True, text=True, check=True).stdout
+    assert json.loads(found) == [str(ROOT / "arguments.py"), str(ROOT / "evaluate.py")]
 
 
 IMPORTS_NOTHING = """

@@ -56,7 +56,7 @@ def run(command: str, folder: Path, hub: StandInHub) -> str:
     """Run a command in a folder and return what it prints, its exit code, and the calls that the hub received."""
     program, *rest = shlex.split(command)[1:]
     environment = {
-        "PATH": os.environ["PATH"],
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(folder / "home"),
         "PYTHONPATH": str(ROOT),
         "HF_TOKEN": TOKEN,

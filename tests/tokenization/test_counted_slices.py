@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from tests.support.token_datasets import manifest_of, write_jsonl
 
 NUM_TASKS = 3
 HEADER, CONTACT = "The Daily News of Sueca", "Write to ana.perez@example.com to answer"
-PROGRAMS = {"tokenize_dataset.py": tokenize_dataset, "-m fabric_train.tokenization.merge": merge}
+PROGRAMS = {"tokenize": tokenize_dataset, "merge": merge}
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,16 @@ class Made:
 
 def run_line(line: str) -> None:
     """Run a command line as it was printed."""
-    name = next(name for name in PROGRAMS if line.startswith(f"python {name} "))
-    words = shlex.split(line.removeprefix(f"python {name}"))
-    PROGRAMS[name].main([one for word in words for one in (map(str, Path().glob(word)) if "*" in word else [word])])
+    found = re.match(r"\S+ (?:-m fabric_train\.tokenization\.|\S*/)?(tokenize|merge)\S* (.*)", line)
+    assert found, line
+    words = shlex.split(found[2])
+    PROGRAMS[found[1]].main([one for word in words for one in (map(str, Path().glob(word)) if "*" in word else [word])])
 
 
 def command_after(label: str, printed: str) -> str:
     """Return the command in the line that begins with ``label``."""
     (line,) = (line for line in printed.splitlines() if line.startswith(f"{label} "))
-    return line[line.index("python ") :]
+    return line.split(": ", 1)[1]
 
 
 def tokenize(tokenizer: Path, words: str) -> None:
@@ -185,7 +187,7 @@ def test_a_stopped_counting_task_continues_and_a_finished_one_does_nothing(
     assert finished == expected
     assert "has slice 2/3 already: nothing to do" in printed_by(tokenize, tiny_model_dir, words)
     with pytest.raises(InputError, match="2 was made with --boilerplate 10; choose another folder, or remove it"):
-        tokenize(tiny_model_dir, words.replace("10", "lines"))
+        tokenize(tiny_model_dir, words.replace("--boilerplate 10", "--boilerplate lines"))
 
 
 def test_a_folder_that_has_no_lines_of_this_column_and_version_is_refused(tmp_path: Path, made: Made) -> None:
