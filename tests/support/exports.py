@@ -27,7 +27,7 @@ def convert_run(runs: ForkedRuns, folder: Path, *words: object) -> Path:
     return folder
 
 
-def _run(command: list[str], check: bool) -> "subprocess.CompletedProcess[str]":
+def _run(command: list[str], env: dict[str, str], check: bool) -> "subprocess.CompletedProcess[str]":
     with patch.object(sys, "argv", command[2:]):  # without python -m
         try:
             verification.main()
