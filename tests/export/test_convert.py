@@ -137,7 +137,7 @@ def test_a_fresh_process_leaves_its_report_in_the_folder(
 def test_a_verification_that_dies_is_reported(
     exports: dict[str, Path], run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    killed = SimpleNamespace(run=lambda command, check: subprocess.CompletedProcess(command, -9))
+    killed = SimpleNamespace(run=lambda command, env, check: subprocess.CompletedProcess(command, -9))
     monkeypatch.setattr(verification, "subprocess", killed)
     with pytest.raises(VerificationError, match=r"could not be verified: .* ended with signal 9"):
         convert.convert(first(run), tmp_path / "out", torch.bfloat16, "5GB", FACTS)
