@@ -184,3 +184,21 @@ def open_mixture(
         manifest=manifest,
         manifest_folder=manifest_folder,
     )
+
+
+def unpredicted_tokens(parts: Sequence[TokenDataset], num_predicted: int) -> str:
+    """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known.
+
+    Args:
+        parts: Token datasets; those without a validation split count nothing.
+        num_predicted: Supervised tokens of all their validation splits that have another token before them.
+    """
+    held_out = [part for part in parts if part.validation]
+    ledgers = [part.manifest.ledger.splits.get("validation") if part.manifest else None for part in held_out]
+    num_supervised = sum(ledger.tokens_supervised for ledger in ledgers if ledger)
+    if not all(ledgers) or num_supervised <= num_predicted:
+        return ""
+    return (
+        f"{num_supervised:,} tokens of validation are supervised; {num_supervised - num_predicted:,} of them begin a "
+        "row or a document, so there is nothing to predict them from"
+    )

@@ -87,7 +87,8 @@ def compare_models(arguments: "EvaluateArguments") -> None:
     if outdated:
         (folder / "report.html").unlink(missing_ok=True)  # it may be of the former weights
     _write_page(folder / "report.html", models[0], models[-1], encoded[models[0].name], losses)
-    print_table(results, have_same_tokens(evaluated))
+    notes = (text.note() for text in encoded[models[0].name] if isinstance(text, PackedText))
+    print_table(results, have_same_tokens(evaluated), [note for note in notes if note])
     print(f"written to {folder}", file=sys.stderr)
     check_all_evaluated(damaged)
 

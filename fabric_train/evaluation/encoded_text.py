@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fabric_train.data.batch import Documents, Targets, find_targets
+from fabric_train.data.token_mixture import unpredicted_tokens
 from fabric_train.evaluation.texts import DocumentTexts, HeldOutRows
 from fabric_train.tokenization.documents import utf8_length
 
@@ -222,6 +223,11 @@ class PackedText(EncodedText):
             return f"row {number}"
         origin = index.origin(number)
         return f"{origin.file}:{origin.row}"
+
+    def note(self) -> str:
+        """Return why fewer tokens are predicted than the manifest counts; "" if there is nothing to say."""
+        reason = unpredicted_tokens([self._dataset], len(self.target_ids))
+        return f"{self.name}: {reason}" if reason else ""
 
     def parts(self) -> Iterator[ScoredPart]:
         """Yield consecutive rows."""

@@ -25,8 +25,8 @@ Results = Mapping[str, Mapping[str, ModelLoss]]
 """The losses by source and model, in their order; models that were not evaluated on a source are left out there."""
 
 
-def print_table(results: Results, are_same_tokens: bool) -> None:
-    """Print the losses of each source and model, and what to know to read them."""
+def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = ()) -> None:
+    """Print the losses of each source and model, and what to know to read them; ``notes`` are further lines."""
     table = Table(box=None, pad_edge=False)
     for name, justify in (("source", "left"), ("model", "left"), ("documents", "right"), ("tokens", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def print_table(results: Results, are_same_tokens: bool) -> None:
             table.add_row(name, visible(model), *_cells(found), end_section=number == len(of_models) - 1)
     console = Console(width=None if Console().is_terminal else 200)
     console.print(table)
-    for line in _notes(results, are_same_tokens):
+    for line in (*_notes(results, are_same_tokens), *notes):
         console.print(line, style="dim")
 
 

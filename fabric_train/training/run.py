@@ -13,7 +13,7 @@ from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.errors import FAILURE, STOPPED
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
-from fabric_train.data.token_mixture import TokenMixture
+from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
 from fabric_train.distributed.heartbeat import Heartbeat
 from fabric_train.distributed.host_memory import reuse_freed_memory
 from fabric_train.distributed.signals import stop_signals
@@ -135,6 +135,10 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: H
             show(summary.describe_evaluation(evaluation))
         result = f"validation loss {whole.loss:.4f}, perplexity {whole.perplexity:.3f}"
         log.info(f"{result} over {whole.num_tokens:,} tokens → {path}")
+        data = run.data.held_out if isinstance(run.data, Stream) else run.data
+        reason = unpredicted_tokens(data.parts, whole.num_tokens) if data else ""
+        if reason and run.arguments.evaluation.eval_iters is None:
+            log.info(reason)
     return 0
 
 

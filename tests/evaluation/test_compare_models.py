@@ -25,7 +25,7 @@ from fabric_train.evaluation.encoded_text import cut_windows
 from fabric_train.training.evaluation import evaluate
 from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full
 from tests.support.forked_runs import ForkedRuns
-from tests.support.token_datasets import tokenize, write_jsonl
+from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 BOS = 0  # of the tiny tokenizer
 ES = [f"El número {number} és después de {number - 1}; " * (1 + number % 7) for number in range(24)]
@@ -104,8 +104,11 @@ def test_the_loss_is_that_of_a_plain_formula(tmp_path: Path, tiny_model_dir: Pat
     assert lines[1]["document"].endswith("es.jsonl, line 2")
 
 
-def test_the_loss_of_a_runs_own_validation_is_its_val_loss(tmp_path: Path, run: Path, tiny_tokens_dir: Path) -> None:
+def test_the_loss_of_a_runs_own_validation_is_its_val_loss(
+    tmp_path: Path, run: Path, tiny_tokens_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = evaluated(tmp_path, "--models", run)[str(run)]
+    (reason,) = (line for line in capsys.readouterr().out.splitlines() if "are supervised" in line)
     rows = open_dataset(str(tiny_tokens_dir)).validation
     assert rows is not None
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-00000001", dtype=torch.float32)
@@ -115,6 +118,8 @@ def test_the_loss_of_a_runs_own_validation_is_its_val_loss(tmp_path: Path, run: 
     assert list(found) == list(expected.sources)
     (own,) = found.values()
     assert own["tokens"] == expected.whole.num_tokens
+    supervised = manifest_of(tiny_tokens_dir).ledger.splits["validation"].tokens_supervised
+    assert f"{supervised:,} tokens of validation are supervised; {supervised - own['tokens']:,} of them" in reason
     assert own["loss"] == pytest.approx(expected.whole.loss, abs=1e-6)
     assert own["bits_per_byte"] == pytest.approx(expected.whole.bits_per_byte, abs=1e-6)
 

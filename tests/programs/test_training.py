@@ -261,7 +261,10 @@ def test_other_data_than_the_checkpoints_are_named(trainer: Trainer, uninterrupt
 
 
 def test_eval_only_gives_the_loss_of_the_run_at_that_checkpoint(trainer: Trainer, uninterrupted: Path) -> None:
-    run = trainer("evaluated", 2, checkpoint=uninterrupted, eval_only="true", eval_batch_size=3, parallelism="ddp")
+    options = {"checkpoint": uninterrupted, "eval_only": "true", "eval_batch_size": 3, "parallelism": "ddp"}
+    started = trainer.start("evaluated", 2, **options)
+    assert started.wait() == [0, 0]
+    run = trainer.folder / "evaluated"
     result = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     assert result["loss"] == pytest.approx(column(uninterrupted, "val_loss")[-1], abs=1e-5)
     assert result["step"] == MAX_STEP
@@ -270,6 +273,9 @@ def test_eval_only_gives_the_loss_of_the_run_at_that_checkpoint(trainer: Trainer
     starts = [start for row in dataset.validation.split["document_starts"] for start in row if start > 0]
     # every row once, its 63 predictions less those of a document's first token from another's last
     assert result["num_tokens"] == len(dataset.validation) * 63 - len(starts)
+    supervised = len(dataset.validation) * 64
+    said = f"{supervised:,} tokens of validation are supervised; {supervised - result['num_tokens']:,} of them begin"
+    assert (started.stdout() + started.stderr()).count(said) == 1
 
 
 def test_the_saved_configuration_repeats_the_run(trainer: Trainer, uninterrupted: Path) -> None:
