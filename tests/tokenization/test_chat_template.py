@@ -1,7 +1,11 @@
 """A chat template comes from strangers: whatever it does is refused in one line and within seconds."""
 
 import itertools
+import os
+import resource
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,16 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.chats import chat_template
+from fabric_train.tokenization.chats import chat_template, template_limits
 from fabric_train.tokenization.chats.chat_template import LLAMA3_TEMPLATE, ChatTemplate
 from fabric_train.tokenization.chats.chosen_template import read_chosen_template
-from fabric_train.tokenization.chats.time_limit import OutOfTimeError, limited_time
+from fabric_train.tokenization.chats.template_limits import OutOfTimeError, find_fault_in_child, limited_time
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 
 FOR_EVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}" + (
     "{% endfor %}{% endfor %}"
 )
+DOUBLING = "{% set n = namespace(text='x') %}{% for i in range(50) %}{% set n.text = n.text ~ n.text %}{% endfor %}"
 FAULTY = {
     "division by zero": ("{{1/0}}", "fails with ZeroDivisionError: division by zero"),
     "a recursive macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails with RecursionError: "),
@@ -28,11 +33,19 @@ FAULTY = {
     "wrong syntax": ("{% for %}", "refuses it: Expected an expression"),
     "loops in loops": ("{% for a in messages %}" * 30 + "{% endfor %}" * 30, "fails with SyntaxError: "),
     "deep brackets": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "fails with RecursionError: "),
-    "more memory than there is": ("{{ 'x' * 10**15 }}", "fails with MemoryError"),
+    "more memory than there is": ("{{ 'x' * 10**15 }}", "takes more than 256 MiB of memory"),
+    "much memory at once": ("{{ 'x' * 10**10 }}", "takes more than 256 MiB of memory"),
+    "memory by doubling": (DOUBLING, "takes more than 256 MiB of memory"),
+    "a long text": ("{% for i in [1, 2] %}{{ 'x' * i * 10**7 }}{% endfor %}", "makes 30,000,000 characters of it, far"),
     "its own refusal": ("{{ raise_exception('never\n') }}", "refuses it: never"),
     "another file": ("{% include '/etc/passwd' %}", "fails with TypeError: "),
     "Python's objects": ("{{ ''.__class__.__mro__ }}", "refuses it: "),
 }
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MEMORY", 1 << 28)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +96,39 @@ def test_a_template_that_ends_only_for_some_chats_is_a_bad_row(monkeypatch: pyte
     assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
 
 
+def test_a_template_that_takes_memory_only_for_some_chats_is_a_bad_row() -> None:
+    source = "{% if messages[0].content == 'double' %}" + DOUBLING + "{% endif %}{{ messages[0].content }}"
+    template = ChatTemplate(source, {}, (), ())
+    before = resource.getrlimit(resource.RLIMIT_AS), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadRowError, match="takes more than 256 MiB of memory"):
+        template.render([{"role": "user", "content": "double"}])
+    assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
+    assert resource.getrlimit(resource.RLIMIT_AS) == before[0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before[1] + (300 << 10)
+
+
+def test_a_template_is_tried_in_a_process_of_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(attempt: Callable[[], object]) -> str | None:
+        trials.append(os.getpid())
+        return find_fault_in_child(attempt)
+
+    trials: list[int] = []
+    monkeypatch.setattr(chat_template, "find_fault_in_child", count)
+    for _ in range(2):
+        ChatTemplate("{{ messages[0].content }} once", {}, (), ())
+    assert len(trials) == 1
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadRowError, match="takes more than 256 MiB of memory"):
+        ChatTemplate(DOUBLING, {}, (), ())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < size + (100 << 10)
+
+
+def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "_LONGEST_TRIAL", 0.2)
+    assert find_fault_in_child(lambda: time.sleep(60)) == "the chat template was stopped: it does not end, or crashes"
+    assert find_fault_in_child(lambda: None) is None
+
+
 def test_the_time_limit_leaves_no_timer_and_no_handler() -> None:
     before = signal.getsignal(signal.SIGPROF)
     with pytest.raises(OutOfTimeError), limited_time(0.05):
@@ -111,8 +157,9 @@ templates = st.binary(max_size=60) | st.lists(pieces, max_size=25).map(
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=templates, whole=st.booleans())
 def test_any_file_is_a_template_or_is_refused_in_one_line(
-    tmp_path: Path, tokenizer: CorpusTokenizer, content: bytes, whole: bool
+    tmp_path: Path, tokenizer: CorpusTokenizer, monkeypatch: pytest.MonkeyPatch, content: bytes, whole: bool
 ) -> None:
+    monkeypatch.setattr(chat_template, "find_fault_in_child", lambda attempt: None)  # hundreds of forks take long
     file = tmp_path / "template.jinja"
     file.write_bytes(content if whole else LLAMA3_TEMPLATE.encode() + content)
     faults: tuple[str, ...] = ()

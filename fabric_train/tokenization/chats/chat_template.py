@@ -15,6 +15,7 @@ between two contents, are learned once from a conversation rendered turn by turn
 equals its contents with these separators between them, no other rendering is needed.
 """
 
+import json
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +27,13 @@ from typing import Any
 from fabric_train.cli.errors import first_line
 from fabric_train.tokenization.chats.chat_format import Message
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
-from fabric_train.tokenization.chats.time_limit import OutOfTimeError, limited_time
+from fabric_train.tokenization.chats.template_limits import (
+    MEMORY,
+    OutOfTimeError,
+    find_fault_in_child,
+    limited_memory,
+    limited_time,
+)
 from fabric_train.tokenization.documents import BadRowError
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
@@ -44,6 +51,11 @@ LLAMA3_CONTROL_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_head
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SECONDS = 5.0  # of processor time for one rendering; an ordinary one takes less than a millisecond
+_MOST_CHARACTERS = 1 << 24  # of a rendering; more only if the conversation itself is so long
+_MOST_TIMES = 16  # as long as its conversation is such a rendering at most
+_LONGEST_REASON = 300  # characters of a template's own message
+_tried: set[str] = set()
+"""The sources that have been tried in a process of their own."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ class ChatTemplate:
         end_of_turn: the control token that follows the assistant's content; None if none does.
 
     Raises:
-        BadRowError: the template is invalid, or refuses a question with an answer, fails on it or does not end.
+        BadRowError: the template is invalid, or refuses a question with an answer, fails on it, does not end, or takes
+            too much memory.
     """
 
     def __init__(
@@ -107,6 +120,22 @@ class ChatTemplate:
         self._separators: dict[tuple[str | None, str | None], _Separator | None] = {}
         self.control_tokens: tuple[str, ...] = tuple(special_tokens)
         self.end_of_turn: str | None = None
+        self._generation_prompt = ""
+        self._try_in_child(added_tokens)
+        self._learn(added_tokens)
+
+    def _try_in_child(self, added_tokens: Collection[str]) -> None:
+        """Raise BadRowError if a process of its own finds the source unusable; each source is tried once."""
+        if self.source in _tried:
+            return
+        import transformers.utils.chat_template_utils  # noqa: F401 - slow: here, and not in the child
+
+        if fault := find_fault_in_child(lambda: self._learn(added_tokens)):
+            raise BadRowError(fault)
+        _tried.add(self.source)
+
+    def _learn(self, added_tokens: Collection[str]) -> None:
+        """Learn from renderings what is around the turns of a conversation."""
         self._find_control_tokens(added_tokens)
         question = _speak(["user"])
         begin, prompt = self.render(question), self.render(question, generation_prompt=True)
@@ -186,7 +215,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            with limited_time(_SECONDS):
+            with limited_time(_SECONDS), limited_memory(MEMORY):
                 rendered: Any = render_jinja_template(
                     [messages],
                     tools=tools,
@@ -197,11 +226,15 @@ class ChatTemplate:
                 )
         except OutOfTimeError:
             raise BadRowError(f"the chat template is not done after {_SECONDS:g} s; it may never end") from None
+        except MemoryError:
+            raise BadRowError(f"the chat template takes more than {MEMORY >> 20} MiB of memory") from None
         except TemplateError as error:
-            raise BadRowError(f"the chat template refuses it: {first_line(error)}") from None
+            raise BadRowError(f"the chat template refuses it: {_reason(error)}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
-            raise BadRowError(f"the chat template fails with {type(error).__name__}: {first_line(error)}") from None
+            raise BadRowError(f"the chat template fails with {type(error).__name__}: {_reason(error)}") from None
         (text,), spans = rendered
+        if len(text) > _MOST_CHARACTERS and len(text) > _MOST_TIMES * len(json.dumps([messages, tools], default=str)):
+            raise BadRowError(f"the chat template makes {len(text):,} characters of it, far more than it has")
         return text, spans[0] if marks else []
 
     def _find_control_tokens(self, added_tokens: Iterable[str]) -> None:
@@ -299,6 +332,10 @@ class ChatTemplate:
                 text.append(contents[index])
                 position += len(contents[index])
         return "".join(text), spans
+
+
+def _reason(error: Exception) -> str:
+    return first_line(error)[:_LONGEST_REASON]
 
 
 _SPOKEN = re.compile(r"turn\d+said")
