@@ -581,9 +581,10 @@ class LoggingArguments:
 class PlanArguments:
     """Plan"""
 
-    plan: bool = False
+    plan: bool | Literal["check"] = False
     """Print the memory, disk space, communication and steps that the run will need, and exit; it is an error if they do
-    not fit. With --device_memory, the --devices need not be on this machine.
+    not fit. With --device_memory, the --devices need not be on this machine. check only says whether arguments, files
+    and data are in order, also where the --devices are not.
     """
     device_memory: str | None = None
     """Memory of each GPU to plan for, such as 80GB; default: that of the GPUs here, or of this machine on CPU."""
@@ -595,7 +596,12 @@ class PlanArguments:
     @property
     def plans_for_others(self) -> bool:
         """Whether the plan is for GPUs that need not be on this machine."""
-        return self.plan and self.device_memory is not None
+        return self.checks or (bool(self.plan) and self.device_memory is not None)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the run is only checked, as far as that needs no device."""
+        return self.plan == "check"
 
     def faults(self) -> list[str]:
         """Return invalid sizes, and arguments that need --plan."""

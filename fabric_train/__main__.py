@@ -64,9 +64,14 @@ def main(argv: list[str] | None = None) -> None:
     progress.info("checking data and model")
     writes = global_rank() == 0 and not arguments.evaluation.only_reads
     lock = _lock(Path(arguments.save.output_dir))
-    if writes:
+    if writes and not arguments.planning.checks:  # what is checked may begin when the other run has ended
         check_not_held(*lock)
     run = prepare(arguments)
+    if arguments.planning.checks:
+        for line in run.notes:
+            note(line)
+        log.info("arguments, files and data are in order: %d steps", run.plan.num_steps)
+        return
     if arguments.planning.plan:
         print_plan(run)
         return

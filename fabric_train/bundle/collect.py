@@ -35,13 +35,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _INSTALLER = "install.sh"
 _CHECKSUMS = "SHA256SUMS"
 _QUIET_SECONDS = 10.0
-_PREPARE = """
-import sys
-from arguments import TrainArguments, parse
-from fabric_train.cli.errors import run_program
-from fabric_train.preflight.prepare import prepare
-run_program(lambda: prepare(parse(TrainArguments, sys.argv[1:])) and None)
-"""
 _OF_A_RUN = ("trainer.json", "checksums.json", "manifest.json", "stream.json")
 _SOURCE = (
     "pyproject.toml", "requirements.txt", "LICENSE", "README.md", ".dockerignore", "arguments.py",
@@ -132,8 +125,8 @@ def collect(request: Request, output: Path) -> Bundle:
         print_errors("[2/5] token datasets and source")
         _copy([*data, *_files_of_source(), *tasks], folder)
         request.recipe.write(request.places, folder)
-        print_errors(f"[3/5] prepare a run with {CONFIGURATION} in the bundle")
-        _plan(request, folder)
+        print_errors(f"[3/5] check a run with {CONFIGURATION} in the bundle")
+        _check_inside(request, folder)
         print_errors(f"[4/5] wheels for {request.target}")
         with _spinner() as show:
             download_wheels(request.target, _ROOT / "requirements.txt", folder / "wheels", show, request.extras)
@@ -174,25 +167,16 @@ def _check(request: Request, output: Path) -> list[str]:
     return notes
 
 
-def _plan(request: Request, folder: Path) -> None:
-    """Prepare the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub.
-
-    Whether it fits into memory is known there.
+def _check_inside(request: Request, folder: Path) -> None:
+    """Check the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub.
 
     Raises:
         InputError: it would not begin.
     """
-    given = request.recipe.given
-    words = ["--config", CONFIGURATION, "--plan", "true"]
-    if request.target.cuda == "none":
-        words += ["--accelerator", "cpu"]
-    elif given.get("accelerator") not in ("cpu", "tpu"):
-        words += ["--accelerator", "cuda", "--device_memory", "80GB"]  # needs no GPU here
-        words += ["--devices", "1"] if given.get("devices", "auto") in ("auto", -1) else []
+    command = [sys.executable, "-m", "fabric_train", "--config", CONFIGURATION, "--plan", "check"]
+    command += ["--accelerator", "cpu"] if request.target.cuda == "none" else []
     env = {**os.environ, "PYTHONPATH": "source", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    finished = subprocess.run(
-        [sys.executable, "-c", _PREPARE, *words], cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
+    finished = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if finished.returncode:
         last = finished.stderr.strip().splitlines()[-1:] or [f"exit code {finished.returncode}"]
         found = [line.removeprefix("error: ") for line in finished.stderr.splitlines() if line.startswith("error: ")]

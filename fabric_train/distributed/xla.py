@@ -59,7 +59,7 @@ def check_xla_arguments(arguments: "TrainArguments", num_processes: int) -> None
         "cpu_offload": fsdp.cpu_offload,
         "activation_offload": fsdp.activation_offload,
         "float8": arguments.model.float8,
-        "plan": arguments.planning.plan,
+        "plan": bool(arguments.planning.plan),
         "optimizer_states": arguments.training.optimizer_states in ("bfloat16", "8bit"),
         "activation_checkpointing": fsdp.activation_checkpointing not in ("auto", "none"),
         "sharding_strategy": fsdp.sharding_strategy != "FULL_SHARD",

@@ -96,7 +96,8 @@ def prepare(
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
         run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
-    run = resolve_automatic(run)
+    if not arguments.planning.checks:
+        run = resolve_automatic(run)
     if not arguments.evaluation.only_reads:
         step_interval = arguments.logging.log_step_interval
         run = _with_notes(run, find_lost_rows(folder / "metrics.csv", start.state, step_interval))
@@ -186,17 +187,20 @@ def _check_output_dir(folder: Path, *inputs: str | None) -> None:
 def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     """Count the processes and check that they can compute what is asked for."""
     device = arguments.device
-    if arguments.planning.plans_for_others:
+    planning = arguments.planning
+    if planning.checks and str(device.devices) in ("auto", "-1"):
+        device = replace(device, devices=1)
+    if planning.plans_for_others and not (planning.checks and device.accelerator == "cpu"):
         accelerator, num_devices = "cuda", devices.count_planned_devices(device.devices)
     else:
         accelerator = devices.resolve_accelerator(device.accelerator)
         num_devices = devices.count_devices(device.devices, accelerator)
     world_size = num_devices * device.num_nodes
     fault = find_other_world(num_devices, device.num_nodes)
-    if fault and not arguments.planning.plan:
+    if fault and not planning.plan:
         raise InputError(fault)
     parallelism = resolve_parallelism(arguments, world_size, accelerator)
-    if accelerator == "cuda" and not arguments.planning.plans_for_others:
+    if accelerator == "cuda" and not planning.plans_for_others:
         devices.check_bf16(arguments.model.precision, parallelism, device.devices)
     check_attention(arguments, accelerator)
     if arguments.model.float8:

@@ -1,10 +1,11 @@
 #!/bin/bash
-# Submit a job to Slurm, with the settings of settings.sh:
+# Check a job here, then submit it to Slurm, with the settings of settings.sh:
 #   launch/slurm/submit.sh train --config run.yaml                      a training run on NODES nodes
 #   launch/slurm/submit.sh each ITEM ITEM … -- COMMAND                  a job array: COMMAND once for each item, where {} is the
 #                                                                       item and {/} its name without folders
 #   launch/slurm/submit.sh each runs/1/checkpoints/step-* -- python convert_to_hf.py --checkpoint {} --output_dir exports/{/}
 #   launch/slurm/submit.sh each 1 2 3 4 -- python evaluate.py --watch runs/1 --tasks tasks.yaml --wait false
+#   launch/slurm/submit.sh --print train --config run.yaml              check it and show the job; this needs no Slurm
 set -euo pipefail
 
 fail() {
@@ -16,13 +17,20 @@ if [[ ${1:-} =~ ^(-h|--help)$ ]]; then
   sed -n '/^# /s/^# //p;/^set /q' "$0"
   exit
 fi
+prints=0
+if [[ ${1:-} == --print ]]; then
+  prints=1
+  shift
+fi
 folder=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$folder/../.." && pwd)
 settings=${FABRIC_TRAIN_SETTINGS:-$folder/settings.sh}
 [[ -r $settings ]] || fail "$settings: no such file; FABRIC_TRAIN_SETTINGS names the settings, launch/slurm/settings.sh if it is unset"
 # shellcheck source=launch/slurm/settings.sh
 source "$settings"
-command -v sbatch > /dev/null || fail "no sbatch here; submit on a machine with Slurm's commands, usually the login node"
+if ! ((prints)) && ! command -v sbatch > /dev/null; then
+  fail "no sbatch here; submit on a machine with Slurm's commands, usually the login node; --print shows the job without them"
+fi
 [[ $CONTAINER =~ ^(|pyxis|apptainer|docker|podman)$ ]] || fail "$settings: CONTAINER=$CONTAINER; give pyxis, apptainer, docker, podman or nothing"
 [[ -z $CONTAINER || -n $IMAGE ]] || fail "$settings: CONTAINER=$CONTAINER needs an IMAGE"
 
@@ -51,8 +59,57 @@ case $kind in
   *) fail "give train or each: launch/slurm/submit.sh train --config run.yaml; launch/slurm/submit.sh --help shows both" ;;
 esac
 
-mkdir -p "$LOGS"
+check_each() { # the arguments of one of this project's programs; of others, that they are there
+  local program=() known word
+  while (($#)) && [[ $1 != --* ]]; do
+    [[ $1 != *.py || -e $1 ]] || fail "$1: no such file"
+    program+=("$1")
+    shift
+  done
+  [[ ${program[*]} =~ (tokenize_dataset|convert_to_hf|generate|evaluate|download_model)\.py|-m\ fabric_train ]] || return 0
+  known=$("${inside[@]}" "${program[@]}" --help) || fail "${program[*]} --help does not work, see above"
+  for word; do
+    [[ $word == --* ]] || continue
+    word=--$(sed 's/^--//; s/=.*//' <<< "$word" | tr - _)
+    grep -Eq -- "(^|[^a-z_-])$word([^a-z_]|\$)" <<< "$known" || fail "$word: no such argument; ${program[*]} --help lists them"
+  done
+}
+
+# what is wrong is said now, and not when the job has waited in the queue
+for mount in "${MOUNTS[@]}"; do
+  [[ -e $mount ]] || fail "$settings: MOUNTS has $mount, which is not there"
+done
+if [[ $CONTAINER == apptainer && $IMAGE != *://* || $CONTAINER == pyxis && $IMAGE == *.sqsh ]] && [[ ! -e $IMAGE ]]; then
+  fail "$settings: IMAGE=$IMAGE: no such file"
+fi
+inside=()
+if [[ -z $CONTAINER ]]; then
+  command -v "${command[0]}" > /dev/null || fail "${command[0]}: no such program here; $settings has PYTHON=$PYTHON for training"
+elif command -v "$CONTAINER" > /dev/null; then
+  [[ $CONTAINER == apptainer ]] || "$CONTAINER" image inspect "$IMAGE" > /dev/null 2>&1 \
+    || fail "$settings: IMAGE=$IMAGE: $CONTAINER has no such image here"
+  inside=(env SLURM_JOB_ID=check SLURM_PROCID=0 "$folder/container.sh" "$CONTAINER" "$IMAGE" "$project" "${MOUNTS[@]}" --)
+else
+  kind=unchecked
+fi
+case $kind in
+  train) "${inside[@]}" "${command[@]}" --plan check >&2 || exit 2 ;;
+  each) check_each "${command[@]}" ;;
+  unchecked) echo "note: the arguments are not checked, since $CONTAINER starts no container here" >&2 ;;
+esac
+
 # Slurm keeps a copy of the script, so the job is complete in itself. USR1 goes to the ranks, not to the script.
-exec sbatch --job-name="$name" --output="$LOGS/$log" --open-mode=append --requeue --signal="USR1@$SAVE_SECONDS" \
-  "${options[@]}" "${JOB_OPTIONS[@]}" <(echo "#!/bin/bash"; cat "$settings" "$folder/job.sh") \
-  "$project" "${#items[@]}" "${items[@]}" "${command[@]}"
+options=(--job-name="$name" --output="$LOGS/$log" --open-mode=append --requeue --signal="USR1@$SAVE_SECONDS"
+  "${options[@]}" "${JOB_OPTIONS[@]}")
+arguments=("$project" "${#items[@]}" "${items[@]}" "${command[@]}")
+job() {
+  echo "#!/bin/bash"
+  cat "$settings" "$folder/job.sh"
+}
+if ((prints)); then
+  job
+  printf '# sbatch%s SCRIPT%s\n' "$(printf ' %q' "${options[@]}")" "$(printf ' %q' "${arguments[@]}")"
+  exit
+fi
+mkdir -p "$LOGS"
+exec sbatch "${options[@]}" <(job) "${arguments[@]}"

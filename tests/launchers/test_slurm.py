@@ -382,10 +382,11 @@ def test_ranks_in_containers_are_told_to_stop_and_start_again(
 def test_wrong_input_is_not_started_again(
     cluster: SlurmCluster, settings: Path, arguments: Callable[..., list[str]]
 ) -> None:
-    job = cluster.submit(settings, "train", *arguments(cluster.folder / "run", train_data_dir="nowhere"))
+    program = [sys.executable, "-m", "fabric_train", *arguments(cluster.folder / "run", train_data_dir="{}")]
+    job = cluster.submit(settings, "each", "nowhere", "--", *program)  # submit.sh refuses it in a training job
     cluster.wait_until(lambda: cluster.state(job) in ENDED)
     assert cluster.state(job) == "FAILED"
-    log = log_of(cluster, job)
+    log = (cluster.folder / "logs" / f"each-{job}_0.log").read_text(encoding="utf-8")
     assert "error: --train_data_dir nowhere: no such folder" in log
     assert "slurm: error: wrong input, see above" in log
     assert "restart 1" not in log

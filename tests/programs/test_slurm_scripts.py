@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.programs import ROOT
 
 SCRIPTS = ROOT / "launch" / "slurm"
+EXPORT = [sys.executable, str(ROOT / "convert_to_hf.py")]
 
 
 @pytest.fixture
@@ -26,7 +28,8 @@ def sbatch(tmp_path: Path) -> Path:
 def submit(folder: Path, sbatch: Path, *words: str, settings: str = "") -> "subprocess.CompletedProcess[str]":
     """Run ``submit.sh`` with the project's settings and some changes to them."""
     file = folder / "settings.sh"
-    file.write_text((SCRIPTS / "settings.sh").read_text(encoding="utf-8") + settings, encoding="utf-8")
+    text = (SCRIPTS / "settings.sh").read_text(encoding="utf-8")
+    file.write_text(f"{text}PYTHON={sys.executable}\n{settings}", encoding="utf-8")
     return subprocess.run(
         [str(SCRIPTS / "submit.sh"), *words],
         cwd=folder,
@@ -40,8 +43,14 @@ def submit(folder: Path, sbatch: Path, *words: str, settings: str = "") -> "subp
 @pytest.mark.parametrize(
     ("words", "settings", "fault"),
     [
+        (["train", "--train_data_dir", "x", "--lrr", "1"], "", "--lrr: no such argument; did you mean --lr?"),
+        (["train", "--train_data_dir", "x"], "PYTHON=pyton\n", "pyton: no such program here; "),
+        (["train"], "CONTAINER=apptainer IMAGE=a.sif\n", "IMAGE=a.sif: no such file"),
+        (["train"], "MOUNTS=(/nowhere)\n", "MOUNTS has /nowhere, which is not there"),
+        (["each", "a", "--", sys.executable, "nothing.py"], "", "nothing.py: no such file"),
+        (["each", "a", "--", *EXPORT, "--chekpoint", "{}"], "", "--chekpoint: no such argument; "),
         ([], "", "error: give train or each: "),
-        (["trian"], "", "error: give train or each: "),
+        (["--print", "trian"], "", "error: give train or each: "),
         (["each", "a", "b"], "", "error: each needs items, -- and a command: "),
         (["each", "--", "ls"], "", "error: each needs items, -- and a command: "),
         (["train"], "CONTAINER=dockr\n", "CONTAINER=dockr; give pyxis, apptainer, docker, podman or nothing"),
@@ -65,21 +74,36 @@ def test_help_shows_both_kinds_of_jobs(tmp_path: Path, sbatch: Path) -> None:
     assert "set -" not in done.stdout
 
 
-def test_a_job_has_its_settings_in_it(tmp_path: Path, sbatch: Path) -> None:
+def test_a_job_is_checked_and_has_its_settings_in_it(
+    tmp_path: Path, sbatch: Path, tiny_model_dir: Path, tiny_tokens_dir: Path
+) -> None:
     """A later change of settings.sh does not reach it; the last of two options counts, so JOB_OPTIONS come last."""
-    done = submit(tmp_path, sbatch, "train", "--lr", "1e-4", settings="NODES=3 JOB_OPTIONS=(--time=1:00:00)\n")
+    given = ["--model_name", str(tiny_model_dir), "--train_data_dir", str(tiny_tokens_dir), "--total_batch_size", "24"]
+    settings = "NODES=3 JOB_OPTIONS=(--time=1:00:00)\n"
+    done = submit(tmp_path, sbatch, "train", *given, settings=settings)
     assert not done.returncode, done.stderr
+    assert "arguments, files and data are in order: " in done.stderr
     text = done.stdout
     assert "\n--nodes=3\n" in text
     assert text.index("--time=24:00:00") < text.index("--time=1:00:00")
-    for part in ("NODES=3 JOB_OPTIONS=(--time=1:00:00)\n", (SCRIPTS / "job.sh").read_text(encoding="utf-8")):
+    for part in (settings, (SCRIPTS / "job.sh").read_text(encoding="utf-8")):
         assert part in text
-    ours = ["python", "-m", "fabric_train", "--resume", "true", "--num_nodes", "3", "--devices", "8", "--lr", "1e-4"]
+    ours = [sys.executable, "-m", "fabric_train", "--resume", "true", "--num_nodes", "3", "--devices", "8", *given]
     assert text.splitlines()[-len(ours) :] == ours
 
 
+def test_a_job_is_shown_without_slurm(tmp_path: Path) -> None:
+    done = submit(tmp_path, tmp_path, "--print", "each", "a b", "--", "echo", "{}")
+    assert not done.returncode, done.stderr
+    script, _, command = done.stdout.rstrip("\n").rpartition("\n")
+    assert script.endswith((SCRIPTS / "job.sh").read_text(encoding="utf-8").rstrip("\n"))
+    assert command.startswith("# sbatch --job-name=each ")
+    assert command.endswith(f" SCRIPT {ROOT} 1 a\\ b echo \\{{\\}}")
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.sh"]
+
+
 def test_items_are_jobs_of_one_array_with_the_same_command(tmp_path: Path, sbatch: Path) -> None:
-    ours = ["python", "evaluate.py", "--watch", "runs/1", "--tasks", "tasks.yaml", "--wait", "false"]
+    ours = [sys.executable, str(ROOT / "evaluate.py"), "--watch", "runs/1", "--tasks", "tasks.yaml", "--wait", "false"]
     done = submit(tmp_path, sbatch, "each", "1", "2", "3", "--", *ours)
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
