@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
-from fabric_train.cli.launcher import as_launcher
+from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.output import keep_streams_writable
 
 PROGRAMS = {
@@ -174,13 +175,31 @@ def _run(words: list[str], place: int) -> NoReturn:
             signal.signal(number, _pass_on)
     logging.disable(logging.ERROR)  # torchrun's own report of ranks that have reported themselves
 
-    from lightning.fabric.cli import _main
+    from lightning.fabric import cli
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    launch = cli._torchrun_launch
+
+    def launch_locally(args: Namespace, script_args: list[str]) -> None:
+        """Keep torchrun's store from the network if there is one machine."""
+        store = None
+        if args.num_nodes == 1:
+            args.main_address = LOOPBACK
+            try:
+                store = serve_on_loopback(args.main_port)
+            except (OSError, OverflowError) as error:
+                reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
+                fault = f"error: the ranks cannot connect by port {args.main_port}: {reason.lower()}"
+                print_errors(f"{fault}; give a free port with --main-port")
+                raise SystemExit(INPUT_ERROR) from None
+        launch(args, script_args)
+        del store
+
+    cli._torchrun_launch = launch_locally
     try:
         with as_launcher():
-            _main()
+            cli._main()
     except ChildFailedError as failed:
         raise SystemExit(_code_of(failed)) from None
     except DistNetworkError as error:

@@ -20,7 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WOR
 MPI = (OPEN_MPI, MPICH, OTHER_MPI)
 # the innermost first: torchrun and mpiexec can run inside a Slurm job; srun --mpi=pmi2 sets PMI_SIZE itself
 _LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, JSRUN, OTHER_MPI, BY_HAND)
+LOOPBACK = "127.0.0.1"
 _SHELL_JOBS = ("bash", "interactive")  # names of Slurm's jobs for a shell
 _HIGHEST_STEP = 10**9  # beyond it are the numbers of Slurm's steps that no srun has started
 _LEAST = {
@@ -300,6 +304,22 @@ def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[
         yield
     finally:
         del environment[_LAUNCHER]
+
+
+def serve_on_loopback(port: int) -> "TCPStore":
+    """Serve torch's store to the processes of this machine alone; torch itself listens on all interfaces.
+
+    While it is kept, a store that this process opens on the port, as torch and torchrun do, has this server.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server((LOOPBACK, port)).detach()
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening
+    )
 
 
 def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:

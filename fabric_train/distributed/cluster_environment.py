@@ -27,9 +27,8 @@ from lightning.fabric.plugins.environments import (
 )
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.launcher import JSRUN, MPI, SRUN, TORCHRUN, Launcher, find_launcher
+from fabric_train.cli.launcher import JSRUN, LOOPBACK, MPI, SRUN, TORCHRUN, Launcher, find_launcher
 
-_LOOPBACK = "127.0.0.1"
 _SECONDS_TO_ANSWER = 5.0
 _ANY_PORT = 9  # a UDP socket that is connected sends nothing
 
@@ -37,8 +36,8 @@ _ANY_PORT = 9  # a UDP socket that is connected sends nothing
 def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnvironment:
     """Return Fabric's plugin for the launcher of this process, with an address at which rank 0 can be reached.
 
-    Under mpiexec all ranks must call it. In a CPU run on several machines it sets ``GLOO_SOCKET_IFNAME``, unless the
-    user has, if gloo would listen where no other machine can reach it.
+    Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME``, unless the user has: on one machine to the
+    loopback, and in a CPU run on several machines if gloo would listen where no other machine can reach it.
 
     Args:
         num_nodes: machines of the run.
@@ -48,6 +47,8 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
         InputError: mpi4py does not work, or it is not known how to reach rank 0.
     """
     launcher = find_launcher()
+    if num_nodes == 1:
+        _stay_on_this_machine(has_store=launcher != TORCHRUN)
     environment: ClusterEnvironment
     if launcher == TORCHRUN:
         environment = TorchElasticEnvironment()
@@ -67,6 +68,17 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
     return environment
 
 
+def _stay_on_this_machine(has_store: bool) -> None:
+    """Let nothing of a run on one machine listen on the network: not gloo, and not the store unless torchrun has it."""
+    import psutil
+
+    if has_store:
+        os.environ["MASTER_ADDR"] = LOOPBACK
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == LOOPBACK for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 class SrunEnvironment(SLURMEnvironment):
     """Slurm's tasks; the address is that of the step's first node unless ``MASTER_ADDR`` is set."""
 
@@ -75,7 +87,7 @@ class SrunEnvironment(SLURMEnvironment):
         if "MASTER_ADDR" not in os.environ:
             nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
             first = self.resolve_root_node_address(nodes)
-            os.environ["MASTER_ADDR"] = _address_of_slurm_node(first) if num_nodes > 1 else _LOOPBACK
+            os.environ["MASTER_ADDR"] = _address_of_slurm_node(first) if num_nodes > 1 else LOOPBACK
 
     @staticmethod
     def _validate_srun_used() -> None:
@@ -118,7 +130,7 @@ class MpiexecEnvironment(MPIEnvironment):
             )
         self.global_rank()
         self._find_machine()
-        address = os.environ.get("MASTER_ADDR") or (_address_of_this_machine() if num_nodes > 1 else _LOOPBACK)
+        address = os.environ.get("MASTER_ADDR") or (_address_of_this_machine() if num_nodes > 1 else LOOPBACK)
         self._main_address = self._comm_world.bcast(address)
         self._main_port = self._comm_world.bcast(int(os.environ.get("MASTER_PORT", 0)) or self.main_port_here())
         os.environ |= {"MASTER_ADDR": self._main_address, "MASTER_PORT": str(self._main_port)}

@@ -13,7 +13,14 @@ from lightning.fabric.plugins.environments import XLAEnvironment
 from lightning.fabric.strategies.launchers import subprocess_script
 
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
-from fabric_train.cli.launcher import as_launcher, global_rank, num_restarts, watch_children
+from fabric_train.cli.launcher import (
+    LOOPBACK,
+    as_launcher,
+    global_rank,
+    num_restarts,
+    serve_on_loopback,
+    watch_children,
+)
 from fabric_train.distributed.signals import describe_stop_outside_training
 
 
@@ -29,13 +36,14 @@ def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, tim
     Raises:
         InputError: the port that the ranks use to connect is in use.
     """
-    _check_port(fabric)
+    store = _serve_store(fabric)
     # Fabric's own observer kills this process without a message, even if all ranks are just ending together
     subprocess_script._launch_process_observer = _watch_children
     if num_restarts() and num_processes > 1 and _torchrun_has_store():
         _init_after_restart(accelerator, num_processes, timeout)
     with as_launcher():
-        fabric.launch()
+        fabric.launch()  # torch's store on this port is the one that is served already
+    del store
 
 
 def set_group_timeouts(timeout: timedelta) -> None:
@@ -56,26 +64,29 @@ def _torchrun_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _check_port(fabric: Fabric) -> None:
-    """Check that the port is free if this is the rank that listens on it.
+def _serve_store(fabric: Fabric) -> "dist.TCPStore | None":
+    """Serve the store by which the ranks connect, if this is the rank that does, and all of them are on this machine.
+
+    On several machines torch serves it later, on all interfaces, and here the port is only checked.
 
     Raises:
-        InputError: another program uses it.
+        InputError: another program uses the port.
     """
     environment = getattr(fabric.strategy, "cluster_environment", None)
     if environment is None or isinstance(environment, XLAEnvironment):  # neither has a port
-        return
+        return None
     if fabric.global_rank or _torchrun_has_store():
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", environment.main_port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            port = f"port {environment.main_port}, which the ranks use to connect, is in use on this machine"
-            raise InputError(f"{port}; set MASTER_PORT to a free one, or stop the program that uses it") from None
+        return None
+    try:
+        if environment.main_address == LOOPBACK:
+            return serve_on_loopback(environment.main_port)
+        socket.create_server(("", environment.main_port)).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        port = f"port {environment.main_port}, which the ranks use to connect, is in use on this machine"
+        raise InputError(f"{port}; set MASTER_PORT to a free one, or stop the program that uses it") from None
+    return None
 
 
 def _init_after_restart(accelerator: str, num_processes: int, timeout: timedelta) -> None:

@@ -6,7 +6,7 @@ The resumed run has the metrics of a run that nobody stopped.
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -266,6 +266,22 @@ def test_a_reader_that_ends_with_the_signal_loses_nothing(
     assert metrics(run) == metrics(whole)
 
 
+def listening(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the addresses that some processes accept connections on."""
+    sockets = [one for process in processes for one in process.net_connections("inet")]
+    return {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+
+
+def test_a_run_on_one_machine_cannot_be_reached_from_another(
+    forked_runs: ForkedRuns, tmp_path: Path, arguments: Arguments
+) -> None:
+    """Rank 0 serves the store, for runs that python -m, srun or mpiexec has started."""
+    run = forked_runs.start(arguments(tmp_path / "run"), before=at_point("time.sleep(600)", 3, "COMPUTING"))
+    assert run.wait_until(lambda: len(metrics(tmp_path / "run")) == 2)
+    assert listening(members(run)) == {"127.0.0.1"}
+    run.kill()
+
+
 @pytest.mark.parametrize(
     ("name", "number", "to_all"),
     [
@@ -282,6 +298,7 @@ def test_a_signal_to_the_launcher_saves_a_checkpoint(
     command = [*launcher(name, free_port()), *arguments(run, num_workers=1, **long)]
     with Launched(command, tmp_path) as started:
         started.wait_until(lambda: len(metrics(run)) >= 3)
+        assert listening([psutil.Process(started.process.pid), *started.ranks()]) == {"127.0.0.1"}
         (os.killpg if to_all else os.kill)(started.process.pid, number)
         assert started.process.wait(30) == STOPPED, started.output()
         assert started.all_gone(10)
