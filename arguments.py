@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 Precision = Literal["auto", "bf16-true", "bf16-mixed", "32-true", "16-mixed"]
 Parallelism = Literal["auto", "fsdp", "fsdp2", "ddp", "single", "xla"]
+ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
 _OF_MIXTURES = ("shares", "token_shares", "phases")
@@ -291,8 +292,10 @@ class FSDPArguments:
     """
     auto_wrap_policy: str = "LlamaDecoderLayer"
     """Layer class that FSDP shards as one unit; the default is replaced for models of other families."""
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] = "FULL_SHARD"
-    """What is sharded: all; gradients and optimizer states; nothing; or all within each machine (HYBRID_SHARD)."""
+    sharding_strategy: ShardingStrategy = "FULL_SHARD"
+    """What is sharded: all; gradients and optimizer states (SHARD_GRAD_OP); nothing; or within each machine all
+    (HYBRID_SHARD), or gradients and optimizer states (_HYBRID_SHARD_ZERO2, as torch names it).
+    """
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that each matrix of a decoder layer is split over; needs --parallelism fsdp2."""
     state_dict_type: Literal["full", "sharded"] = "full"
@@ -321,6 +324,16 @@ class FSDPArguments:
     """Compile the decoder layers and a bf16 optimizer step: the first step takes a minute longer, others are faster;
     auto compiles on a GPU if the run takes so long that this pays.
     """
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each machine has a whole copy of the model."""
+        return self.sharding_strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered weights stay from the forward to the backward pass."""
+        return self.sharding_strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
     def faults(self) -> list[str]:
         """Return combinations that no strategy supports."""

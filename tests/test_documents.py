@@ -101,3 +101,11 @@ def test_every_option_that_the_documents_name_exists() -> None:
         if option not in known
     ]
     assert not missing, "options that no program has:\n" + "\n".join(missing)
+
+
+def test_the_page_of_the_rehearsal_counts_its_own_cases() -> None:
+    page = (ROOT / "docs" / "cuda_rehearsal.md").read_text(encoding="utf-8")
+    found = re.search(r": (\d+) of (\d+) cases in ", page)
+    assert found is not None
+    rows = [line for line in page.splitlines() if line.endswith((" passed |", " failed |"))]
+    assert (int(found[1]), int(found[2])) == (len(rows), len(rows))

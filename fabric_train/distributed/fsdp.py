@@ -18,10 +18,10 @@ class FSDP1Strategy(FSDPStrategy):
     """
 
     def setup_environment(self) -> None:
-        """Create the mesh: one dimension, or two for HYBRID_SHARD."""
+        """Create the mesh: one dimension, or two for a hybrid strategy."""
         super().setup_environment()
         device = self.root_device.type
-        if self.sharding_strategy.name == "HYBRID_SHARD":
+        if "HYBRID" in self.sharding_strategy.name:
             mesh = init_device_mesh(device, (self.num_nodes, self.num_processes), mesh_dim_names=("replicate", "shard"))
         else:
             mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))

@@ -8,6 +8,7 @@ from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
+from torch.distributed.fsdp import ShardingStrategy
 
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import clear_launcher_options, under_fabric_run
@@ -150,7 +151,7 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
         return FSDP1Strategy(
             timeout=timeout,
             auto_wrap_policy=set(layer_classes),
-            sharding_strategy=fsdp.sharding_strategy,
+            sharding_strategy=ShardingStrategy[fsdp.sharding_strategy],
             state_dict_type=fsdp.state_dict_type,
             limit_all_gathers=fsdp.limit_all_gathers,
             cpu_offload=fsdp.cpu_offload,
@@ -161,9 +162,8 @@ def _strategy(parallelism: str, arguments: "TrainArguments", layer_classes: Laye
             ),
         )
     if parallelism == "fsdp2":
-        is_hybrid = fsdp.sharding_strategy == "HYBRID_SHARD"
         return FSDP2Strategy(
-            num_replicas=arguments.device.num_nodes if is_hybrid else 1,
+            num_replicas=arguments.device.num_nodes if fsdp.is_hybrid else 1,
             tensor_parallel_size=fsdp.tensor_parallel_size,
             timeout=timeout,
         )

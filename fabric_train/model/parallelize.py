@@ -78,7 +78,7 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, layer_classes: LayerClasses
         mesh,
         _layers(model, layer_classes),
         precision=MixedPrecisionPolicy(compute_dtype(arguments.model.precision), torch.float32),
-        reshard_after_forward=arguments.fsdp.sharding_strategy != "SHARD_GRAD_OP",
+        reshard_after_forward=not arguments.fsdp.keeps_gathered,
         cpu_offload=arguments.fsdp.cpu_offload,
     )
     model.apply(ParameterMaterializer(torch.device("cpu" if arguments.fsdp.cpu_offload else mesh.device_type)))

@@ -118,6 +118,7 @@ def test_every_value_that_the_table_names_is_one_of_ours() -> None:
         ("--precision float32", "got 'float32'; here it is 32-true"),
         ("--sharding_strategy full-shard", "got 'full-shard'; here it is FULL_SHARD"),
         ("--sharding_strategy hybrid-full-shard", "got 'hybrid-full-shard'; here it is HYBRID_SHARD"),
+        ("--sharding_strategy hybrid-grad-shard", "got 'hybrid-grad-shard'; here it is _HYBRID_SHARD_ZERO2"),
         ("--resume yes", "expected true or false, got 'yes'; here it is true"),
         ("--activation_checkpointing", "got nothing; here it is full"),
         ("--activation_checkpointing false", "got 'false'; here it is none"),

@@ -31,13 +31,14 @@ class Split:
     micro_batch_size: int
     accumulation: int
     num_nodes: int = 1
+    sharding: str = "FULL_SHARD"
     tensor_parallel_size: int = 1
     gradient_reduction: str = "step"
 
     def __str__(self) -> str:
         text = f"{self.parallelism}-{self.num_ranks}x{self.micro_batch_size}x{self.accumulation}"
         text += "-each" * (self.gradient_reduction == "micro_batch")
-        text += "-hybrid" * (self.num_nodes > 1)
+        text += {"FULL_SHARD": "", "HYBRID_SHARD": "-hybrid"}.get(self.sharding, "-hybrid zero2")
         return text + f"-tensor{self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
 
     @property
@@ -74,11 +75,12 @@ SPLITS = [
     Split("fsdp2", 2, 2, 6),
     Split("fsdp", 2, 8, 1),
     Split("fsdp2", 4, 8, 1),
-    Split("fsdp", 4, 1, 2, num_nodes=2),
-    Split("fsdp2", 4, 1, 2, num_nodes=2),
+    Split("fsdp", 4, 1, 2, num_nodes=2, sharding="HYBRID_SHARD"),
+    Split("fsdp", 4, 1, 2, num_nodes=2, sharding="_HYBRID_SHARD_ZERO2"),
+    Split("fsdp2", 4, 1, 2, num_nodes=2, sharding="HYBRID_SHARD"),
     Split("fsdp2", 2, 2, 4, tensor_parallel_size=2),
     Split("fsdp2", 4, 2, 2, tensor_parallel_size=2),
-    Split("fsdp2", 4, 2, 2, tensor_parallel_size=2, num_nodes=2),
+    Split("fsdp2", 4, 2, 2, tensor_parallel_size=2, num_nodes=2, sharding="_HYBRID_SHARD_ZERO2"),
 ]
 
 
@@ -99,7 +101,7 @@ def test_every_split_of_a_window_equals_plain_pytorch(
     given = {
         "parallelism": split.parallelism,
         "gradient_reduction": split.gradient_reduction,
-        "sharding_strategy": "HYBRID_SHARD" if split.num_nodes > 1 else "FULL_SHARD",
+        "sharding_strategy": split.sharding,
         "tensor_parallel_size": split.tensor_parallel_size,
         "devices": split.num_ranks // split.num_nodes,
         "num_nodes": split.num_nodes,

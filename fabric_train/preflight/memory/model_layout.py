@@ -120,11 +120,11 @@ def offloaded_bytes(shape: "ModelShape", layout: Layout) -> int:
 
 def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
     """Return the layout that the arguments of a run ask for."""
-    precision, sharding = arguments.model.precision, arguments.fsdp.sharding_strategy
+    precision, fsdp = arguments.model.precision, arguments.fsdp
     num_shards = plan.num_data_ranks if parallelism in ("fsdp", "fsdp2") else 1
-    if parallelism == "fsdp" and sharding == "NO_SHARD":
+    if parallelism == "fsdp" and fsdp.sharding_strategy == "NO_SHARD":
         num_shards = 1
-    elif sharding == "HYBRID_SHARD":
+    elif fsdp.is_hybrid:
         num_shards //= arguments.device.num_nodes
     held = weights_dtype(precision).itemsize
     moment = _MOMENT_BYTES.get(arguments.training.optimizer_states or "", held)
@@ -134,13 +134,13 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
         num_data_ranks=plan.num_data_ranks,
         num_nodes=arguments.device.num_nodes,
         num_shards=num_shards,
-        gathers_at_once=sharding == "SHARD_GRAD_OP",
+        gathers_at_once=fsdp.keeps_gathered,
         held=held,
         computed=compute_dtype(precision).itemsize,
         states=2 * moment,
         accumulation=plan.accumulation,
-        offloads=arguments.fsdp.cpu_offload,
-        reduces_each=arguments.fsdp.gradient_reduction == "micro_batch",
+        offloads=fsdp.cpu_offload,
+        reduces_each=fsdp.gradient_reduction == "micro_batch",
     )
 
 
