@@ -13,7 +13,7 @@ shift
 mapfile -t folders < <(printf '%s\n' "${folders[@]}" | sort -u) # Apptainer warns of a folder that is named twice, Docker refuses it
 
 # of the variables, those that ranks need; the image has its own of all others
-mapfile -t variables < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
+mapfile -t variables < <(compgen -e | grep -E '^(SLURMD?|MASTER|HF|WANDB|NCCL|FI|GLOO|OMP|TORCH|PYTORCH|TRITON|FABRIC_TRAIN)_')
 mounts=()
 for folder in "${folders[@]}"; do
   mounts+=(--volume "$folder:$folder")

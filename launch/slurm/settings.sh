@@ -36,6 +36,9 @@ LOGS=logs          # folder of the logs, one file for a job and all its restarts
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=offline
 # export HF_HOME=/shared/huggingface
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # the network between the nodes, if ranks do not find each other
+# On AWS: EFA between the nodes, which needs the plugin aws-ofi-nccl where torch runs. The log says "Selected Provider is efa".
+# export FI_PROVIDER=efa FI_EFA_FORK_SAFE=1 NCCL_DEBUG=INFO
+# export FI_EFA_USE_DEVICE_RDMA=1    # p4d: GPUs reach each other's memory; leave it out on g5
 # module load cuda
 
 CONTAINER=         # pyxis, apptainer, docker or podman; nothing: run without a container

@@ -111,6 +111,23 @@ def test_items_are_jobs_of_one_array_with_the_same_command(tmp_path: Path, sbatc
     assert lines[-len(ours) - 4 :] == ["3", "1", "2", "3", *ours]
 
 
+def test_a_container_gets_the_variables_of_the_network(tmp_path: Path) -> None:
+    program = tmp_path / "podman"
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    network = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "NCCL_SOCKET_IFNAME": "ib0", "MASTER_PORT": "20001"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
+    done = subprocess.run(
+        [str(SCRIPTS / "container.sh"), "podman", "image", str(ROOT), "--", "true"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "FILES": "not a variable of ranks", **network, **slurm},
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    given = {line.removeprefix("--env=") for line in done.stdout.splitlines() if line.startswith("--env=")}
+    assert given == {*network, *slurm}
+
+
 @pytest.mark.parametrize("name", ["settings.sh", "submit.sh", "job.sh", "container.sh"])
 def test_bash_can_read_every_file(name: str) -> None:
     subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True)
