@@ -115,8 +115,9 @@ def print_gaps(source: "ExportSource", target: Path) -> None:
 
 def print_report(report: "VerificationReport", name: str) -> None:
     """Print what was compared and the differences found."""
-    from rich.console import Console
     from rich.table import Table
+
+    from fabric_train.cli.output import open_console
 
     tensors, logits = report.tensors, report.logits
     faulty = f"{len(tensors.missing)}, {len(tensors.unexpected)}, {len(tensors.different)}"
@@ -132,7 +133,7 @@ def print_report(report: "VerificationReport", name: str) -> None:
         table.add_row("largest difference of a logit", f"{logits.max_difference:g} of {logits.compared:,} logits")
     table.add_row("settings that differ", ", ".join(report.settings) or "none")
     table.add_row("tokenizer", report.tokenizer)
-    Console().print(table)
+    open_console().print(table)
 
 
 if __name__ == "__main__":

@@ -153,10 +153,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    from fabric_train.cli.output import open_console
+
+    console = open_console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
     ledger, tokenizer = outcome.manifest.ledger, outcome.manifest.tokenizer
     columns = ("documents", "tokens", "rows", "supervised", "padding", "left over")
     table = Table("split", *columns, box=box.SIMPLE, pad_edge=False, collapse_padding=True)

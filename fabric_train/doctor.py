@@ -7,12 +7,12 @@ import sys
 from collections import Counter
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from arguments import DoctorArguments, parse
 from fabric_train.cli.errors import FAILURE, run_program
+from fabric_train.cli.output import open_console
 from fabric_train.preflight.node_checks import NodeCheck, check_node
 
 _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(DoctorArguments, argv)
     checks = list(check_node(arguments.output_dir))
     counts = Counter[str](check.level for check in checks)
-    console = Console()
+    console = open_console()
     if arguments.json:
         content = {"faults": counts["fault"], "warnings": counts["warning"]}
         print(json.dumps({**content, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))

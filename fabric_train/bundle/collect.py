@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fabric_train.bundle.recipe import CONFIGURATION, Recipe
 from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
 from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.errors import InputError, print_errors
+from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
 from fabric_train.export.model_download import DownloadRequest, download, text_files
@@ -306,7 +306,7 @@ def with_own_names() -> Iterator[None]:
 
 @contextmanager
 def _progress(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=num_bytes)
@@ -316,7 +316,7 @@ def _progress(doing: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def _spinner() -> Iterator[Callable[[str], None]]:
     """Show the package that pip has come to; every ten seconds if this is no terminal."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     if console.is_terminal:
         with console.status("pip") as status:
             yield lambda name: status.update(f"pip: {name}")

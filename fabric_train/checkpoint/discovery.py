@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lightning import Fabric
-from rich.console import Console
 from rich.progress import track
 
 from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
+from fabric_train.cli.output import open_console
 from fabric_train.distributed.collectives import first_text
 
 _NAME = re.compile(r"step-[0-9]{8,18}")
@@ -171,7 +171,7 @@ def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
     Raises:
         InputError: There is no undamaged one.
     """
-    saved, console = saved_checkpoints(path.parent), Console(stderr=True)
+    saved, console = saved_checkpoints(path.parent), open_console(stderr=True)
     checked = track(
         whole_checkpoints(path.parent), "checking the checkpoints", len(saved), console=console, transient=True
     )

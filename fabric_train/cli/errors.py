@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
-from fabric_train.cli.output import keep_streams_writable
+from fabric_train.cli.output import escape_controls, keep_streams_writable
 from fabric_train.cli.redaction import redact
 
 INPUT_ERROR = 2
@@ -101,7 +101,7 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     if is_error and waits_for_rank_0:
         time.sleep(10)  # before the report: torchrun takes the exit code of the rank that has reported first
     if is_error:
-        report_to_torchrun([redact(line) for line in lines])
+        report_to_torchrun([escape_controls(redact(line)) for line in lines])
     if _connected_ranks is not None:
         _connected_ranks.end(code, lines, may_follow_another)
     elif is_error or not waits_for_rank_0:

@@ -1,11 +1,30 @@
-"""Keep standard output and standard error writable: nobody has to read what a program prints."""
+"""What programs print: nobody has to read it, and no text in it controls a terminal.
+
+Names, messages and texts of others may hold control characters, which move the cursor, erase lines or change the
+terminal. They are made visible here, once for all programs: on standard error and in logs always, on standard output if
+it is a terminal. Text that goes to a file or a pipe stays as it is. The codes of rich are written by ``open_console``.
+"""
 
 import errno
 import io
 import os
+import re
 import select
 import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.segment import Segment
+
+_CONTROLS = re.compile(
+    r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"  # without tab and line break
+    r"\u202a-\u202e\u2066-\u2069]"  # these change the direction of text
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MOVES = re.compile(r"(\n|\x1b\[A)+")  # of tqdm, between the bars of several downloads
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET)  # reader has ended, closed, terminal has gone
 
 
@@ -28,13 +47,102 @@ class _LastingFile(io.FileIO):
         return len(data)
 
 
+def escape_controls(text: str) -> str:
+    """Return a text with its control characters made visible, such as ``\\x1b``, except tabs and line breaks."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class _SafeText(io.TextIOWrapper):
+    """A stream that writes control characters as visible text, and leaves colours out.
+
+    Args:
+        descriptor: 1 or 2.
+        encoding: of the text.
+        filters: whether to do that; otherwise, text is written as it is.
+        has_bars: let progress bars of libraries through: a carriage return at the beginning, and moves between bars.
+    """
+
+    def __init__(self, descriptor: int, encoding: str, filters: bool, has_bars: bool) -> None:
+        super().__init__(
+            _LastingFile(descriptor, "w", closefd=False),
+            encoding=encoding,
+            errors="backslashreplace",
+            line_buffering=True,
+        )
+        self._filters, self._has_bars = filters, has_bars
+        self.unfiltered = _Unfiltered(self)
+
+    def write(self, text: str) -> int:
+        """Write a text that may be of others."""
+        return super().write(self._safe(text))
+
+    def write_as_it_is(self, text: str) -> int:
+        """Write a text that has been made safe, with codes for the terminal."""
+        return super().write(text)
+
+    def _safe(self, text: str) -> str:
+        if not self._filters or (self._has_bars and _MOVES.fullmatch(text)):
+            return text
+        begin = "\r" if self._has_bars and text.startswith("\r") else ""
+        return begin + escape_controls(_COLOUR.sub("", text[len(begin) :]))
+
+
+class _Unfiltered:
+    """The same stream for text that has been made safe already."""
+
+    def __init__(self, stream: _SafeText) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text as it is."""
+        return self._stream.write_as_it_is(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_console(**options: Any) -> "Console":
+    """Return a console of rich: its own codes reach the terminal, and those in the texts that it prints do not.
+
+    Args:
+        options: of ``rich.console.Console``.
+    """
+    return _safe_console()(**options)
+
+
+@cache
+def _safe_console() -> "type[Console]":
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """Makes the control characters of texts visible."""
+
+        @property
+        def file(self) -> IO[str]:
+            """The stream to write to."""
+            stream = super().file
+            return getattr(stream, "unfiltered", stream)
+
+        @file.setter
+        def file(self, new_file: IO[str]) -> None:
+            self._file = new_file
+
+        def _render_buffer(self, buffer: "Iterable[Segment]") -> str:
+            parts = list(buffer)
+            safe = (part if part.control else Segment(escape_controls(part.text), part.style) for part in parts)
+            return super()._render_buffer(safe)
+
+    return SafeConsole
+
+
 def keep_streams_writable() -> None:
     """Let no error of standard output or standard error reach the program, from now on.
 
     A reader such as ``tee`` or ``head`` may end, a terminal may go away, a disk may fill up, and a stream may be closed
     from the start (``>&-``). In all these cases the program goes on, prints to nowhere and keeps its exit code.
-    Characters that the stream's encoding lacks are escaped. Every line is written at once, so nothing has to be flushed
-    when the program ends.
+    Characters that the stream's encoding lacks are escaped, and control characters as the head of this module says.
+    Every line is written at once, so nothing has to be flushed when the program ends.
 
     Call it before anything else opens a file: a file could get the number of a closed stream.
     """
@@ -43,13 +151,9 @@ def keep_streams_writable() -> None:
             _redirect_to_null(descriptor)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         replaced = getattr(sys, name)
-        stream = io.TextIOWrapper(
-            _LastingFile(descriptor, "w", closefd=False),
-            encoding=replaced.encoding if replaced else "utf-8",
-            errors="backslashreplace",
-            line_buffering=True,
-        )
-        setattr(sys, name, stream)
+        encoding = replaced.encoding if replaced else "utf-8"
+        is_log = name == "stderr"
+        setattr(sys, name, _SafeText(descriptor, encoding, is_log or os.isatty(descriptor), has_bars=is_log))
 
 
 def _is_open(descriptor: int) -> bool:

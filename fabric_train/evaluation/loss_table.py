@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from fabric_train.checkpoint import perplexity
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.output import open_console
 from fabric_train.evaluation.bootstrap import FEWEST_DOCUMENTS, LEVEL, Difference, DocumentSums, ModelLoss, compare
 from fabric_train.evaluation.encoded_text import EncodedText
 from fabric_train.files.regular_file import open_regular, write_atomically
@@ -36,7 +36,7 @@ def print_table(results: Results, are_same_tokens: bool, notes: Sequence[str] = 
         for number, (model, found) in enumerate(of_models.items()):
             name = visible(source) if number == 0 else ""
             table.add_row(name, visible(model), *_cells(found), end_section=number == len(of_models) - 1)
-    console = Console(width=None if Console().is_terminal else 200)
+    console = open_console(width=None if open_console().is_terminal else 200)
     console.print(table)
     for line in (*_notes(results, are_same_tokens), *notes):
         console.print(line, style="dim")

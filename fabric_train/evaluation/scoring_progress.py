@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fabric_train.cli.output import open_console
 from fabric_train.tokenization.progress import ThrottledLog
 
 ShowScored = Callable[[str, int], None]  # the model, and further tokens scored
@@ -23,7 +23,7 @@ def scoring_progress(total: int) -> Iterator[ShowScored]:
 @contextmanager
 def _bar(total: int) -> Iterator[ShowScored]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
 

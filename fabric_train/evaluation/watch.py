@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from fabric_train.checkpoint import (
     read_trainer_json,
     saved_checkpoints,
 )
 from fabric_train.cli.errors import InputError, RunError, missing_folder
+from fabric_train.cli.output import open_console
 from fabric_train.evaluation.compare_models import check_output, print_evaluated, unscored_texts
 from fabric_train.evaluation.compared_model import (
     NUM_DIGITS,
@@ -172,7 +171,7 @@ class Watch:
         if self.texts and (self.output / DOCUMENTS).exists():
             print_evaluated(self.output, seed)
         if self.tasks:
-            Console().print(to_rich(build_table(self.tasks, self._all_scores())))
+            open_console().print(to_rich(build_table(self.tasks, self._all_scores())))
 
     def _missing(self, model: WatchedModel) -> list[TaskSettings]:
         """Return the tasks on which a model has not been evaluated."""

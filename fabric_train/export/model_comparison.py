@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import Progress, track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.output import open_console
 from fabric_train.distributed.resources import available_memory
 from fabric_train.export.file_comparison import TEXT, compare_configurations, compare_index, compare_tokenizers
 from fabric_train.export.layered_forward import LayeredOutput, layered_forward
@@ -122,7 +122,7 @@ def _compare_tensors(sides: _Sides) -> TensorReport:
     names = set(sides.files)
     common = [name for name in sides.published if name in names]
     different, max_difference = [], 0.0
-    for name in track(common, "comparing tensors", console=Console(stderr=True)):
+    for name in track(common, "comparing tensors", console=open_console(stderr=True)):
         difference = _tensor_difference(sides, name)
         if difference is not None:
             different.append(name)
@@ -187,7 +187,7 @@ def _compare_layers(sides: _Sides) -> _Outputs | None:
     if exported is None:
         return None
     num_layers = getattr(sides.shape.config.get_text_config(), "num_hidden_layers", None)
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=open_console(stderr=True)) as progress:
         task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
 
         def run(model: MetaModel, shape: ModelShape) -> LayeredOutput:

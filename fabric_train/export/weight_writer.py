@@ -8,10 +8,10 @@ from typing import BinaryIO
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from fabric_train.checkpoint.file_layout import safetensors_header
+from fabric_train.cli.output import open_console
 from fabric_train.model.weight_files import StoredTensors, Weights
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,7 +37,7 @@ def write_weights(tensors: StoredTensors, folder: Path, dtype: torch.dtype, max_
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=open_console(stderr=True)) as progress:
         task = progress.add_task(title, total=plan.metadata["total_size"])
         for filename, names in plan.filename_to_tensors.items():
             header, _ = safetensors_header([(name, dtype, tensors.shape(name)) for name in names], {"format": "pt"})

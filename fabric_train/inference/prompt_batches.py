@@ -114,11 +114,12 @@ def generate_for_file(
         batch_size: prompts that are continued together. Of a greedy text, only rounding depends on it.
         end_ids: tokens that end a text; see ``generate``.
     """
-    from rich.console import Console
     from rich.progress import Progress
 
+    from fabric_train.cli.output import open_console
+
     num_tokens, found, start = 0, output.num_done, time.perf_counter()
-    with output.open() as write, Progress(console=Console(stderr=True)) as bar:
+    with output.open() as write, Progress(console=open_console(stderr=True)) as bar:
         task = bar.add_task("generating", total=len(prompts), completed=found)
         for begin in range(found, len(prompts), batch_size):
             batch = prompts[begin : begin + batch_size]

@@ -1,20 +1,17 @@
 """Print text as it is generated, without a stop string or a character that is not complete yet."""
 
-import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from transformers.generation.streamers import BaseStreamer
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # without tab and line break
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # some bytes of a character; the next token has the others
 
 
 class TextPrinter(BaseStreamer):
     """Print the text of a single prompt on standard output while ``generate`` runs, and a line break at its end.
 
-    On a terminal, control characters are left out: a text must not move the cursor or change the terminal.
+    On a terminal, ``cli.output`` makes its control characters visible.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -36,12 +33,12 @@ class TextPrinter(BaseStreamer):
             return
         self._prompt_ids = value[0].tolist()
         if self._shows_prompt:
-            _print(self._tokenizer.decode(self._prompt_ids, skip_special_tokens=True))
+            print(self._tokenizer.decode(self._prompt_ids, skip_special_tokens=True), end="", flush=True)
 
     def end(self) -> None:
         """Print what was held back, and a line break."""
         text = self._text()
-        _print(text[self._num_printed : find_stop(text, self._stop)] + "\n")
+        print(text[self._num_printed : find_stop(text, self._stop)], flush=True)
 
     def _text(self) -> str:
         return continuation(self._tokenizer, self._prompt_ids or [], self._new_ids)
@@ -52,12 +49,8 @@ class TextPrinter(BaseStreamer):
         if end is None:
             end = len(text.rstrip(_INCOMPLETE)) - _begun_stop(text, self._stop)
         if end > self._num_printed:
-            _print(text[self._num_printed : end])
+            print(text[self._num_printed : end], end="", flush=True)
             self._num_printed = end
-
-
-def _print(text: str) -> None:
-    print(_CONTROL.sub("", text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def continuation(tokenizer: Any, prompt_ids: list[int], new_ids: list[int]) -> str:

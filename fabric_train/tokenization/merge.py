@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from arguments import MergeArguments, parse
 from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.output import open_console
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.safe_paths import copy_folder
 from fabric_train.files.typed_json import read_json
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         _merge_counts(slices, target)
         return
     manifest, notes = merge_slices(slices, target) if slices else merge(folders, target)
-    console = Console()
+    console = open_console()
     merged = f"{len(folders):,} slices" if are_slices else ", ".join(part.name for part in manifest.parts)
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
     lines = [f"merged   {merged}", *(f"note     {note}" for note in notes)]
@@ -186,7 +186,7 @@ def _write_json(file: Path, content: dict) -> None:
 
 @contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=num_bytes)

@@ -30,11 +30,12 @@ def progress_of(what: str) -> Iterator[ShowShare]:
         what: the step, such as ``near duplicates``.
     """
     if sys.stderr.isatty():
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+        from fabric_train.cli.output import open_console
+
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        with Progress(*columns, console=open_console(stderr=True)) as bar:
             task = bar.add_task(what, total=1)
             yield lambda share: bar.update(task, completed=share)
     else:
@@ -44,12 +45,13 @@ def progress_of(what: str) -> Iterator[ShowShare]:
 
 @contextmanager
 def _bar(total: int) -> Iterator[ShowProgress]:
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from fabric_train.cli.output import open_console
 
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     counts = _Counts()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=open_console(stderr=True)) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda done, documents, tokens: bar.update(
             task, completed=min(done, total), description=counts.describe(documents, tokens)

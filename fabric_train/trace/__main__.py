@@ -43,12 +43,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _find_steps(history: "RunHistory", document: str) -> "DocumentSteps":
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from fabric_train.cli.output import open_console
     from fabric_train.trace.document_steps import find_steps
 
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     columns = (TextColumn("searching the index"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("")

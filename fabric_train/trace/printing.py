@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.cli.output import open_console
 from fabric_train.tokenization.inspect.row_view import visible
 from fabric_train.trace.document_steps import DocumentRead, DocumentSteps, IndexedDocument
 from fabric_train.trace.step_documents import DocumentInStep, StepDocuments
@@ -95,7 +96,7 @@ def _short(path: str) -> str:
 
 
 def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES)
+    return open_console() if sys.stdout.isatty() else open_console(width=_WIDTH_OF_FILES)
 
 
 def _line(console: Console, text: str) -> None:

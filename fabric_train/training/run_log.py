@@ -7,7 +7,6 @@ run would be silent otherwise.
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.launcher import global_rank, machine_name
+from fabric_train.cli.output import escape_controls, open_console
 from fabric_train.cli.redaction import redact
 from fabric_train.files.regular_file import open_to_write
 
@@ -35,7 +35,6 @@ progress = logging.getLogger("fabric_train.progress")
 _SILENT_SECONDS = 8.0
 _MAX_EARLY_LINES = 1000
 _UNLIMITED_WIDTH = 10_000
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def start_log(console: Console | None = None) -> Console:
@@ -45,7 +44,7 @@ def start_log(console: Console | None = None) -> Console:
     """
     prints = global_rank() == 0
     if console is None:
-        console = Console(
+        console = open_console(
             quiet=not prints, markup=False, highlight=False, emoji=False, force_terminal=os.isatty(1)
         )  # without force_terminal, an environment variable could bring escape codes into a file
     for logger in (log, progress):
@@ -197,13 +196,13 @@ class _LogFormatter(logging.Formatter):
 
 
 def _clean(text: str) -> str:
-    return redact(_CONTROL_CHARACTERS.sub(lambda found: f"\\x{ord(found[0]):02x}", text))
+    return redact(escape_controls(text))
 
 
 def _as_text(renderable: RenderableType) -> str:
     """Return a renderable as lines of plain text of any width."""
     text = StringIO()
-    Console(file=text, width=_UNLIMITED_WIDTH, force_terminal=False, markup=False, highlight=False, emoji=False).print(
-        renderable
-    )
+    open_console(
+        file=text, width=_UNLIMITED_WIDTH, force_terminal=False, markup=False, highlight=False, emoji=False
+    ).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

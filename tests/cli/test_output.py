@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT
 from tests.support.short_runs import argv, checkpoints
+from tests.support.terminal import Screen, run_in_terminal
 
 PRINTS = """
 import sys
@@ -91,6 +93,65 @@ def test_a_failure_is_no_crash_when_nobody_can_read_it(tmp_path: Path) -> None:
     command = f"'{sys.executable}' program.py 2>&-"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, check=False).returncode == 2
+
+
+SHOWS = """
+import sys
+from pathlib import Path
+from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.output import open_console
+def main():
+    evil = Path("evil").read_bytes().decode()
+    print(evil)
+    print(evil, file=sys.stderr)
+    sys.stderr.write("\\r 50%")
+    print()
+    open_console().print(evil, style="bold")
+    from rich.progress import track
+    for _ in track([1], evil, console=open_console(stderr=True)):
+        print(evil)
+    raise InputError(evil + "; fix it")
+run_program(main)
+"""
+EVIL = "a\tb\x1b[2Jc\x1b]0;title\x07d\x1b[31me\x9b1Af\rg\u202eh\x00i\u00e9"
+SAFE = "b\\x1b[2Jc\\x1b]0;title\\x07de\\x9b1Af\\rg\\u202eh\\x00i\u00e9"
+
+
+@pytest.fixture
+def shows(tmp_path: Path) -> list[str]:
+    """A command that shows a text with control characters in every way."""
+    (tmp_path / "program.py").write_text(SHOWS)
+    (tmp_path / "evil").write_bytes(EVIL.encode())
+    return [sys.executable, str(tmp_path / "program.py")]
+
+
+def test_no_text_of_others_controls_a_terminal(tmp_path: Path, shows: list[str]) -> None:
+    code, written = run_in_terminal(shows, tmp_path, columns=200, env={"PYTHONPATH": str(ROOT)})
+    assert code == 2
+    own = re.compile(r"\x1b\[(?:\?25[hl]|2K|1A|[0-9;]*m)|[\r\n\t]")  # of rich
+    assert own.sub("", written).isprintable()
+    screen = Screen(200)
+    screen.write(written.replace("\t", " "))
+    shown = [line.rstrip() for line in (*screen.drawn, *screen.lines)]
+    assert shown.count(f"a {SAFE}") >= 2
+    assert f"error: a {SAFE}; fix it" in shown
+    assert "\x1b[1m" in written  # what the program itself wants in bold
+    assert "\r 50%" in written
+
+
+def test_a_pipe_gets_the_text_as_it_is_and_a_log_does_not(tmp_path: Path, shows: list[str]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(shows, cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert done.stdout.startswith(EVIL.encode() + b"\n")
+    lines = done.stderr.decode().split("\n")
+    assert lines[0] == f"a\t{SAFE}"
+    assert lines[-2] == f"error: a\t{SAFE}; fix it"
+
+
+def test_no_program_has_a_console_of_rich_that_does_not_escape() -> None:
+    sources = [*(ROOT / "fabric_train").rglob("*.py"), *ROOT.glob("*.py")]
+    own = [path.name for path in sources if re.search(r"(?<![\w.])(Console|get_console)\(", path.read_text())]
+    assert own == []
 
 
 @pytest.mark.slow

@@ -115,21 +115,6 @@ def test_text_ends_before_a_stop_string_and_it_is_not_printed(
     assert capsys.readouterr().out == generated.text + "\n"
 
 
-@pytest.mark.parametrize("is_terminal, printed", [(True, "a[2J\tb\n"), (False, "a\x1b[2J\tb\n")])
-def test_no_control_character_reaches_a_terminal(
-    loaded: tuple[Any, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_terminal: bool,
-    printed: str,
-) -> None:
-    printer = TextPrinter(loaded[1], shows_prompt=True)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    printer.put(torch.tensor([loaded[1].encode("a\x1b[2J\tb", add_special_tokens=False)]))
-    printer.end()
-    assert capsys.readouterr().out == printed
-
-
 def test_an_interrupt_ends_the_text_after_the_token(loaded: tuple[Any, Any]) -> None:
     calls = iter([False, False, True])
     ids = encode_text(loaded[1], PROMPT)

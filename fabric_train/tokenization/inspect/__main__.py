@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -20,6 +19,7 @@ from rich.progress import (
 
 from arguments import InspectArguments, parse
 from fabric_train.cli.errors import FAILURE, InputError, run_program
+from fabric_train.cli.output import open_console
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.tokenization.cleaning.language import identify, load_identifier
 from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_work, compare, open_corpora
@@ -40,11 +40,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse(InspectArguments, argv)
     if arguments.compare is not None:
         comparison = _compare(arguments.compare, arguments.split)
-        print_comparison(comparison, Console())
+        print_comparison(comparison, open_console())
         _write_page(arguments.html, comparison_to_html(comparison))
         return
     report = _examine(arguments)
-    print_report(report, Console())
+    print_report(report, open_console())
     _write_page(arguments.html, to_html(report))
     if report.problems:
         sys.exit(FAILURE)
@@ -82,7 +82,7 @@ def _compare(folders: Sequence[str], split: str) -> Comparison:
 @contextmanager
 def _progress(what: str, *columns: ProgressColumn) -> Iterator[tuple[Progress, TaskID]]:
     """Show a progress bar with one task on standard error, if that is a terminal."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     bar = Progress(
         TextColumn(what), BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
     )
