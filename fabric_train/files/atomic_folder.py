@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -65,10 +66,14 @@ def is_temporary(path: Path) -> bool:
 
 
 def sync_and_rename(temporary: Path, target: Path) -> None:
-    """Sync a temporary folder to the disk, rename it to ``target``, and sync the parent."""
-    for root, _, files in os.walk(temporary, topdown=False):
-        for name in files:
-            fsync(Path(root, name))
+    """Sync a temporary folder to the disk, rename it to ``target``, and sync the parent.
+
+    A link is on the disk with the folder that it is in, and so is a pipe; what a link leads to may not be there.
+    """
+    for root, _, names in os.walk(temporary, topdown=False):
+        for file in (Path(root, name) for name in names):
+            if stat.S_ISREG(file.lstat().st_mode):
+                fsync(file)
         fsync(Path(root))
     temporary.rename(target)
     fsync(target.parent)

@@ -25,6 +25,18 @@ def test_the_folder_has_its_name_only_after_the_block(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["run"]
 
 
+def test_links_and_pipes_are_kept_as_they_are(tmp_path: Path) -> None:
+    """As in the file system of a container's image."""
+    with complete_folder(tmp_path / "image") as temporary:
+        (temporary / "nowhere").symlink_to("/run/systemd/resolve/not-there.conf")
+        (temporary / "folder").symlink_to(tmp_path)
+        os.mkfifo(temporary / "pipe")
+        writer = os.open(temporary / "pipe", os.O_RDWR)  # without it, opening the pipe would wait
+    os.close(writer)
+    assert os.readlink(tmp_path / "image" / "nowhere") == "/run/systemd/resolve/not-there.conf"
+    assert sorted(os.listdir(tmp_path / "image")) == ["folder", "nowhere", "pipe"]
+
+
 def test_an_empty_folder_may_be_replaced(tmp_path: Path) -> None:
     target = tmp_path / "run"
     target.mkdir()
