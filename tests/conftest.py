@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections import Counter
@@ -25,6 +26,12 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_tiny_model
 from tests.support.token_datasets import tokenize
+
+# A shell starts what it puts into the background with SIGINT ignored, and nohup does so with SIGHUP. Programs inherit
+# that, but not a function: pytest goes on to ignore these signals, and the programs that it starts receive them
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

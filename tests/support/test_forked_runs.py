@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.forked_runs import ForkedRuns
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +32,24 @@ if rank == 1 and os.fork() == 0:
     print("child", os.getpid(), flush=True)
 time.sleep(600)
 """
+
+
+STARTED_IN_THE_BACKGROUND = """
+import signal, subprocess, sys
+ignored = (signal.SIGINT, signal.SIGHUP)
+for number in ignored:
+    signal.signal(number, signal.SIG_IGN)
+import tests.conftest
+signal.raise_signal(signal.SIGHUP)
+shown = "import signal; print([signal.getsignal(number) == signal.SIG_IGN for number in (2, 1)])"
+subprocess.run([sys.executable, "-c", shown], check=True)
+"""
+
+
+def test_programs_receive_the_signals_that_a_shell_lets_the_tests_ignore() -> None:
+    told = [sys.executable, "-c", STARTED_IN_THE_BACKGROUND]
+    ended = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "[False, False]\n"), ended.stderr
 
 
 def test_ranks_know_their_place_and_what_they_say_is_kept(
