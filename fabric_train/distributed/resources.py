@@ -27,8 +27,8 @@ def available_memory() -> int:
 
 def device_memory() -> int | None:
     """Return the memory of the smallest GPU; None if there is none."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=None)
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return min((gpu.total_memory for gpu in gpus), default=None)
 
 
 def _group_limits() -> Iterator[tuple[int, int]]:

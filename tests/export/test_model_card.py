@@ -521,7 +521,10 @@ def test_runs_and_exports_carry_the_origin_and_all_stages_on_also_without_the_mo
         assert (tmp_path / name / "LICENSE").read_text() == "You may."
 
     (branched,) = read_trainer_json(tmp_path / "branch" / "checkpoints" / "step-00000003").stages
-    stages = read_trainer_json(tmp_path / "third" / "checkpoints" / "step-00000002").stages
+    third = read_trainer_json(tmp_path / "third" / "checkpoints" / "step-00000002")
+    assert third.base_model is not None
+    assert (third.base_model.repository, third.base_model.revision) == ("some/model", COMMIT)
+    stages = third.stages
     assert [(stage.run, stage.step, len(stage.sessions)) for stage in stages] == [("first", 2, 1), ("second", 3, 2)]
     assert stages[0] == branched
     assert [source.name for source in stages[0].sources] == ["es", "ca"]

@@ -123,3 +123,33 @@ def test_wrong_prompts_are_refused_before_the_run(
         assert run.wait() == [2]
         assert fault in run.stderr()
         assert not (tmp_path / "run").exists()
+
+
+ORDER = """
+from fabric_train.checkpoint import CheckpointManager
+from fabric_train.training.loggers import Outputs
+
+def flush(self, original=Outputs.flush):
+    print("flush", flush=True)
+    original(self)
+
+def save(self, *given, original=CheckpointManager.save, **more):
+    print("save", flush=True)
+    return original(self, *given, **more)
+
+Outputs.flush, CheckpointManager.save = flush, save
+"""
+
+
+def test_what_is_logged_is_on_the_disk_before_a_checkpoint_is_saved(
+    tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
+) -> None:
+    line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS)
+    stopped = forked_runs.start(line, 1, before=ORDER + at_point(TERMINATE, 3, "OPTIMIZER"))
+    assert stopped.wait() == [75]
+    whole = forked_runs.start([*line, "--resume", "true"], 1, before=ORDER)
+    whole.finish()
+    for run in (stopped, whole):
+        order = [line for line in run.stdout().splitlines() if line in ("flush", "save")]
+        assert order == ["flush", "save"] * (len(order) // 2)
+        assert order
