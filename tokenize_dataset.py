@@ -182,7 +182,7 @@ def _print_summary(arguments: "TokenizeArguments", outcome: "Outcome") -> None:
         + _parts(ledger.edits, "changed")
         + "".join(f"; {count:,} share words with {task}" for task, count in ledger.contaminated.items())
         + _parts(ledger.tokens_cut, "tokens cut off"),
-        *(f"source     {_describe(source)}" for source in outcome.manifest.sources),
+        *(f"source     {_describe(source, len(outcome.manifest.sources))}" for source in outcome.manifest.sources),
         f"tokenizer  {tokenizer.name}: {tokenizer.vocab_size:,} tokens; documents {begin} and end with "
         f"{tokenizer.eos_token}",
         f"speed      {speed:,.0f} tokens/s, {outcome.encode_seconds:.1f} s with {outcome.num_proc} processes and "
@@ -202,8 +202,9 @@ def _parts(counts: dict[str, int], what: str) -> str:
     return f"; {what}: {listed}" if listed else ""
 
 
-def _describe(source: "SourceRecord") -> str:
+def _describe(source: "SourceRecord", num_sources: int) -> str:
     line = f"{source.name}: {source.documents:,} documents, {source.tokens:,} tokens"
+    line += _parts(source.documents_skipped or {}, "left out") if num_sources > 1 else ""
     if source.share_asked is None:
         return line
     return (

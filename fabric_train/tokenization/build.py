@@ -285,7 +285,7 @@ def _split_ledger(
 
 def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArguments") -> str:
     if not len(split.collection.kept):
-        return f"{name}: {_nothing_left(Counter(split.collection.skipped))}"
+        return f"{name}: {_nothing_left(Counter(_all_skipped([split.collection])))}"
     without = " or --validation_split 0" if name == "validation" else ""
     return (
         f"{name} has {plan.tokens_in:,} tokens in {len(split.order):,} documents, less than one row of "
@@ -294,11 +294,9 @@ def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArgu
 
 
 def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledgers: dict[str, SplitLedger]) -> Ledger:
-    skipped: Counter[str] = Counter()
     tokens_cut: Counter[str] = Counter()
     edits: Counter[str] = Counter()
     for collection in collections:
-        skipped.update(collection.skipped)
         edits.update(collection.edits)
         tokens_cut.update(collection.tokens_cut)
     num_kept = sum(len(collection.kept) for collection in collections)
@@ -307,13 +305,22 @@ def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledger
         splits=ledgers,
         documents_read=sum(collection.num_read for collection in collections),
         documents_kept=num_kept,
-        documents_skipped=dict(skipped),
+        documents_skipped=_all_skipped(collections),
         documents_repeated=sum(len(split.order) for split in splits.values()) - num_distinct,
         documents_unsampled=num_kept - num_distinct,
         tokens_cut=dict(tokens_cut),
         edits=dict(edits),
         contaminated=count_by_task([one for collection in collections for one in collection.hits]),
     )
+
+
+def _all_skipped(collections: Sequence[Collection]) -> dict[str, int]:
+    """Return the documents skipped by reason, of all sources."""
+    skipped: Counter[str] = Counter()
+    for collection in collections:
+        for of_source in collection.skipped.values():
+            skipped.update(of_source)
+    return dict(skipped)
 
 
 def _with_shares(
@@ -335,6 +342,7 @@ def _with_shares(
         collection = collections[0] if is_train else collections[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
         record = replace(record, documents=len(own), tokens=int(collection.documents.lengths[own].sum()))
+        record = replace(record, documents_skipped=dict(collection.skipped.get(number, {})))
         sampled = int(tokens_in_train[number]) if is_train else 0
         record = replace(record, train_tokens=sampled, share_reached=round(sampled / int(tokens_in_train.sum()), 6))
         if is_train and arguments.weights:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class SourceRecord:
         revision: a hub dataset's commit; None for others.
         subset: a hub dataset's subset (configuration); None for others.
         documents: documents kept.
+        documents_skipped: documents read and not kept, by reason; None if an older version has not counted them.
         tokens: tokens of the documents kept.
         weight: its value in --weights, None without --weights.
         epochs: how often its training documents are in the train split: their tokens there / their tokens.
@@ -76,11 +78,17 @@ class SourceRecord:
     share_reached: float | None = None
     place: str | None = None
     folder: str | None = None
+    documents_skipped: dict[str, int] | None = None
 
     @property
     def given(self) -> str:
         """The argument that gave it: NAME=PLACE or PLACE."""
         return self.name if self.place in (None, self.name) else f"{self.name}={self.place}"
+
+    @property
+    def documents_read(self) -> int | None:
+        """The documents kept and skipped; None if an older version has not counted those."""
+        return None if self.documents_skipped is None else self.documents + sum(self.documents_skipped.values())
 
     @property
     def hub_name(self) -> str:
@@ -301,6 +309,20 @@ class Manifest:
     has_index: bool = False
     cleaning: dict[str, Any] = field(default_factory=dict)
 
+    def imbalances(self) -> list[str]:
+        """Return one line for each sum of the ledger, or of the documents skipped of the sources, that is wrong."""
+        faults = self.ledger.imbalances(self.settings.max_length)
+        of_sources: Counter[str] = Counter()
+        for source in self.sources:
+            if source.documents_skipped is None:
+                return faults
+            of_sources.update(source.documents_skipped)
+        for reason in {**self.ledger.documents_skipped, **of_sources}:
+            total = self.ledger.documents_skipped.get(reason, 0)
+            if total != of_sources[reason]:
+                faults.append(f"documents skipped of the sources, {reason}: {total:,} is not {of_sources[reason]:,}")
+        return faults
+
     def losses(self) -> list[str]:
         """Return a line if more than 5 % of the tokens were cut off chats, and one if chats are cut by rows."""
         cut = sum(self.ledger.tokens_cut.values())
@@ -323,7 +345,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` into ``folder``; the ledger of ``manifest`` must balance."""
-    imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
+    imbalances = manifest.imbalances()
     assert not imbalances, imbalances
     content = {"format": FORMAT, **{one.name: getattr(manifest, one.name) for one in fields(manifest)}}
     totals = {one.name: getattr(manifest.ledger, one.name) for one in fields(manifest.ledger) if one.name != "splits"}
@@ -341,7 +363,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         InputError: the file is damaged, has another format, or its ledger does not balance.
     """
     manifest = load_manifest(folder)
-    imbalances = manifest.ledger.imbalances(manifest.settings.max_length) if manifest else []
+    imbalances = manifest.imbalances() if manifest else []
     if imbalances:
         file = folder / FILE_NAME
         raise InputError(*(f"{file} is damaged: {imbalance}; tokenize again" for imbalance in imbalances))

@@ -4,7 +4,7 @@ The result depends only on the order of the documents in the sources, the settin
 processes or shards.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,7 +35,7 @@ class Collection:
         sources: uint32 [documents], the number of each document's source.
         places: DOCUMENT [documents], the file, the row in it, tokens and bytes of each document.
         num_read: rows read, up to the row at which a cap was reached.
-        skipped: reason → rows skipped among those.
+        skipped: number of a source → reason → rows skipped among those.
         tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
         edits: kind → what cleaning changed in the rows read.
         dropped: some of the documents that cleaning dropped.
@@ -51,7 +51,7 @@ class Collection:
     sources: np.ndarray
     places: np.ndarray
     num_read: int
-    skipped: dict[str, int]
+    skipped: dict[int, Counter[str]]
     tokens_cut: dict[str, int]
     edits: dict[str, int]
     dropped: list[DroppedDocument]
@@ -90,24 +90,26 @@ def collect(
     is_kept = np.ones(len(documents), dtype=bool) if seen is None else _is_first(hashes, seen)
     is_near = is_kept & (False if is_near_duplicate is None else is_near_duplicate)
     kept = np.flatnonzero(is_kept & ~is_near)
+    own_sources = np.repeat(np.array([shard.source for shard in shards], dtype=np.uint32), counts)
     last = _last_within_caps(lengths[kept], max_documents, max_tokens)
     num_read = int(first_rows[-1]) if last == len(kept) else int(rows[kept[last - 1]])
     kept = kept[:last]
-    skipped, edits, num_cut = _count(records, first_rows, num_read)
+    skipped, edits, num_cut = _count(shards, records, first_rows, num_read)
     num_cut += int(documents["num_tokens_cut"][kept].sum(dtype=np.int64))
     duplicates = np.flatnonzero(~is_kept & (rows <= num_read))
     near_duplicates = np.flatnonzero(is_near & (rows <= num_read))
-    skipped.update({DUPLICATE: len(duplicates)} if len(duplicates) else {})
-    skipped.update({NEAR_DUPLICATE: len(near_duplicates)} if len(near_duplicates) else {})
+    for reason, repeats in ((DUPLICATE, duplicates), (NEAR_DUPLICATE, near_duplicates)):
+        for source, count in zip(*np.unique(own_sources[repeats], return_counts=True), strict=True):
+            skipped[int(source)][reason] += int(count)
     parts = _parts(shards, records, sources)
     return Collection(
         documents=SpooledDocuments(lengths, tuple(_spooled(*pair) for pair in zip(shards, records, strict=True))),
         kept=kept,
         characters=documents["characters"].copy(),
-        sources=np.repeat(np.array([shard.source for shard in shards], dtype=np.uint32), counts),
+        sources=own_sources,
         places=_places(documents, parts, records),
         num_read=num_read,
-        skipped=dict(skipped),
+        skipped=skipped,
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
         edits=dict(edits),
         dropped=[
@@ -125,21 +127,22 @@ def collect(
 
 
 def _count(
-    records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
-) -> tuple[Counter[str], Counter[str], int]:
-    """Return the rows skipped by reason, the edits by kind, and the tokens of skipped rows, of the first ``num_read``.
+    shards: Sequence[Shard], records: Sequence[ShardRecord], first_rows: np.ndarray, num_read: int
+) -> tuple[dict[int, Counter[str]], Counter[str], int]:
+    """Return the rows skipped by source and reason, the edits by kind, and the tokens of skipped rows.
 
     Args:
-        records: of the shards.
+        shards: the shards in the order of the sources.
+        records: one per shard.
         first_rows: int64 [shards or more], the rows read before each shard.
         num_read: rows that count.
     """
-    skipped, edits, num_cut = Counter[str](), Counter[str](), 0
-    for record, first in zip(records, first_rows, strict=False):
+    skipped, edits, num_cut = defaultdict[int, Counter[str]](Counter), Counter[str](), 0
+    for shard, record, first in zip(shards, records, first_rows, strict=False):
         within = record.skipped[record.skipped["number"] + first <= num_read]
         num_cut += int(within["num_tokens_cut"].sum(dtype=np.int64))
         for reason, count in zip(*np.unique(within["reason"], return_counts=True), strict=True):
-            skipped[record.reasons[reason]] += int(count)
+            skipped[shard.source][record.reasons[reason]] += int(count)
         changes = record.edits[record.edits["number"] + first <= num_read]
         sums = np.bincount(changes["kind"], changes["count"], len(record.kinds)).astype(int)
         edits.update({kind: count for kind, count in zip(record.kinds, sums.tolist(), strict=True) if count})

@@ -26,13 +26,14 @@ from fabric_train.export.model_card import CardFacts, card_results, draw_card_pi
 from fabric_train.export.model_card.public_names import PublicNames
 from fabric_train.export.source import ExportSource
 from fabric_train.model.origin import ModelOrigin, find_origin
+from fabric_train.tokenization import merge
 from fabric_train.training.metrics import CSVLogger, Metrics
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import convert_run
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv
-from tests.support.token_datasets import tokenize, write_jsonl
+from tests.support.token_datasets import TEXTS, tokenize, write_jsonl
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LLAMA = ModelOrigin("meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B", COMMIT, "llama3")
@@ -161,6 +162,27 @@ def test_validation_files_are_no_sources_of_training(tmp_path: Path, checkpoint:
     shutil.copyfile(tmp_path / "tokens" / "manifest.json", checkpoint / "manifest.json")
     card = card_of(checkpoint)
     assert re.findall(r"^\| `(.*?)` \| [0-9.]+% ", card.text, re.MULTILINE) == ["train.jsonl", "both.jsonl"]
+
+
+def test_what_was_read_kept_and_left_out_is_listed_by_source(
+    tmp_path: Path, checkpoint: Path, tiny_model_dir: Path
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "", TEXTS[0]])
+    write_jsonl(tmp_path / "b.jsonl", [TEXTS[1], *(f"{text} ana@uni.es" for text in TEXTS)])
+    tokenize(tmp_path / "one", tiny_model_dir, tmp_path / "a.jsonl", tmp_path / "b.jsonl", deduplicate="true")
+    tokenize(tmp_path / "two", tiny_model_dir, tmp_path / "b.jsonl", redact="email")
+    merge.main([str(tmp_path / "one"), str(tmp_path / "two"), "--output_dir", str(tmp_path / "both")])
+    shutil.copyfile(tmp_path / "one" / "manifest.json", checkpoint / "manifest.json")
+    text = card_of(checkpoint).text
+    assert "| `a.jsonl` | 42 | 40 | 1 empty, 1 duplicate |" in text
+    assert "| `b.jsonl` | 41 | 40 | 1 duplicate |" in text
+    assert "| all | 83 | 80 | 2 duplicate, 1 empty |" in text
+    assert "Steps before" not in text
+    shutil.copyfile(tmp_path / "both" / "manifest.json", checkpoint / "manifest.json")
+    text = card_of(checkpoint).text
+    assert "| `b.jsonl` | 82 | 81 | 1 duplicate |" in text
+    assert "| `one` | none |  |" in text
+    assert re.search(r"^\| `two` \| `redact` \| `\{", text, re.MULTILINE)
 
 
 def test_the_tasks_that_the_training_data_was_compared_with_are_listed(

@@ -1,6 +1,7 @@
 """Test --language: what the identifier tells apart, what it cannot, and what the ledger says of dropped documents."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,7 @@ import pytest
 from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.cleaning.language import identify
+from fabric_train.tokenization.cleaning.language import identify, language_probabilities
 from fabric_train.tokenization.cleaning.language_filter import LanguageFilter, open_language_filter
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
@@ -75,6 +76,32 @@ def test_document_of_which_the_identifier_is_uncertain_is_dropped_as_such() -> N
     dropped = _clean(_filter("ca"), "Avui fa bon dia")
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "uncertain_language"
+
+
+def test_wide_margins_do_not_make_a_page_uncertain() -> None:
+    """A manual page: indented and filled with spaces, with names of options in English."""
+    options = ("--recursive", "--preserve-root", "--no-dereference")
+    what = "cambia también los ficheros que haya en los directorios que se dan"
+    lines = [f"{' ' * 14}{option}{' ' * (60 - len(option))}{what:>90}" for option in options]
+    page = "\n".join(["CHOWN(1)" + " " * 90 + "Órdenes de usuario", "", *lines * 4, " " * 100 + "Linux 5.10", ""])
+    assert _clean(_filter("es"), page) == page
+    assert _clean(_filter("es"), page * 40) == page * 40
+    assert isinstance(_clean(_filter("ca"), page), Dropped)
+
+
+def test_what_is_dropped_for_uncertainty_has_its_margin() -> None:
+    dropped = _clean(_filter("ca"), "Avui fa bon dia")
+    assert isinstance(dropped, Dropped)
+    assert dropped.detail == "ca 0.44, 0.21 below 0.65"
+    exact = language_probabilities("Avui fa bon dia")["ca"]
+    below = _clean(LanguageFilter(("ca",), exact + 1e-4, "document"), "Avui fa bon dia")
+    assert isinstance(below, Dropped)
+    shown, margin = re.fullmatch(r"ca (\S+), (\S+) below \S+", below.detail).groups()  # type: ignore[union-attr]
+    assert float(shown) < exact + 1e-4
+    assert float(margin) > 0
+    other = _clean(LanguageFilter(("es", "gl"), 0.999, "document"), "Avui fa bon dia")
+    assert isinstance(other, Dropped)
+    assert re.fullmatch(r"ca 0\.44\d; es,gl 0\.\d{3}, 0\.\d{3} below 0\.999", other.detail)
 
 
 def test_va_keeps_valencian_and_drops_general_catalan() -> None:

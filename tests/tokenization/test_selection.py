@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.inspect.__main__ import main as inspect
+from fabric_train.tokenization.manifest import read_manifest
 from fabric_train.tokenization.selection import _last_within_caps, draw_validation, mix
+from tests.support.bad_input_folder import edit_json
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 A = [f"a{number} from the first source" for number in range(30)]
@@ -101,6 +104,33 @@ def test_duplicates_across_sources_are_skipped_and_counted(tmp_path: Path, tiny_
     ledger = manifest_of(tmp_path / "out").ledger
     assert (ledger.documents_read, ledger.documents_kept) == (43, 40)
     assert ledger.documents_skipped == {"duplicate": 3}
+
+
+def test_the_ledger_says_what_was_left_out_of_each_source(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [*A, "", A[3], A[3]])
+    second = write_jsonl(tmp_path / "b.jsonl", [A[0], *B, "", ""])
+    held_out = write_jsonl(tmp_path / "v.jsonl", [B[0], "held out " * 9])
+    options = ["--deduplicate", "true", "--validation_dataset", f"v={held_out}"]
+    tokenize(tmp_path / "out", tiny_model_dir, f"a={first}", f"b={second}", *options, max_length=4)
+    expected = {"a": {"empty": 1, "duplicate": 2}, "b": {"empty": 2, "duplicate": 1}, "v": {"duplicate": 1}}
+    manifest = manifest_of(tmp_path / "out")
+    assert {source.name: source.documents_skipped for source in manifest.sources} == expected
+    assert [source.documents_read for source in manifest.sources] == [len(A) + 3, len(B) + 3, 2]
+    assert "10 documents, " in (said := capsys.readouterr().out)
+    assert "; left out: 2 empty, 1 duplicate\n" in said
+    inspect([str(tmp_path / "out"), "--rows", "0"])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    begin = next(number for number, line in enumerate(shown) if line[:2] == ["skipped:", "duplicate"])
+    assert [line[:2] for line in shown[begin + 1 : begin + 4]] == [["a", "2"], ["b", "1"], ["v", "1"]]
+
+
+def test_a_manifest_whose_sources_do_not_add_up_is_damaged(tmp_path: Path, tiny_model_dir: Path) -> None:
+    tokenize(tmp_path / "out", tiny_model_dir, write_jsonl(tmp_path / "a.jsonl", [*A, ""]), validation_split=0)
+    edit_json(tmp_path / "out" / "manifest.json", lambda content: content["sources"][0]["documents_skipped"].clear())
+    with pytest.raises(InputError, match=r"is damaged: documents skipped of the sources, empty: 1 is not 0; tokenize"):
+        read_manifest(tmp_path / "out")
 
 
 def test_duplicates_do_not_count_toward_a_cap(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fabric_train.checkpoint import HubDataset, StageSource, TrainingStage, run_of
 from fabric_train.cli.redaction import redact
-from fabric_train.export.model_card.card_cleaning import cleaning
+from fabric_train.export.model_card.card_cleaning import cleaning, left_out
 from fabric_train.export.model_card.markdown import Markdown, code, escaped, folded, link, table
 from fabric_train.export.model_card.public_names import last_part, public_value
 from fabric_train.export.model_card.record import ModelRecord, read_record
@@ -145,7 +145,7 @@ def _stored(record: ModelRecord, manifest: Manifest) -> list[str]:
         f"Tokenizer: {code(public_value(manifest.tokenizer.name))}. Rows of {manifest.settings.max_length:,} tokens."
     )
     texts.append(table("split | documents | characters | tokens | rows", splits))
-    return [*texts, *cleaning(manifest)]
+    return [*texts, *left_out(manifest, record.names), *cleaning(manifest)]
 
 
 def _linked(row: StageSource) -> Markdown:

@@ -1,5 +1,6 @@
 """Keep documents, or paragraphs, in given languages: ``--language es,ca,va:0.65``."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -49,11 +50,13 @@ class LanguageFilter:
             if not text:
                 return Dropped(OTHER, "every paragraph")
         language, probability = identify(text)
-        found = f"{language} {probability:.2f}"
+        found = f"{language} {self._shown(probability)}"
         if probability >= self.threshold and not self._accepts(language):
             return Dropped(OTHER, found)
-        if probability < self.threshold and self._probability_to_keep(text) < self.threshold:
-            return Dropped(UNCERTAIN, found)
+        if probability < self.threshold:
+            to_keep = self._probability_to_keep(text)
+            if to_keep < self.threshold:
+                return Dropped(UNCERTAIN, self._margin(found, to_keep))
         if language != "ca" or "ca" in self.languages or "va" not in self.languages:
             return text
         valencian, general = count_forms(text)
@@ -77,6 +80,21 @@ class LanguageFilter:
             else:
                 kept += pieces[number : number + 2]
         return text if len(kept) == len(pieces) else "".join(kept).strip()
+
+    def _margin(self, found: str, to_keep: float) -> str:
+        """Return what was found, and how much the languages to keep are below the threshold."""
+        kept = f"{','.join(self.languages)} {self._shown(to_keep)}"
+        margin = self.threshold - float(self._shown(to_keep))
+        below = f"{margin:.{self._num_decimals()}f} below {self.threshold:g}"
+        return f"{kept}, {below}" if kept == found else f"{found}; {kept}, {below}"
+
+    def _shown(self, probability: float) -> str:
+        """Return a probability, rounded down: one that is below the threshold looks so."""
+        scale = 10 ** self._num_decimals()
+        return f"{math.floor(probability * scale) / scale:.{self._num_decimals()}f}"
+
+    def _num_decimals(self) -> int:
+        return max(2, len(f"{self.threshold:g}".partition(".")[2]))
 
     def _probability_to_keep(self, text: str) -> float:
         return sum(value for code, value in language_probabilities(text).items() if self._accepts(code))

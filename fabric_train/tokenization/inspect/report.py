@@ -1,7 +1,8 @@
 """Report on a token dataset: one pass over its rows, and the tables that terminal and page show."""
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from fabric_train.tokenization.inspect.dropped_documents import SampledDrop, rea
 from fabric_train.tokenization.inspect.index_check import IndexCheck
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
 from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
-from fabric_train.tokenization.manifest import Manifest, Settings, load_manifest
+from fabric_train.tokenization.manifest import Manifest, Settings, SourceRecord, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
@@ -125,7 +126,7 @@ def _file_problems(folder: Path, manifest: Manifest | None) -> list[Problem]:
 
 def _ledger_problems(manifest: Manifest, counts: dict[str, Counts]) -> list[Problem]:
     """Check the ledger's sums, and compare it with the counts."""
-    imbalances = manifest.ledger.imbalances(manifest.settings.max_length)
+    imbalances = manifest.imbalances()
     problems = [Problem("manifest", f"the ledger does not balance: {imbalance}") for imbalance in imbalances]
     for name in sorted({*manifest.ledger.splits} ^ {*counts}):
         where = "not in the manifest" if name in counts else "only in the manifest"
@@ -250,6 +251,8 @@ def ledger_table(report: DatasetReport) -> TextTable:
         line(0, "documents read", ledger.documents_read)
         for reason, count in ledger.documents_skipped.items():
             line(1, f"skipped: {words_of(reason)}", count)
+            for name, of_source in skipped_by_source(report.manifest.sources, reason).items():
+                line(2, name, of_source)
         line(1, "kept", ledger.documents_kept)
         if ledger.documents_repeated or ledger.documents_unsampled:
             line(1, "repeated by --weights", ledger.documents_repeated)
@@ -273,14 +276,23 @@ def ledger_table(report: DatasetReport) -> TextTable:
     return TextTable(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
 
 
+def skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
+    """Return the documents of each source that were skipped for a reason; none if there is one source."""
+    counts: Counter[str] = Counter()
+    for source in sources:
+        counts[source.name] += (source.documents_skipped or {}).get(reason, 0)
+    return {name: count for name, count in counts.items() if count} if len(counts) > 1 else {}
+
+
 def source_table(manifest: Manifest) -> TextTable:
-    """Return the sources, with the numbers of documents and tokens that were kept."""
-    columns = ("source", "kind", "files", "documents", "tokens", "weight", "epochs")
+    """Return the sources, with the numbers of documents that were read, and of documents and tokens that were kept."""
+    columns = ("source", "kind", "files", "read", "documents", "tokens", "weight", "epochs")
     lines = tuple(
         (
             source.name,
             words_of(source.kind),
             f"{len(source.files):,}" if source.files else "",
+            "" if source.documents_read is None else f"{source.documents_read:,}",
             f"{source.documents:,}",
             f"{source.tokens:,}",
             "" if source.weight is None else f"{source.weight:g}",

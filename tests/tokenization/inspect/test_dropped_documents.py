@@ -30,6 +30,7 @@ def cleaned(tmp_path: Path, tiny_tokens_dir: Path) -> Path:
         "edits": {"redacted email": 7},
     }
     content["ledger"]["documents_read"] += 27
+    content["sources"][0]["documents_skipped"] = content["ledger"]["documents_skipped"]
     content["cleaning"] = {"language": {"languages": ["es", "ca"], "threshold": 0.65}, "redact": {"kinds": ["email"]}}
     file.write_text(json.dumps(content), encoding="utf-8")
     reasons = {"other_language": ("en 0.99", 25), "low_quality: few_words": ("12 words", 2)}
