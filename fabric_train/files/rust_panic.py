@@ -6,12 +6,16 @@ from contextlib import contextmanager
 from fabric_train.cli.errors import first_line
 
 
+class RustPanicError(ValueError):
+    """A library written in Rust has ended what it was asked for."""
+
+
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise ValueError instead of pyo3's PanicException, which is no Exception and whose class cannot be imported."""
+    """Raise RustPanicError in place of pyo3's PanicException, which is no Exception and cannot be imported."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            raise ValueError(f"tokenizers fails: {first_line(error)}") from None
+            raise RustPanicError(f"tokenizers fails: {first_line(error)}") from None
         raise

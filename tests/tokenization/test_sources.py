@@ -83,6 +83,24 @@ def test_files_compressed_in_several_streams_are_read_to_the_end(tmp_path: Path)
     assert texts_of([tmp_path / "*.jsonl.*"], tmp_path) == [*TEXTS, *TEXTS]
 
 
+def test_zero_bytes_may_follow_a_gzip_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines()) + bytes(512))  # as tar and tapes leave them
+    assert texts_of([tmp_path / "a.jsonl.gz"], tmp_path) == TEXTS
+
+
+def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    good = json.dumps({"text": 'a "text": in a "text"', "other": {"text": 1}})
+    bad = '{"text": "one", "text": "two"}'
+    (tmp_path / "a.jsonl").write_text(f"{good}\n{bad}\n{good}\n")
+    (source,) = open_sources([str(tmp_path / "a.jsonl")], "--dataset", False, tmp_path)
+    first, second, third = (row for part in source.parts(1 << 20) for _, row in source.reader(part, ("text",)))
+    assert first == third == json.loads(good)
+    assert str(second) == f"{tmp_path}/a.jsonl, line 2: 2 values are called 'text'; keep one of them"
+    (tmp_path / "b.json").write_text(f"[{good}, {bad}]")
+    with pytest.raises(InputError, match=r"b.json: 2 values are called 'text'; keep one of them; fix the file"):
+        texts_of([tmp_path / "b.json"], tmp_path)
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_the_error_names_a_truncated_compressed_file(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"a.jsonl{suffix}"

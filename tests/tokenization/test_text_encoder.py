@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.tokenizers import gigatoken_encoder, gigatoken_json
 from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
 from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
+from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
 from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
 from fabric_train.tokenization.tokenizers.reference import Reference, find_different_document
@@ -320,3 +322,16 @@ def test_a_document_begins_with_one_bos_and_ends_with_one_eos(
     bordered = add_borders(np.array(ids, np.int32), Borders(bos, 2))
     assert bordered.tolist() == expected
     assert bordered.dtype == np.int32
+
+
+def test_a_text_that_the_tokenizer_cannot_take_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
+    content = json.loads((tiny_model_dir / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    encoder = FastEncoder(tmp_path / "tokenizer.json", special_text_is_plain=True)
+    with pytest.raises(
+        InputError, match=r"^tokenizers fails: .*retry-limit.*, in the text that begins with 'x{60}'; leave"
+    ):
+        encoder.encode_batch(["one", "x" * 99, "two"])

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
     compressed = is_compressed(part.name)
+    keys = [f'"{column}"'.encode() for column in reader.columns]
     with opened(part.file, reader.content) as file:
         position = 0
         if part.start:
@@ -193,9 +194,12 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
             reader.position = position_in(file) if compressed else position - part.start
             try:
                 row = orjson.loads(line)
+                is_plain = all(line.count(key) < 2 for key in keys)  # a key may also be in the text
             except orjson.JSONDecodeError:
                 if not line.removeprefix(codecs.BOM_UTF8).strip():
                     continue
+                is_plain = False
+            if not is_plain:
                 try:
                     row = _parse_line(line, start, reader, number)
                 except BadRowError as error:
@@ -205,14 +209,14 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
 
 
 def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any:
-    """Parse a line that orjson rejects: the standard library accepts NaN and lone surrogates.
+    """Parse a line more slowly than orjson, which rejects NaN and lone surrogates, and takes a key that is repeated.
 
     Raises:
-        BadRowError: the line is not UTF-8 or not JSON.
+        BadRowError: the line is not UTF-8 or not JSON, or repeats a key.
     """
     text = _decode(line, reader.part.name, start)
     try:
-        return _parse_json(text.strip())
+        return _parse_json(text.strip(), reader.columns)
     except BadRowError as error:
         raise BadRowError(f"{reader.place(number)}: {error}") from None
 
@@ -235,7 +239,7 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
         data = file.read()
     try:
         text = _decode(data, path, 0)
-        content = _parse_json(text) if text.strip() else []
+        content = _parse_json(text, reader.columns) if text.strip() else []
     except BadRowError as error:
         where = "" if str(error).startswith(path) else f"{path}: "
         raise InputError(f"{where}{error}; fix the file, or leave it out") from None
@@ -333,9 +337,26 @@ def _whole_parquet(path: str) -> Iterator[None]:
         raise InputError(f"{path}: not a whole parquet file: {reason}; fetch it again") from None
 
 
-def _parse_json(text: str) -> Any:
+def _parse_json(text: str, columns: Sequence[str]) -> Any:
+    """Parse JSON in which no object has one of ``columns`` twice.
+
+    Raises:
+        BadRowError: it is not JSON, or repeats a column.
+    """
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        built = dict(pairs)
+        if len(built) < len(pairs):
+            names = [name for name, _ in pairs]
+            for name in columns:
+                if names.count(name) > 1:
+                    raise BadRowError(f"{names.count(name)} values are called {name!r}; keep one of them")
+        return built
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=build)
+    except BadRowError:
+        raise
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
         raise BadRowError(f"not JSON: {error.msg} at {where}") from None

@@ -1,7 +1,9 @@
 """Open a local text file, plain or compressed with gzip or zstandard, and refuse what is no text."""
 
+import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,20 +50,27 @@ def opened(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]
             raw.seek(0)
             yield raw
             return
-        import pyarrow
-
         compression = COMPRESSIONS[os.path.splitext(file.name)[1].lower()]
         try:
             counted = _Counted(raw)
-            with pyarrow.CompressedInputStream(counted, compression) as stream:
+            with _decompress(counted, compression) as stream:
                 text = _Decompressed(stream, counted)
                 _check_is_text(file.name, text.peek(8)[:8])
                 yield text
-        except OSError as error:  # for a damaged stream, pyarrow raises an OSError without errno
-            if error.errno:
+        except (OSError, EOFError, zlib.error) as error:  # for a damaged stream, an OSError has no errno
+            if isinstance(error, OSError) and error.errno:
                 raise
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"{file.name}: not a whole {compression} file: {reason}; fetch it again") from None
+
+
+def _decompress(file: "_Counted", compression: str) -> Any:
+    """Return a stream of the content; gzip's may be followed by zero bytes, which pyarrow refuses."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=io.BufferedReader(file, 1 << 20))
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, compression)
 
 
 class _Counted(io.RawIOBase):

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from fabric_train.cli.errors import InputError
+from fabric_train.files.rust_panic import RustPanicError, panics_as_errors
 from fabric_train.tokenization.tokenizers.borders import Borders, join_documents
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+
+_SHOWN_CHARACTERS = 60
 
 
 class FastEncoder:
@@ -27,8 +31,20 @@ class FastEncoder:
         self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [T], without BOS and EOS."""
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Return each text's ids, int32 [T], without BOS and EOS.
+
+        Raises:
+            InputError: the tokenizer cannot encode one, such as by a pattern that takes too many steps.
+        """
+        try:
+            with panics_as_errors():
+                encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except RustPanicError as panic:
+            if len(texts) > 1:
+                return [self.encode_batch([text])[0] for text in texts]  # one of them is at fault
+            start = f"{texts[0][:_SHOWN_CHARACTERS]!r}"
+            advice = "leave it out, or use another tokenizer"
+            raise InputError(f"{panic}, in the text that begins with {start}; {advice}") from None
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fabric_train.cli.errors import first_line
 from fabric_train.distributed.process_memory import process_memory
-from fabric_train.files.rust_panic import panics_as_errors
+from fabric_train.files.rust_panic import RustPanicError, panics_as_errors
 from fabric_train.tokenization.tokenizers.borders import Borders, join_documents
 from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
 from fabric_train.tokenization.tokenizers.gigatoken_json import read_for_gigatoken
@@ -93,10 +93,14 @@ class GigatokenEncoder:
         return self._fast_encoder.encode_batch([text.decode()])[0] if ids is None else ids
 
     def _encode_known(self, text: bytes) -> np.ndarray | None:
-        """Return the ids, int32 [T]; None if the text has a character or a byte that is left to ``tokenizers``."""
+        """Return the ids, int32 [T]; None if a character, a byte or a panic leaves the text to ``tokenizers``."""
         if self._json.unknown.is_in(text):
             return None
-        ids: np.ndarray = self._backend.encode(text).view(np.int32)
+        try:
+            with panics_as_errors():
+                ids: np.ndarray = self._backend.encode(text).view(np.int32)
+        except RustPanicError:
+            return None
         return ids if self._json.has_all_bytes or not len(ids) or ids.max() < self._json.first_unknown_id else None
 
     @cached_property
