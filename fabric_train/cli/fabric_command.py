@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +84,7 @@ def fabric_train() -> None:
         words = os.environ["COMP_LINE"].split()[1:]
     name = words[0] if words else "--help"
     if name not in PROGRAMS:
+        _complete_name()
         usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
         if name in ("--help", "-h"):
             print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")
@@ -94,6 +95,17 @@ def fabric_train() -> None:
     os.environ |= project_first()
     del sys.argv[1:2]
     runpy.run_module(PROGRAMS[name], run_name="__main__", alter_sys=True)
+
+
+def _complete_name() -> None:
+    """If the shell asks for it, print which programs there are and exit."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argcomplete
+
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("program", choices=PROGRAMS)
+    argcomplete.autocomplete(parser)
 
 
 def project_first(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

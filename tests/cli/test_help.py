@@ -182,6 +182,8 @@ printf "%s\n" "${COMPREPLY[@]}"
         ("python -m fabric_train --resume ", {"true", "false"}),
         ("python -m fabric_train.tokenization.merge --dataset", {"--dataset_dirs"}),
         ("fabric run --devices 2 fabric_train --log_", {"--log_step_interval", "--log_model"}),
+        ("fabric-train con", {"convert"}),
+        ("fabric-train convert --checkp", {"--checkpoint"}),
     ],
 )
 def test_bash_completes_names_and_values(line: str, expected: set[str]) -> None:
