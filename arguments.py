@@ -135,7 +135,9 @@ class DataArguments:
     holds in memory; 0 keeps their order.
     """
     text_column: str = "text"
-    """Column with the text in --streaming_dataset; sources without it have chats or instructions."""
+    """Column with the text in --streaming_dataset; sources without it have chats or instructions. NAME:SEPARATOR joins
+    lists of texts.
+    """
     max_length: RowLength = 2048
     """Tokens per row of --streaming_dataset; 8k is 8192."""
     isolate_documents: bool = True
@@ -833,7 +835,9 @@ class TokenizeArguments(CleaningArguments, PushArguments):
     data_format: DataFormat = "auto"
     """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
     text_column: str = "text"
-    """Column with the text in csv, json, jsonl, parquet and datasets."""
+    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
+    'moves: ' with a space.
+    """
     chat_template: str | None = None
     """Jinja file with the chat template to use instead of the tokenizer's own; checkpoints and exports get it too."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
@@ -1076,7 +1080,9 @@ class EvaluateArguments:
     token dataset, whose validation split is meant. Default: the validation split of the first checkpoint in --models.
     """
     text_column: str = "text"
-    """Column with the text in csv, json, jsonl, parquet and datasets."""
+    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
+    'moves: ' with a space.
+    """
     max_length: RowLength = 2048
     """Tokens that a model sees at once; 8k is 8192. Longer documents are read in windows."""
     overlap: RowLength = 1

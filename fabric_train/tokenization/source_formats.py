@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.chats.chat_format import columns, detect_format, unexpected_format
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.columns import missing_column
+from fabric_train.tokenization.reading.columns import missing_column, name_in
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
 
@@ -59,7 +59,7 @@ def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
                 if not skips_bad_rows:
                     raise row.fault()
                 continue
-            if text_column in row:
+            if name_in(text_column, row) in row:
                 return "text"
             kind = detect_format(row)
             if kind is None:

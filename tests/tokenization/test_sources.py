@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -10,18 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.reading.columns import text_of
 from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.listing import list_file
 from fabric_train.tokenization.reading.opening import open_sources
 from fabric_train.tokenization.reading.sources import StreamSource
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
+from tests.support.token_datasets import documents_in, manifest_of, tokenize
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
 
@@ -173,6 +177,28 @@ def test_bad_urls_are_errors_of_one_line(tmp_path: Path, server: str) -> None:
             texts_of([url], tmp_path)
         assert url in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_texts_is_joined_by_the_separator_or_refused_with_it(tmp_path: Path, tiny_model_dir: Path) -> None:
+    games = [["e4", "e5", "Nf3"], ["d4"], []]
+    (tmp_path / "games.jsonl").write_text("".join(json.dumps({"n": 1, "moves": moves}) + "\n" for moves in games))
+    parquet.write_table(pyarrow.table({"n": [1, 2, 3], "moves": games}), tmp_path / "games.parquet")
+    datasets.Dataset.from_dict({"n": [1, 2, 3], "moves": games}).save_to_disk(tmp_path / "saved")
+    for number, source in enumerate(("games.jsonl", "games.parquet", "saved")):
+        fault = r"1: column 'moves' holds a list of texts; --text_column 'moves: ' joins them with a space, 'moves:\n'"
+        with pytest.raises(InputError, match=re.escape(fault)):
+            tokenize(tmp_path / "none", tiny_model_dir, tmp_path / source, text_column="moves")
+        out = tmp_path / f"out-{number}"
+        rows = tokenize(
+            out, tiny_model_dir, tmp_path / source, text_column="moves:, ", max_length=2, validation_split=0
+        )
+        assert documents_in(rows["train"], out) == ["e4, e5, Nf3", "d4"]
+        assert manifest_of(out).ledger.documents_skipped == {"empty": 1}
+    row = {"moves": ["e4", "e5"], "a:b": "own", "mixed": ["a", 1], "text": "plain"}
+    found = {column: text_of(row, column, str)[0] for column in ("moves:", r"moves:\n", "moves::", "a:b", "text: ")}
+    assert list(found.values()) == ["e4e5", "e4\ne5", "e4:e5", "own", "plain"]
+    with pytest.raises(BadRowError, match="column 'mixed' holds list, not text"):
+        text_of(row, "mixed: ", str)
 
 
 def test_bad_rows_keep_their_place_and_name_file_and_line(tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ import orjson
 
 from fabric_train.cli.errors import InputError, RunError, first_line
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.columns import Row, check_not_repeated, check_text_columns, missing_column
+from fabric_train.tokenization.reading.columns import (
+    Row,
+    check_not_repeated,
+    check_text_columns,
+    missing_column,
+    name_in,
+)
 from fabric_train.tokenization.reading.file_parts import FilePart
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, changed, read_file
 from fabric_train.tokenization.reading.opened_text import (
@@ -224,9 +230,8 @@ def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any
 def _checked(row: Any, reader: FileReader, number: int) -> Row | BadRowError:
     if isinstance(row, dict):
         return row
-    return BadRowError(
-        f"{reader.place(number)}: a JSON {type(row).__name__}, not an object with a column {reader.columns[0]!r}"
-    )
+    column = name_in(reader.columns[0], ())
+    return BadRowError(f"{reader.place(number)}: a JSON {type(row).__name__}, not an object with a column {column!r}")
 
 
 def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
@@ -305,7 +310,7 @@ def _read_parquet(reader: FileReader) -> Iterator[tuple[int, Row]]:
     number = 0
     with _whole_parquet(part.name), parquet.ParquetFile(part.name) as file:
         schema = file.schema_arrow
-        columns = [name for name in reader.columns if name in schema.names]
+        columns = [name for name in (name_in(one, schema.names) for one in reader.columns) if name in schema.names]
         if not columns:
             raise missing_column(part.name, reader.columns[0], schema.names)
         check_not_repeated(part.name, columns, schema.names)

@@ -11,7 +11,7 @@ import numpy as np
 from fabric_train.cli.errors import RunError, first_line
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
-from fabric_train.tokenization.reading.columns import Row, check_text_columns
+from fabric_train.tokenization.reading.columns import Row, check_text_columns, name_in
 from fabric_train.tokenization.reading.file_parts import FilePart, PackedParts
 from fabric_train.tokenization.reading.files import FileReader, split_file
 from fabric_train.tokenization.reading.hub_names import DatasetName, errors_of_datasets
@@ -139,8 +139,9 @@ class DatasetSource:
 
     def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
         dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
-        kept = [name for name in columns if name in dataset.column_names] or dataset.column_names
-        check_text_columns(place, dataset.features.arrow_schema, kept if kept != dataset.column_names else [])
+        names = dataset.column_names
+        kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
+        check_text_columns(place, dataset.features.arrow_schema, kept if kept != names else [])
         rows = dataset.select_columns(kept).select(range(part.start, part.stop))
         return RowReader(rows, place, part, part.start)
 
