@@ -194,6 +194,9 @@ def test_a_list_of_texts_is_joined_by_the_separator_or_refused_with_it(tmp_path:
         )
         assert documents_in(rows["train"], out) == ["e4, e5, Nf3", "d4"]
         assert manifest_of(out).ledger.documents_skipped == {"empty": 1}
+    (tmp_path / "twice.jsonl").write_text('{"moves": ["e4"], "moves": ["d4"]}\n')
+    with pytest.raises(InputError, match="line 1: 2 values are called 'moves'; keep one of them"):
+        tokenize(tmp_path / "none", tiny_model_dir, tmp_path / "twice.jsonl", text_column="moves: ")
     row = {"moves": ["e4", "e5"], "a:b": "own", "mixed": ["a", 1], "text": "plain"}
     found = {column: text_of(row, column, str)[0] for column in ("moves:", r"moves:\n", "moves::", "a:b", "text: ")}
     assert list(found.values()) == ["e4e5", "e4\ne5", "e4:e5", "own", "plain"]

@@ -186,7 +186,8 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
     part = reader.part
     stop = sys.maxsize if part.stop is None else part.stop
     compressed = is_compressed(part.name)
-    keys = [f'"{column}"'.encode() for column in reader.columns]
+    names = {name for column in reader.columns for name in (column, name_in(column, ()))}
+    keys = [f'"{name}"'.encode() for name in names]
     with opened(part.file, reader.content) as file:
         position = 0
         if part.start:
@@ -353,7 +354,7 @@ def _parse_json(text: str, columns: Sequence[str]) -> Any:
         built = dict(pairs)
         if len(built) < len(pairs):
             names = [name for name, _ in pairs]
-            for name in columns:
+            for name in (name_in(column, built) for column in columns):
                 if names.count(name) > 1:
                     raise BadRowError(f"{names.count(name)} values are called {name!r}; keep one of them")
         return built
