@@ -224,6 +224,11 @@ def test_an_existing_folder_is_never_written_into(tmp_path: Path, run: Path, mon
     (tmp_path / "notes.txt").write_text("mine")
     assert "not empty" in _refusal(monkeypatch, "--checkpoint", run, "--output_dir", tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+    checkpoint = run / "checkpoints" / "step-00000001"
+    before = sorted(checkpoint.rglob("*"))
+    refusal = _refusal(monkeypatch, "--checkpoint", checkpoint, "--output_dir", checkpoint / "hf")
+    assert f"{checkpoint} is complete and stays as it is" in refusal
+    assert sorted(checkpoint.rglob("*")) == before
 
 
 def test_every_path_without_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

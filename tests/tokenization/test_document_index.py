@@ -451,6 +451,13 @@ def test_the_name_before_an_equals_sign_names_the_source(tmp_path: Path, monkeyp
         split_names(["all=corpus"], "--dataset")
 
 
+def test_a_file_after_the_last_one_has_no_source() -> None:
+    sources = table("es", "ca")
+    assert sources.sources_of(np.array([0, 1])).tolist() == [0, 1]
+    with pytest.raises(InputError, match=r"manifest\.json does not list"):
+        sources.sources_of(np.array([2]))
+
+
 def test_the_ledger_of_the_sources_must_balance(pair: tuple[Path, Path, Texts]) -> None:
     ledger = manifest_of(pair[0]).ledger
     assert ledger.imbalances(16) == []

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import LAST_INCOMPLETE_ROW
 from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_split
 from fabric_train.tokenization.packing.row_checksums import row_checksum
 from fabric_train.tokenization.packing.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
 from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
+from fabric_train.tokenization.packing.token_folder import open_splits
 
 PACKINGS: tuple[Packing, ...] = ("concat", "best_fit", "none")
 PAD = 999_999
@@ -411,3 +413,10 @@ def test_a_split_without_documents_loads_with_no_rows(tmp_path: Path, packing: P
     plan = plan_rows(documents.lengths, np.arange(0), packing, 8, 2)
     assert write_split(tmp_path / "train", documents, plan, PAD)[0] == 0
     assert datasets.load_from_disk(tmp_path / "train").num_rows == 0
+
+
+def test_a_row_with_other_labels_than_tokens_is_named(tmp_path: Path) -> None:
+    rows = {"input_ids": [[1, 2], [3, 4], [5, 6]], "labels": [[1, 2], [3, 4, 4], [5, 6]]}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(str(tmp_path / "tokens"))
+    with pytest.raises(InputError, match=r": row 1 has more or fewer labels than input_ids; tokenize again$"):
+        list(open_splits(tmp_path / "tokens")["train"].batches())
