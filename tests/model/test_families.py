@@ -1,6 +1,7 @@
 """Other families than Llama are read by each rank in parts, and train under both FSDPs as in plain PyTorch."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fabric_train.cli.errors import InputError
 from fabric_train.distributed.fsdp import ParameterMaterializer
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.load_weights import open_pretrained, read_weights
@@ -120,3 +122,12 @@ def test_a_stored_head_that_differs_from_the_tied_embedding_is_kept(
     assert whole == pytest.approx(losses, rel=1e-5)
     assert resumed == whole[2:]
     assert json.loads((checkpoint / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_weights_of_another_shape_are_named_in_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] + 8}))
+    fault = r"weights are missing or do not have the shape in config.json, model.layers.0.mlp.down_proj.weight first; "
+    with pytest.raises(InputError, match=fault):
+        load_model(read_shape(str(folder)), torch.float32)

@@ -1,10 +1,14 @@
 """``--self_check true`` on real ranks: it holds where the loop is right, and finds a loop that is wrong."""
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fabric_train.data.batch import IGNORED_LABEL
+from fabric_train.training.self_check import Figure, _Row
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, write_model, write_rows
 
@@ -102,3 +106,15 @@ def test_a_stream_is_refused_in_a_line(forked_runs: ForkedRuns, tmp_path: Path, 
     (said,) = run.stderr().splitlines()
     assert said.startswith("error: --self_check true reads rows of a token dataset, not --streaming_dataset")
     assert not (tmp_path / "run").exists()
+
+
+def test_equal_figures_do_not_differ_even_if_they_are_not_finite() -> None:
+    here, there = Figure("one", math.inf, 2.0), Figure("two", math.inf, 1.0)
+    assert here.differences(there) == (0.0, 1.0)
+
+
+def test_a_thinned_row_keeps_the_first_quarter_of_its_targets() -> None:
+    row = _Row(np.arange(9), np.arange(100, 109), np.zeros(1, np.int64))
+    kept = row.thinned().labels
+    assert kept.tolist() == [100, 101, 102, *[IGNORED_LABEL] * 6]  # the first label is no target
+    assert row.labels.tolist() == [*range(100, 109)]
