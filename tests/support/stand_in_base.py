@@ -31,7 +31,7 @@ _SUITE = "bookworm"  # its Python 3.11 is one that the project supports
 
 def base_image() -> str:
     """Return the name of the base image in the Dockerfile."""
-    found = re.search(r"^FROM (\S+:\S+) AS", (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(r"^ARG BASE=(\S+)$", (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return found[1]
 
