@@ -89,6 +89,11 @@ def test_any_order_of_the_buffer_is_as_likely_as_another() -> None:
     assert set(firsts) == set(range(10))
 
 
+def test_the_order_of_a_seed_is_that_of_earlier_versions() -> None:
+    """Else a stream that an earlier version began would go on in another order."""
+    assert list(shuffle(range(10), 3, 5, 1)) == [0, 1, 2, 4, 6, 3, 5, 8, 9, 7]
+
+
 # ----------------------------------------------------------------------------------------------------- real sources
 
 
