@@ -124,7 +124,7 @@ def _download_legal_files(repository: str) -> Path | None:
 def _read_card(file: Path) -> dict[str, Any]:
     """Return the metadata of a model card, none if there is none that can be read: the model can be trained anyway."""
     try:
-        return (metadata_load(file) if file.is_file() else None) or {}
+        return metadata_load(file) or {}
     except (OSError, ValueError, YAMLError, RecursionError):
         return {}
 

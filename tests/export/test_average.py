@@ -188,6 +188,7 @@ def test_a_checkpoint_of_a_signal_does_not_count_for_the_last_ones(
     "difference, fault",
     [
         ({"intermediate_size": 96}, "model.layers.0.mlp.down_proj.weight is [64, 96], not [64, 128]"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight is absent, not [64]"),
         ({"rms_norm_eps": 0.5}, "rms_norm_eps is 0.5 in its config.json"),
         ({"vocabulary": True}, "its tokenizer has another vocabulary"),
     ],
