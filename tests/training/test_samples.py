@@ -144,12 +144,13 @@ Outputs.flush, CheckpointManager.save = flush, save
 def test_what_is_logged_is_on_the_disk_before_a_checkpoint_is_saved(
     tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, forked_runs: ForkedRuns
 ) -> None:
-    line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS)
-    stopped = forked_runs.start(line, 1, before=ORDER + at_point(TERMINATE, 3, "OPTIMIZER"))
-    assert stopped.wait() == [75]
-    whole = forked_runs.start([*line, "--resume", "true"], 1, before=ORDER)
-    whole.finish()
-    for run in (stopped, whole):
-        order = [line for line in run.stdout().splitlines() if line in ("flush", "save")]
-        assert order == ["flush", "save"] * (len(order) // 2)
-        assert order
+    for phase in ("COMPUTING", "OPTIMIZER"):
+        line = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / phase, **OPTIONS)
+        stopped = forked_runs.start(line, 1, before=ORDER + at_point(TERMINATE, 3, phase))
+        assert stopped.wait() == [75]
+        whole = forked_runs.start([*line, "--resume", "true"], 1, before=ORDER)
+        whole.finish()
+        for run in (stopped, whole):
+            order = [line for line in run.stdout().splitlines() if line in ("flush", "save")]
+            assert order == ["flush", "save"] * (len(order) // 2)
+            assert order
