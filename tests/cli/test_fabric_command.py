@@ -208,7 +208,8 @@ def test_commands_are_those_of_the_documents_in_the_project(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert command_from_here(name).endswith(IN_PROJECT[name].removeprefix("python"))
-    assert command_from_here(name).startswith(str(installed))
+    program = ROOT / command_from_here(name).split()[0]  # its shorter path depends on where the project lies
+    assert os.path.normpath(program.parent) == str(installed)
     monkeypatch.setenv("PATH", str(installed))
     assert command_from_here(name) == IN_PROJECT[name]
 

@@ -1,6 +1,8 @@
 """Pushes to a stand-in for the hub: what arrives there, what goes on after a fault, and who is refused before work."""
 
 import hashlib
+import io
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +13,7 @@ from huggingface_hub import constants
 
 import convert_to_hf
 from fabric_train.cli.errors import FAILURE, InputError
-from fabric_train.export.hub import PushError, PushRequest, push
+from fabric_train.export.hub import PushError, PushRequest, _shown_progress, push
 from fabric_train.export.push_check import check_push
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import verify_in_this_process
@@ -362,3 +364,16 @@ def test_a_card_that_the_hub_refuses_is_reported_in_one_line(
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "is complete, but pushing it to alice/model failed: Invalid metadata in README.md. " in line
     assert '"license" must be one of' in line
+
+
+@pytest.mark.parametrize(("is_terminal", "level"), [(True, logging.NOTSET), (False, logging.INFO)])
+def test_an_upload_shows_lines_where_no_terminal_shows_bars(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, level: int
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    uploads = logging.getLogger("huggingface_hub._upload_pipeline")
+    with _shown_progress():
+        assert uploads.level == level
+    assert uploads.level == logging.NOTSET
