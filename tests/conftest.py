@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 from sample_data import real_data
+from tests.support import forked_runs as forks
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import RunProgram, run_python
 from tests.support.tiny_model import write_tiny_model
@@ -201,10 +201,4 @@ def run_program(tmp_path: Path) -> RunProgram:
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """Return ``free_port()``, a TCP port that nobody listens on: two runs at once must not share ``--main-port``."""
-
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
-    return find
+    return forks.free_port

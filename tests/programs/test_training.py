@@ -24,7 +24,7 @@ from arguments import TrainingArguments
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.optim.lr_schedule import learning_rate
-from tests.support.forked_runs import ForkedRun, ForkedRuns
+from tests.support.forked_runs import ForkedRun, ForkedRuns, free_port
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ class Trainer:
 
     def launch(self, run: str) -> "subprocess.Popen[str]":
         """Start two ranks under FSDP with ``fabric run``."""
-        fabric = [str(Path(sys.executable).with_name("fabric")), "run", "--main-port", str(self._runs.free_port())]
+        fabric = [str(Path(sys.executable).with_name("fabric")), "run", "--main-port", str(free_port())]
         program = [*fabric, "--devices", "2", str(ROOT / "fabric_train")]
         return subprocess.Popen(
             [*program, *self.words(run, {"parallelism": "fsdp"})],

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 _PORTS = range(12_000, 32_000)  # below those that Linux uses for outgoing connections, such as gloo's
+_reserved: dict[int, socket.socket] = {}
 _START_SECONDS = 200  # the first start waits for the imports
 _POLL_SECONDS = 0.005
 _SHOWN_CHARACTERS = 4000
@@ -140,8 +141,6 @@ class ForkedRuns:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._num_runs = folder, 0
-        first = os.getpid() * 101 % (len(_PORTS) // 2)  # two of these at once begin at different ports
-        self._ports = iter(_PORTS[first:])
         further = dict(env or {})
         # what can be imported here can be there
         path = os.pathsep.join(filter(None, [further.pop("PYTHONPATH", ""), str(ROOT), *sys.path]))
@@ -179,7 +178,7 @@ class ForkedRuns:
         self._num_runs += 1
         folder = self._folder / f"run-{self._num_runs:03d}"
         folder.mkdir()
-        launcher = _launcher_variables(num_ranks, self.free_port())
+        launcher = _launcher_variables(num_ranks, free_port())
         request = {
             "program": program,
             "argv": [str(word) for word in argv],
@@ -192,14 +191,6 @@ class ForkedRuns:
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
         self._server.stdin.flush()
         return ForkedRun(tuple(self._answer()), folder)
-
-    def free_port(self) -> int:
-        """Return a port that nobody listens on, and that no other run of this server is given."""
-        for port in self._ports:
-            with socket.socket() as probe, suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-        raise OSError(f"no port is free in {_PORTS}")
 
     def close(self) -> None:
         """End the server, and with it every rank that still runs."""
@@ -215,6 +206,28 @@ class ForkedRuns:
             output = (self._folder / "server.stderr").read_text(errors="replace")
             raise ChildProcessError(f"the server of forked runs does not answer: {output[-_SHOWN_CHARACTERS:]}")
         return json.loads(line)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, and that this function returns to no other process while this one lives.
+
+    Raises:
+        OSError: all ports are taken.
+    """
+    for port in _PORTS:
+        if port in _reserved:
+            continue
+        reservation = socket.socket(socket.AF_UNIX)
+        try:
+            reservation.bind(f"\0fabric-train-tests-port-{port}")  # an abstract name: it goes with the process
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            reservation.close()
+            continue
+        _reserved[port] = reservation
+        return port
+    raise OSError(f"no port is free in {_PORTS}")
 
 
 def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.forked_runs import ForkedRuns
+from tests.support.forked_runs import ForkedRuns, free_port
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -50,6 +50,25 @@ def test_programs_receive_the_signals_that_a_shell_lets_the_tests_ignore() -> No
     told = [sys.executable, "-c", STARTED_IN_THE_BACKGROUND]
     ended = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, "[False, False]\n"), ended.stderr
+
+
+def test_two_processes_never_get_one_port() -> None:
+    program = (
+        "from tests.support.forked_runs import free_port; print([free_port() for _ in range(50)], flush=True); input()"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    ports = [free_port() for _ in range(50)]
+    for process in started:
+        assert process.stdout is not None
+        ports += json.loads(process.stdout.readline())
+    for process in started:
+        process.communicate("\n", timeout=60)
+    assert len(ports) == len(set(ports)) == 150
 
 
 def test_ranks_know_their_place_and_what_they_say_is_kept(
