@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from fabric_train.cli.argument_types import (
+    POSITIONAL,
     LayerSize,
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,17 +27,16 @@ from fabric_train.cli.argument_types import (
     PositiveShare,
     RowLength,
     Seconds,
+    Shares,
     TokenCount,
     UnitInterval,
+    is_language_code,
+    parse_size,
 )
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fields import POSITIONAL
-from fabric_train.cli.language_codes import is_language_code
 from fabric_train.cli.launcher import launcher_arguments
+from fabric_train.cli.output import redact
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.cli.redaction import redact
-from fabric_train.cli.shares import Shares
-from fabric_train.files.sizes import parse_size
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from arguments import ConvertArguments, parse
 from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, print_errors, run_program
 
 if TYPE_CHECKING:
+    from fabric_train.export.average import ExportSource
     from fabric_train.export.hub import PushRequest
-    from fabric_train.export.source import ExportSource
     from fabric_train.export.verification_report import VerificationReport
 
 
@@ -21,9 +21,8 @@ def main() -> None:
 
     import torch  # slow, like those below
 
-    from fabric_train.export.hub import PushError, PushRequest
-    from fabric_train.export.push_check import check_push
-    from fabric_train.export.targets import plan_average, plan_targets
+    from fabric_train.export.convert import plan_average, plan_targets
+    from fabric_train.export.hub import PushError, PushRequest, check_push
     from fabric_train.export.verification import VerificationError
     from fabric_train.model.hf_model import quiet_transformers
 
@@ -69,9 +68,9 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
     """Convert and verify a checkpoint or an average and print the report; a finished export only gets a new card."""
     import torch
 
-    from fabric_train.export.card_mark import renew_card
     from fabric_train.export.convert import convert
     from fabric_train.export.model_card import CardFacts
+    from fabric_train.export.model_card.write_card import renew_card
     from fabric_train.export.verification import is_verified_export
 
     facts = CardFacts(

@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _load(arguments: GenerateArguments) -> tuple[Any, Any]:
-    from fabric_train.files.sizes import parse_size
+    from fabric_train.cli.argument_types import parse_size
     from fabric_train.inference.load_model import load_for_inference
 
     set_memory_advice("give a smaller --batch_size or --num_tokens, or a smaller --device_memory")
@@ -39,9 +39,8 @@ def _load(arguments: GenerateArguments) -> tuple[Any, Any]:
 
 def _continue_prompt(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
     """Print the prompt and its continuation as it is generated, and one line about the speed on standard error."""
-    from fabric_train.inference.generate import generate
+    from fabric_train.inference.generate import TextPrinter, generate
     from fabric_train.inference.prompts import Prompt, PromptEncoder, check_fits
-    from fabric_train.inference.text_printer import TextPrinter
 
     assert arguments.prompt is not None
     model, tokenizer = _load(arguments)
@@ -69,8 +68,14 @@ def _chat(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
 
 def _generate_for_file(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
     """Write a JSON line for each prompt of a file."""
-    from fabric_train.inference.prompt_batches import OutputFile, generate_for_file
-    from fabric_train.inference.prompts import PromptEncoder, encode_prompts, limits_of, read_prompts
+    from fabric_train.inference.prompts import (
+        OutputFile,
+        PromptEncoder,
+        encode_prompts,
+        generate_for_file,
+        limits_of,
+        read_prompts,
+    )
 
     assert arguments.prompts is not None
     assert arguments.output is not None

@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run_task(arguments: "TokenizeArguments") -> None:
     """Encode the slice of --shard or count its lines, unless that is done already, and print what follows."""
-    from fabric_train.tokenization.next_commands import beside_slices, encode_command, merge_command
     from fabric_train.tokenization.slice_folder import find_finished_slice
+    from fabric_train.tokenization.slices import beside_slices, encode_command, merge_command
 
     if find_finished_slice(arguments):
         print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
@@ -81,7 +81,7 @@ def _run_task(arguments: "TokenizeArguments") -> None:
 
 def _count_slice(arguments: "TokenizeArguments") -> list[str]:
     """Count the lines of the slice of --shard, and return lines of a summary."""
-    from fabric_train.tokenization.counted_slices import count_slice
+    from fabric_train.tokenization.slices import count_slice
 
     outcome = count_slice(arguments)
     return [
@@ -93,7 +93,7 @@ def _count_slice(arguments: "TokenizeArguments") -> list[str]:
 
 def _encode_slice(arguments: "TokenizeArguments") -> list[str]:
     """Encode the slice of --shard, and return lines of a summary."""
-    from fabric_train.tokenization.encoded_slices import encode_slice
+    from fabric_train.tokenization.slices import encode_slice
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
     with ParityCheck() as check:
@@ -110,9 +110,8 @@ def _encode_slice(arguments: "TokenizeArguments") -> list[str]:
 
 def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":
     """Check that the token dataset can be pushed; return its manifest if it is finished already."""
-    from fabric_train.export.hub import PushRequest
-    from fabric_train.export.push_check import check_push
-    from fabric_train.tokenization.finished import find_finished
+    from fabric_train.export.hub import PushRequest, check_push
+    from fabric_train.tokenization.unfinished import find_finished
 
     finished = find_finished(arguments)
     check_push(PushRequest.of(arguments, "dataset"))

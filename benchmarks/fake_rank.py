@@ -80,7 +80,7 @@ def run_fake_rank(argv: list[str], work: Path, length: int = LENGTH, documents: 
 def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fabric_train.distributed.heartbeat import Heartbeat
+    from fabric_train.distributed.signals import Heartbeat
     from fabric_train.distributed.strategy import build_fabric
     from fabric_train.preflight.memory.plan import make_request
     from fabric_train.preflight.prepare import prepare
@@ -148,9 +148,9 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     from benchmarks.op_counts import StepCounter
     from fabric_train.model import parallelize
     from fabric_train.optim import low_precision_adamw
+    from fabric_train.optim.low_precision import Row, Storage, TensorTable
     from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
-    from fabric_train.optim.tensor_table import Row, Storage, TensorTable
-    from fabric_train.preflight.memory.gpu_attention import attention_on_gpu
+    from fabric_train.preflight.memory.activations import attention_on_gpu
     from fabric_train.training import build_run
 
     counter = StepCounter()

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from fabric_train.checkpoint.checksums import hash_file, join_parts, write_part
-from fabric_train.checkpoint.file_layout import Write, full_writes, sharded_writes
-from fabric_train.checkpoint.local_tensors import LocalTensor
+from fabric_train.checkpoint.tensors import LocalTensor, Write, full_writes, sharded_writes
 from fabric_train.checkpoint.trainer_json import FORMAT
 from fabric_train.checkpoint.trainer_state import TrainerState
 from fabric_train.model.origin import ModelOrigin

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fabric_train.preflight.memory.live_bytes import LiveBytes
+from fabric_train.preflight.memory.activations import LiveBytes
 
 PRODUCTS, COLLECTIVES, OTHERS = "matrix products", "collectives", "others"
 PARTS = (
@@ -43,8 +43,8 @@ PARTS = (
 """``attention`` is without its four products. ``head`` is with its products and the loss."""
 
 _PART_OF_FILE = {
-    "/fabric_train/model/chunked_cross_entropy.py": "head",
-    "/fabric_train/distributed/grad_norm.py": "clip",
+    "/fabric_train/model/lm_head_loss.py": "head",
+    "/fabric_train/distributed/shards.py": "clip",
     "/fabric_train/optim/": "optimizer",
     "/torch/optim/": "optimizer",
     "/torch/distributed/fsdp/": "casts and copies of FSDP",

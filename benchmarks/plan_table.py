@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import TrainArguments, parse
-from fabric_train.files.sizes import parse_size, show_size
+from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.preflight.memory.fitting import faults_of
 from fabric_train.preflight.memory.forecast import Forecast, RunRequest
+from fabric_train.preflight.memory.plan import faults_of
 from fabric_train.training.prepared_run import StepPlan
 
 LENGTH, ROWS = 8192, 128

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from benchmarks.measure import ROOT, Command
-from fabric_train.tokenization.opened_corpus import available_cores
+from fabric_train.tokenization.corpus import available_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
 _VERSIONS_OF = (

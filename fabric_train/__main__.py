@@ -27,7 +27,7 @@ from arguments import TrainArguments, parse  # noqa: E402
 from fabric_train.cli.errors import run_program, set_memory_advice  # noqa: E402
 from fabric_train.cli.launcher import global_rank  # noqa: E402
 from fabric_train.cli.parser import flatten  # noqa: E402
-from fabric_train.files.lock import check_not_held, hold_lock  # noqa: E402
+from fabric_train.files.atomic_folder import check_not_held, hold_lock  # noqa: E402
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log  # noqa: E402
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
     progress.info("importing torch and transformers")
 
+    from fabric_train.distributed.cluster_environment import destroy_process_group
     from fabric_train.distributed.devices import note_on_unused_gpus
-    from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
-    from fabric_train.distributed.rendezvous import destroy_process_group
+    from fabric_train.distributed.signals import Heartbeat, StepPhase
     from fabric_train.distributed.strategy import build_fabric
     from fabric_train.distributed.watchdog import watch_ranks
     from fabric_train.preflight.memory.plan import check_memory, print_plan

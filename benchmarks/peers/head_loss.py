@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
+from fabric_train.model.lm_head_loss import summed_cross_entropy
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from arguments import BundleArguments, TrainArguments, parse
 from fabric_train.bundle.recipe import read_recipe
+from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, run_program
-from fabric_train.files.sizes import show_size
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,14 +18,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fabric_train.bundle.recipe import CONFIGURATION, Recipe
 from fabric_train.bundle.wheels import Target, download_wheels, estimated_bytes, installed_bytes
 from fabric_train.checkpoint.manager import free_bytes
+from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
 from fabric_train.export.model_download import DownloadRequest, download, text_files
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
-from fabric_train.files.safe_paths import check_links
-from fabric_train.files.sizes import show_size
+from fabric_train.files.regular_file import check_links
 from fabric_train.model.hf_model import quiet_transformers, read_shape
 from fabric_train.model.weight_files import check_weight_files, safetensors_files
 from fabric_train.preflight.dataset_check import check_dataset

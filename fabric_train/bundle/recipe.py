@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli import yaml_core
+from fabric_train.cli.argument_types import GivenShares, Shares, split_name
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.shares import GivenShares, Shares, split_name
 
 CONFIGURATION = "train.yaml"
 _OF_SHARES = ("shares", "token_shares")

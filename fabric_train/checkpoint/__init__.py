@@ -13,7 +13,6 @@ step-00000500/
   model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
 """
 
-from fabric_train.checkpoint.data_order import DataOrder, PhaseRows, StreamOrder
 from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,
@@ -36,23 +35,29 @@ from fabric_train.checkpoint.discovery import (
     whole_checkpoints,
     wrong_content,
 )
-from fabric_train.checkpoint.manager import CheckpointManager
-from fabric_train.checkpoint.optimizer_state import restore_optimizer
-from fabric_train.checkpoint.stop_tokens import checkpoint_generation_config
+from fabric_train.checkpoint.manager import CheckpointManager, checkpoint_generation_config
+from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.checkpoint.trainer_json import TrainerJson, read_cursors, read_stages, read_trainer_json
 from fabric_train.checkpoint.trainer_state import (
     SPLIT_ARGUMENTS,
     BranchPoint,
+    DataOrder,
     Description,
+    Evaluation,
     HubDataset,
+    LossProgress,
+    PhaseRows,
     PhaseSchedule,
     StageSource,
+    StreamOrder,
+    TokenLoss,
     TrainerState,
     TrainingSession,
     TrainingStage,
+    compare_evaluations,
     data_starts_after,
+    perplexity,
 )
-from fabric_train.checkpoint.validation_loss import Evaluation, LossProgress, TokenLoss, compare_evaluations, perplexity
 
 __all__ = [
     "SPLIT_ARGUMENTS",

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a run, and choose the one to start from."""
+"""Find the checkpoints of a run, choose the one to start from, and remove old ones."""
 
 import math
 import os
@@ -15,12 +15,13 @@ from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_f
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.collectives import first_text
+from fabric_train.files.atomic_folder import is_temporary, remove, sync_and_rename
 
 _NAME = re.compile(r"step-[0-9]{8,18}")
 _SHORT_NAME = re.compile(r"best|latest|step-[0-9]{1,18}")
-
 Damages = Mapping[Path, str]
 """Known damage to the content of checkpoints, by real path."""
+_REMOVED, _REPLACED = ".removed", ".replaced"
 
 
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
@@ -337,3 +338,48 @@ def find_fault(checkpoint: Path, damages: Damages) -> str | None:
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a path is a checkpoint, which may be damaged or renamed."""
     return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())
+
+
+def prune(newest: Path, keep: int | None) -> None:
+    """Remove all checkpoints except the ``keep`` newest (None: all) and the one with the lowest validation loss.
+
+    ``newest`` is the checkpoint that was just saved, and stays. Interim checkpoints are not among the ``keep`` newest.
+    Damaged checkpoints are neither counted nor removed. Those of later steps are damaged, because a run continues from
+    the newest undamaged one.
+    """
+    saved = [*saved_checkpoints(newest.parent).values()]
+    checkpoints = [other for other in saved[: saved.index(newest) + 1] if not find_fault(other, {})]
+    lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]
+    stay = {newest, *sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
+    for checkpoint in checkpoints:
+        if checkpoint not in stay:
+            remove(_set_aside(checkpoint, _REMOVED))
+
+
+def replace_checkpoint(temporary: Path, target: Path) -> None:
+    """Rename ``temporary`` to ``target``, and remove the checkpoint that has this name, if there is one.
+
+    After a kill in between, ``remove_leftovers`` gives the old one its name back.
+    """
+    replaced = _set_aside(target, _REPLACED) if os.path.lexists(target) else None
+    sync_and_rename(temporary, target)
+    if replaced:
+        remove(replaced)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unfinished, half-removed and replaced checkpoints of killed runs.
+
+    One that was to be replaced, and was not, gets its name back.
+    """
+    for entry in folder.iterdir() if folder.is_dir() else []:
+        name = entry.name.removeprefix(".").removesuffix(_REPLACED)
+        if entry.name == f".{name}{_REPLACED}" and not os.path.lexists(folder / name):
+            entry.rename(folder / name)
+        elif is_temporary(entry) or (entry.name.startswith(".") and entry.name.endswith((_REMOVED, _REPLACED))):
+            remove(entry)
+
+
+def _set_aside(checkpoint: Path, mark: str) -> Path:
+    """Rename a checkpoint before its removal, so that no partial one ever has a checkpoint's name."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}{mark}"))

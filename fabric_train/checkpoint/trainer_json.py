@@ -7,17 +7,23 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
-from fabric_train.checkpoint.data_order import DataOrder, PhaseRows, PositiveCount, StreamOrder, describe_changes
 from fabric_train.checkpoint.trainer_state import (
     BranchPoint,
+    Count,
+    DataOrder,
     Description,
+    Evaluation,
+    LossProgress,
+    PhaseRows,
     PhaseSchedule,
+    PositiveCount,
+    StreamOrder,
     TrainerState,
     TrainingSession,
     TrainingStage,
     data_starts_after,
+    describe_changes,
 )
-from fabric_train.checkpoint.validation_loss import Count, Evaluation, LossProgress
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
 from fabric_train.files.typed_json import read_json

@@ -1,17 +1,206 @@
 """The counters of a run after a step, and its description: what trainer.json holds."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from fabric_train.checkpoint.data_order import DataOrder, PositiveCount, StreamOrder
-from fabric_train.checkpoint.validation_loss import Count, Evaluation, LossProgress
 from fabric_train.model.origin import ModelOrigin
 
+Count = Annotated[int, Field(ge=0)]
+PositiveCount: TypeAlias = Annotated[int, Field(gt=0)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum.
+
+    ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None if they
+    are not known, because a token dataset has no document index.
+    """
+
+    nats: float
+    num_tokens: Count
+    num_bytes: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; NaN without tokens."""
+        return self.nats / self.num_tokens if self.num_tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """Return :func:`perplexity` of the loss."""
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text, which can be compared between tokenizers; None if the bytes are not known."""
+        return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
+
+    def figures(self) -> dict[str, float | None]:
+        """Return loss, perplexity and bits_per_byte by name."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The losses of a validation after ``step``: of all tokens, and of each source that has some.
+
+    ``rows`` is a hash of the rows, see ``row_hash.hash_supervised``; None if an earlier version evaluated them.
+    ``follows_other_rows``: the run evaluated other rows before, whose losses cannot be compared with these.
+    """
+
+    whole: TokenLoss
+    sources: dict[str, TokenLoss] = field(default_factory=dict)
+    step: Count = 0
+    rows: str | None = None
+    follows_other_rows: bool = False
+
+    @property
+    def parts(self) -> dict[str, TokenLoss]:
+        """The loss of each source by its name, if there are several, and that of the whole as ``all``."""
+        return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
+
+    def is_comparable(self, other: "Evaluation") -> bool:
+        """Return whether another evaluation is of the same rows, as far as that is known."""
+        return self.rows is None or other.rows is None or self.rows == other.rows
+
+    def loss_of(self, source: str) -> float | None:
+        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token."""
+        losses = {**self.sources, "all": self.whole}
+        return losses[source].loss if source in losses else None
+
+
+@dataclass(frozen=True)
+class LossProgress:
+    """How the validation loss of a source has gone, for ``--early_stopping``.
+
+    ``best`` is its lowest value so far, after ``best_step``, None if no value was finite; since then there were
+    ``num_since`` evaluations. ``source`` is "all" for the whole.
+    """
+
+    source: str
+    best: float | None = None
+    best_step: Count = 0
+    num_since: Count = 0
+
+    def after(self, evaluation: Evaluation) -> "LossProgress":
+        """Return the progress after a further evaluation."""
+        loss = evaluation.loss_of(self.source)
+        if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best):
+            return LossProgress(self.source, loss, evaluation.step)
+        return replace(self, num_since=self.num_since + 1)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats per token; infinite if that does not fit into a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def compare_evaluations(first: Evaluation, now: Evaluation) -> Iterator[tuple[str, TokenLoss | None, TokenLoss]]:
+    """Yield the name of each source, or "all" for the whole, and its loss in both evaluations; None if it had none."""
+    for name, loss in now.parts.items():
+        yield name, first.whole if name == "all" else first.sources.get(name), loss
+
+
+@dataclass(frozen=True)
+class PhaseRows:
+    """From ``first_step`` on, an epoch has ``rows_per_epoch`` of each source of a mixture."""
+
+    first_step: PositiveCount
+    rows_per_epoch: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The values that determine which rows a step consumes. They must be equal to resume a run.
+
+    ``num_rows`` are those of an epoch. ``version`` is that of the order: 2 for a mixture, else 1, as in checkpoints
+    that do not have it. ``rows_per_epoch`` are the rows of each source of a mixture. ``phases`` have others,
+    from their first step to that of the next one; those that have not begun may change.
+    """
+
+    fingerprint: str
+    num_rows: PositiveCount
+    rows_per_window: PositiveCount
+    seed: int
+    version: PositiveCount = 1
+    rows_per_epoch: list[Count] | None = None
+    phases: tuple[PhaseRows, ...] = ()
+
+    def begun(self, step: int) -> "DataOrder":
+        """Return this order with the phases that have taken a step by ``step``: all that these rows depend on."""
+        return replace(self, phases=tuple(phase for phase in self.phases if phase.first_step <= step))
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """The values that determine, with the cursors, which rows of a stream a step consumes.
+
+    They must be equal to resume a run. ``shares`` is how much of each place a pass reads, None if it reads one place
+    after the other; then ``files_of_places``, the files or splits of each place, is None too. ``seed`` is None if the
+    order does not depend on it. ``chat_template`` is the SHA-256 of the template, None without chats.
+    """
+
+    sources: list[str]
+    text_column: str
+    max_length: int
+    tokenizer: str
+    special_text_is_plain: bool
+    rows_per_window: PositiveCount
+    shares: list[float] | None = None
+    files_of_places: list[PositiveCount] | None = None
+    shuffle_buffer: Count = 0
+    seed: int | None = None
+    chat_template: str | None = None
+
+
+def describe_changes(saved: DataOrder | StreamOrder, current: DataOrder | StreamOrder, step: int) -> list[str]:
+    """Return each difference between the data order of a checkpoint and another one, up to the checkpoint's step."""
+    there, here = (asdict(order.begun(step) if isinstance(order, DataOrder) else order) for order in (saved, current))
+    if there.keys() != here.keys():
+        options = ("--streaming_dataset", "--train_data_dir")
+        saved_option, current_option = options if "sources" in there else reversed(options)
+        return [f"its run read {saved_option}, not {current_option}"]
+    causes = {
+        "sources": "--streaming_dataset reads other files, or they have changed",
+        "text_column": "--text_column differs",
+        "shares": "--shares differ",
+        "shuffle_buffer": "--shuffle_buffer differs",
+        "files_of_places": "--streaming_dataset has other numbers of files in its places",
+        "max_length": "--max_length differs",
+        "tokenizer": "the tokenizer differs",
+        "chat_template": "the chat template differs, or there were no chats",
+        "special_text_is_plain": "the kind of the tokenizer differs",
+        "fingerprint": "--train_data_dir is another token dataset",
+        "num_rows": "--train_data_dir has another number of rows",
+        "rows_per_window": "the rows of one optimizer step differ (--total_batch_size keeps them)",
+        "seed": "--seed differs",
+        "version": "the version of the order differs (2 is that of --shares and of several --train_data_dir)",
+        "rows_per_epoch": "an epoch has other numbers of rows of each source (--shares, --token_shares)",
+        "phases": "--phases differs in a phase that has begun",
+    }
+    return [
+        f"{causes[name]}: {_difference(there[name], value)}" for name, value in here.items() if there[name] != value
+    ]
+
+
+def _difference(saved: Any, current: Any) -> str:
+    """Return both values as text; for lists, the first elements that differ."""
+    if isinstance(saved, list | tuple) and isinstance(current, list | tuple):
+        saved, current = next(pair for pair in zip_longest(saved, current, fillvalue="nothing") if pair[0] != pair[1])
+    if isinstance(saved, dict) or isinstance(current, dict):
+        saved, current = (
+            f"{each['rows_per_epoch']} from step {each['first_step']} on" if isinstance(each, dict) else each
+            for each in (saved, current)
+        )
+    return f"{saved} there, {current} here"
 
 
 @dataclass(frozen=True)
@@ -81,6 +270,8 @@ SPLIT_ARGUMENTS = (
     *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
     *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
 )
+
+
 """Arguments that change the order of additions, and so the last digits of the losses."""
 
 

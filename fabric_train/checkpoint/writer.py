@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fabric_train.checkpoint.checksums import CHUNK_BYTES, FilePiece, PieceHasher, hash_file, is_part, write_part
-from fabric_train.checkpoint.file_layout import Write
+from fabric_train.checkpoint.tensors import Write
 from fabric_train.files.atomic_folder import fsync
 
 _ALIGNMENT = 16  # of tensors in the staging buffers; a multiple of every dtype's size

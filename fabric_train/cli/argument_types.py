@@ -1,15 +1,32 @@
 """Types of arguments: numbers with limits, and the conversion of a value of the command line or of YAML to its type."""
 
+import dataclasses
 import math
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fabric_train.cli import yaml_core
+from fabric_train.cli.errors import InputError
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _NULL = (None, "null", "None")
+POSITIONAL = {"positional": True}
+"""Metadata of the one field of a dataclass that may be given on the command line without its name."""
+GivenShares = Sequence[float] | Sequence[str] | Sequence[dict[str, Any]]
+"""Numbers, one for each folder; or names with numbers, as NAME=NUMBER or as mappings."""
+_ISO_639_1 = """
+aa ab ae af ak am an ar as av ay az ba be bg bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en eo es
+et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg ki
+kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no
+nr nv ny oc oj om or os pa pi pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta te
+tg th ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu
+"""
+_SPECIAL = ("code", "multilingual")
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -40,24 +57,62 @@ class NumberRange:
 
 
 PositiveInt = Annotated[int, NumberRange("a whole number above 0", 1, _INT32)]
+
+
 NonNegativeInt = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT32)]
+
+
 PositiveInt64 = Annotated[int, NumberRange("a whole number above 0", 1, _INT64)]
+
+
 NonNegativeInt64 = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT64)]
+
+
 NumProcesses = Annotated[int, NumberRange("a whole number above 0", 1, 1024)]
+
+
 NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
+
+
 LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
+
+
 """Width, heads or vocabulary of a model; a matrix of two of them has a number of bytes that fits into int64."""
+
+
 NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
+
+
 RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, thousand=1024)]
+
+
 """Tokens of a row or a text; 2**24 is ten times the longest context of any model."""
+
+
 Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, thousand=1024)]
+
+
 TokenCount = Annotated[int, NumberRange("a whole number above 0, such as 200k, 5m or 1.5b", 1, _INT64, thousand=1000)]
+
+
 """Tokens of a corpus, which are counted in thousands, millions and billions."""
+
+
 PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
+
+
 NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
+
+
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
+
+
 PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
+
+
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
+
+
 """A timeout of at most three years, of which torch and the system can count ten times as many nanoseconds."""
 
 
@@ -199,3 +254,115 @@ def _read_yaml(text: str, expected: str) -> Any:
         return yaml_core.load(text)
     except yaml_core.YamlFault as error:
         raise WrongValueError(expected) from error
+
+
+def groups_of(arguments: type) -> dict[str, type]:
+    """Return the groups of a program's arguments by field name; a single group has an empty name."""
+    hints = get_type_hints(arguments)
+    return hints if all(dataclasses.is_dataclass(kind) for kind in hints.values()) else {"": arguments}
+
+
+def types_of(arguments: type) -> dict[str, Any]:
+    """Return the types of all arguments by name, number ranges included."""
+    return {
+        name: kind
+        for group in groups_of(arguments).values()
+        for name, kind in get_type_hints(group, include_extras=True).items()
+    }
+
+
+def positional_of(arguments: type) -> str | None:
+    """Return the argument that may be given without its name."""
+    fields = [field for group in groups_of(arguments).values() for field in dataclasses.fields(group)]
+    return next((field.name for field in fields if field.metadata.get("positional")), None)
+
+
+def is_required(field: dataclasses.Field) -> bool:
+    """Whether an argument has no default."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def title_of(group: type) -> str:
+    """Return the first line of a group's docstring."""
+    return (group.__doc__ or group.__name__).strip().splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much an epoch takes of token datasets and sources.
+
+    Args:
+        option: where they are given, for messages.
+        given: see :data:`GivenShares`; None takes all rows once.
+        of_tokens: whether they are shares of the tokens, see ``rows_of_token_shares``, and not of rows.
+    """
+
+    option: str
+    given: GivenShares | None
+    of_tokens: bool = False
+
+    def by_name(self) -> dict[str, float] | None:
+        """Return the shares by name; None if they are numbers alone.
+
+        Raises:
+            InputError: one has no name, no number, or comes twice.
+        """
+        if self.given is None or not any(isinstance(one, str | dict) for one in self.given):
+            return None
+        named: dict[str, float] = {}
+        for one in self.given:
+            for name, number in one.items() if isinstance(one, dict) else [str(one).rpartition("=")[::2]]:
+                share = _number(number)
+                if share is None or not name:
+                    raise InputError(
+                        f"{self.option}: expected numbers above 0, one for each folder, or NAME=NUMBER such as "
+                        f"data/va=0.5; got {list(self.given)}"
+                    )
+                if name in named:
+                    raise InputError(f"{self.option}: {name} is given twice")
+                named[name] = share
+        return named
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 <= number <= 1e9 and math.isfinite(number) and not isinstance(value, bool) else None
+
+
+def split_name(name: str, folders: Sequence[str], option: str) -> tuple[int, str | None]:
+    """Return the number of the folder that a name of ``--shares`` means, and the source in it if it names one.
+
+    Raises:
+        InputError: it is neither FOLDER nor FOLDER:SOURCE.
+    """
+    paths = [os.path.normpath(folder) for folder in folders]
+    if os.path.normpath(name) in paths:
+        return paths.index(os.path.normpath(name)), None
+    heads = [name[:place] for place, sign in enumerate(name) if sign == ":"]
+    for head in reversed(heads):
+        if os.path.normpath(head) in paths:
+            return paths.index(os.path.normpath(head)), name[len(head) + 1 :]
+    raise InputError(f"{option}: {name} is neither a folder of --train_data_dir nor FOLDER:SOURCE of one")
+
+
+def is_language_code(code: str) -> bool:
+    """Return whether the hub can take a code: of ISO 639-1, the form of one of ISO 639-2 or 639-3, or a special value.
+
+    There are thousands of codes with three letters, so only their form is checked.
+    """
+    return code in (*_ISO_639_1.split(), *_SPECIAL) or re.fullmatch(r"[a-z]{3}", code) is not None
+
+
+def parse_size(text: str) -> int | None:
+    """Return the number of bytes of 80GB (1e9 each), 80GiB (2**30 each) or 25GB/s; None if ``text`` is no size."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B(?:/s)?", text.strip())
+    num_bytes = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    return round(num_bytes) if 1 <= num_bytes < 2**63 else None
+
+
+def show_size(num_bytes: float) -> str:
+    """Return bytes as GB, or as MB below one GB."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from fabric_train.cli.launcher import end_children, global_rank, report_to_torchrun
-from fabric_train.cli.output import escape_controls, keep_streams_writable
-from fabric_train.cli.redaction import redact
+from fabric_train.cli.output import escape_controls, keep_streams_writable, redact
 
 INPUT_ERROR = 2
 FAILURE = 1

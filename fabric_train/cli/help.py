@@ -14,9 +14,8 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from fabric_train.cli import fabric_command
-from fabric_train.cli.argument_types import takes_list
+from fabric_train.cli.argument_types import groups_of, is_required, positional_of, takes_list, title_of, types_of
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fields import groups_of, is_required, positional_of, title_of, types_of
 from fabric_train.cli.launcher import global_rank
 
 PROGRAM = "PROGRAM"

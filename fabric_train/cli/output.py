@@ -26,6 +26,17 @@ _CONTROLS = re.compile(
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MOVES = re.compile(r"(\n|\x1b\[A)+")  # of tqdm, between the bars of several downloads
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET)  # reader has ended, closed, terminal has gone
+_HIDDEN = "***"
+_URL = re.compile(
+    r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)"
+    r"(?:[^/\s'\"]*@)?"  # user and password
+    r"(?P<place>[^\s?'\"]*)"
+    r"(?P<query>\?[^\s'\"]*=[^\s'\"]*?(?=[.,:;)]*(?:[\s'\"]|$)))?"  # may hold a signature
+)
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)(_|$|ID$)", re.IGNORECASE
+)
+_SHORTEST_SECRET = 8  # shorter values may be ordinary words
 
 
 class _LastingFile(io.FileIO):
@@ -169,3 +180,14 @@ def _redirect_to_null(descriptor: int) -> None:
     if null != descriptor:
         os.dup2(null, descriptor)
         os.close(null)
+
+
+def redact(text: str) -> str:
+    """Remove user, password and query from the URLs in ``text``, and the values of environment variables whose names
+    mark them as secret.
+    """
+    text = _URL.sub(lambda url: url["scheme"] + url["place"] + (f"?{_HIDDEN}" if url["query"] else ""), text)
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name) and not os.path.exists(value):
+            text = text.replace(value, _HIDDEN)
+    return text

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import IGNORED_LABEL
-from fabric_train.data.row_hash import hash_of
+from fabric_train.data.batch import IGNORED_LABEL, hash_of
 from fabric_train.data.stream_documents import Document
 from fabric_train.tokenization.documents import EncodedDocument
 

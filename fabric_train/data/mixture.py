@@ -14,18 +14,94 @@ Example: sources of 6 and 2 rows, shares 1 and 2, windows of 5 rows, so an epoch
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from fabric_train.data.permutation import permutation_keys, permute, unpermute
+from fabric_train.data.batch import hash_of
 
+_ROUNDS = 8
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+_Bijection: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _TRIED_STEPS = 100
+
+
+def permute(index: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the place of each index in a permutation of ``range(num_rows)`` that its key chooses.
+
+    A Feistel network on a × b values, at least ``num_rows`` and fewer than ``num_rows + a``, with cycle walking: the
+    generalized Feistel cipher of J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The round
+    function is :func:`_mix`, which is not secret. Eight rounds.
+
+    Args:
+        index: int64 [n], from 0 to ``num_rows`` - 1.
+        num_rows: int64 [n], above 0 and below 2**53.
+        keys: uint64 [n].
+
+    Returns:
+        int64 [n], from 0 to ``num_rows`` - 1; for one key a bijection.
+    """
+    return _walk(_feistel, index, num_rows, keys)
+
+
+def unpermute(places: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the index that :func:`permute` moves to each place; arguments and result are like those of it."""
+    return _walk(_inverse_feistel, places, num_rows, keys)
+
+
+def _walk(bijection: _Bijection, start: np.ndarray, num_rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Apply a bijection of ``range(width × height)`` until each value is below ``num_rows``, int64 [n]."""
+    size = num_rows.astype(np.uint64)
+    width = np.ceil(np.sqrt(num_rows)).astype(np.uint64)
+    height = -(-num_rows // width.astype(np.int64)).astype(np.uint64)
+    values = start.astype(np.uint64)
+    outside: np.ndarray = np.arange(len(values))
+    while len(outside):
+        values[outside] = bijection(values[outside], width[outside], height[outside], keys[outside])
+        outside = outside[values[outside] >= size[outside]]
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return a bijection of ``range(width × height)``; all arguments and the result are uint64 [n]."""
+    right, left = np.divmod(values, width)
+    for number in range(0, _ROUNDS, 2):
+        left = (left + _mix(keys + _round_constant(number) ^ right) % width) % width
+        right = (right + _mix(keys + _round_constant(number + 1) ^ left) % height) % height
+    return right * width + left
+
+
+def _inverse_feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return the values that :func:`_feistel` maps to these."""
+    right, left = np.divmod(values, width)
+    for number in reversed(range(0, _ROUNDS, 2)):
+        right = (right + height - _mix(keys + _round_constant(number + 1) ^ left) % height) % height
+        left = (left + width - _mix(keys + _round_constant(number) ^ right) % width) % width
+    return right * width + left
+
+
+def _round_constant(number: int) -> np.uint64:
+    return np.uint64((number + 1) * _GOLDEN_RATIO_64 % 2**64)
+
+
+def permutation_keys(seed: int, sources: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """Return a key, uint64 [n], for each (seed, source, pass)."""
+    key: np.ndarray = np.full(len(sources), seed, np.uint64)
+    for part in (sources, passes):
+        key = _mix(key + np.uint64(_GOLDEN_RATIO_64)) ^ part.astype(np.uint64)
+    return _mix(key + np.uint64(_GOLDEN_RATIO_64))
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Return the output function of SplitMix64, a bijection of uint64 (Steele, Lea, Flood: OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -228,3 +304,95 @@ def _partial_quotients(number: int, modulus: int) -> Iterator[int]:
         quotient, rest = divmod(modulus, number)
         yield quotient
         modulus, number = number, rest
+
+
+@dataclass(frozen=True)
+class MixtureOrder:
+    """The rows of every step, counted from 1, as a function of the step: O(log phases) beside those of a ``Mixture``.
+
+    ``mixtures`` are the phases, and the first window of each is that of the step after ``starts_after``: 0 for the
+    first phase, then increasing. Each phase begins an epoch of its mixture.
+    """
+
+    mixtures: tuple[Mixture, ...]
+    starts_after: tuple[int, ...] = (0,)
+
+    def followed_by(self, starts_after: int, rows_per_epoch: Sequence[int]) -> "MixtureOrder":
+        """Return this order up to a step, not before the last phase, followed by a phase that takes other rows.
+
+        A phase that would have no step is left out.
+        """
+        *before, last = self.mixtures
+        phase = replace(last, rows_per_epoch=tuple(rows_per_epoch), already_read=tuple(self.rows_until(starts_after)))
+        if starts_after == self.starts_after[-1]:
+            return MixtureOrder((*before, phase), self.starts_after)
+        return MixtureOrder((*self.mixtures, phase), (*self.starts_after, starts_after))
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """The rows of each source."""
+        return self.mixtures[0].num_rows
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """Return the rows of a step as int64 [rows of the step]."""
+        phase = self._phase_of(step)
+        mixture = self.mixtures[phase]
+        return mixture.rows_in(*divmod(step - 1 - self.starts_after[phase], mixture.windows_per_epoch))
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch of a step; epochs are counted from 0 over all phases."""
+        phase = self._phase_of(step)
+        within = (step - 1 - self.starts_after[phase]) // self.mixtures[phase].windows_per_epoch
+        return self._epochs_before[phase] + within
+
+    def rows_until(self, step: int) -> list[int]:
+        """Return how many rows of each source the first ``step`` steps take."""
+        phase = self._phase_of(step) if step else 0
+        return self.mixtures[phase].rows_until(step - self.starts_after[phase])
+
+    def steps_of(self, row: int, num_steps: int) -> list[int]:
+        """Return which of the first ``num_steps`` steps read a row, in order: the inverse of ``rows_of``."""
+        found = list[int]()
+        for start, end, mixture in zip(
+            self.starts_after, (*self.starts_after[1:], num_steps), self.mixtures, strict=True
+        ):
+            if start < num_steps:
+                found += [start + step for step in mixture.steps_of(row, min(end, num_steps) - start)]
+        return found
+
+    def rows_hash(self, step: int) -> str:
+        """Hash the rows of the steps 1, ..., ``step // 4``, ``step // 2``, ``step``: O(log step) windows.
+
+        A resumed run compares it. The rows of other steps follow from the same numbers, so they need no replay.
+        """
+        return _rows_hash(self, step)
+
+    def epoch_ends(self, last_step: int) -> Iterator[int]:
+        """Yield the steps up to ``last_step`` that end an epoch or a phase."""
+        for start, end, mixture in zip(
+            self.starts_after, (*self.starts_after[1:], last_step), self.mixtures, strict=True
+        ):
+            yield from range(start + mixture.windows_per_epoch, end, mixture.windows_per_epoch)
+            yield end
+
+    def count(self, rows: np.ndarray) -> list[int]:
+        """Count the rows of each source among ``rows``, which are int64 of any length."""
+        return self.mixtures[0].count(rows)
+
+    def _phase_of(self, step: int) -> int:
+        return bisect_right(self.starts_after, step - 1) - 1
+
+    @functools.cached_property
+    def _epochs_before(self) -> list[int]:
+        """The epochs that begin before each phase; the last one before a phase may be cut short."""
+        epochs = [0]
+        for (start, end), mixture in zip(pairwise(self.starts_after), self.mixtures, strict=False):
+            epochs.append(epochs[-1] + math.ceil((end - start) / mixture.windows_per_epoch))
+        return epochs
+
+
+@functools.lru_cache(maxsize=64)  # of a run's next step, all but one or two are known
+def _rows_hash(order: MixtureOrder, step: int) -> str:
+    if step == 0:
+        return ""
+    return hash_of(order.rows_of(step), _rows_hash(order, step // 2))

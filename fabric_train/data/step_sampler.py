@@ -27,9 +27,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_train.cli.errors import InputError, RunError
-from fabric_train.data.batch import Batch
-from fabric_train.data.mixture_order import MixtureOrder
-from fabric_train.data.row_hash import hash_of
+from fabric_train.data.batch import Batch, hash_of
+from fabric_train.data.mixture import MixtureOrder
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.signals import ignore_signals_in_worker
 

@@ -16,15 +16,18 @@ from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import columns, read_chat
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument
-from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.source_names import split_names
-from fabric_train.tokenization.source_formats import find_kind
-from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
-from fabric_train.tokenization.tokenizers.chat_template_file import set_chat_template
-from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
-from fabric_train.tokenization.tokenizers.reference import Reference, find_difference
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
+from fabric_train.tokenization.reading.opening import open_sources, split_names
+from fabric_train.tokenization.shards import find_kind
+from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
+from fabric_train.tokenization.tokenizers.text_encoder import (
+    Borders,
+    FastEncoder,
+    TextEncoder,
+    add_borders,
+    open_encoder,
+)
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
 
 if TYPE_CHECKING:
     from arguments import DataArguments

@@ -16,12 +16,15 @@ import torch
 
 from fabric_train.cli.errors import InputError, RunError, first_line, missing_folder, raise_reached_limit
 from fabric_train.data.batch import IGNORED_LABEL, Batch, Pieces, pad_rows
-from fabric_train.files.mapped_arrow import map_table, without_read_ahead
-from fabric_train.files.safe_paths import check_links
+from fabric_train.files.regular_file import check_links
 from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, SourceTable, open_index
-from fabric_train.tokenization.packing.row_checksums import altered_rows
-from fabric_train.tokenization.packing.token_folder import check_listed_files
+from fabric_train.tokenization.packing.token_folder import (
+    altered_rows,
+    check_listed_files,
+    map_table,
+    without_read_ahead,
+)
 
 VALIDATION_NAMES = ("validation", "valid")
 _ROWS_AT_ONCE = 1 << 16

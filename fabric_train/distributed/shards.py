@@ -4,13 +4,18 @@ FSDP1 concatenates the parameters of a unit into one flat vector and gives every
 tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning import Fabric
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
+
+from fabric_train.distributed.memory import to_device_async
 
 _WRAPPERS = (
     "_forward_module.",
@@ -20,6 +25,8 @@ _WRAPPERS = (
     "_fpw_module.",
     "_fsdp_shard.",
 )
+_ROW = 1024
+"""Squares added in fp32 on CPU; the sums of these rows are added in fp64."""
 
 
 @dataclass(frozen=True)
@@ -95,3 +102,100 @@ def original_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
+
+
+@torch.no_grad()
+def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) -> torch.Tensor:
+    """Scale the gradient in place to a global norm of at most ``max_norm``. All ranks must call it.
+
+    Args:
+        fabric: that model and optimizer were set up with.
+        model: as returned by Fabric, after the backward passes of a step.
+        optimizer: as returned by Fabric, or torch's.
+        max_norm: 2-norm over all parameters; 0 leaves the gradient unchanged.
+
+    Returns:
+        The norm before clipping, fp64 [], the same on all ranks.
+    """
+    fabric.strategy.precision.unscale_gradients(getattr(optimizer, "optimizer", optimizer))  # undo fp16's loss scaling
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = _squared_norm(fabric, model, gradients).sqrt()
+    if max_norm:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # as torch.nn.utils.clip_grad_norm_
+        _scale([_local(gradient) for gradient in gradients], factor)
+    return norm
+
+
+def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares over all ranks, fp64 []; a gradient that several ranks hold counts once."""
+    by_sharding: dict[Hashable, list[torch.Tensor]] = {}
+    groups: dict[Hashable, list[dist.ProcessGroup | None]] = {}
+    flat_groups = _flat_groups(model)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            sharding: Hashable = (mesh, placements)
+            groups[sharding] = [
+                mesh.get_group(i) for i, placement in enumerate(placements) if not placement.is_replicate()
+            ]
+        else:
+            sharding, groups[None] = None, flat_groups
+        by_sharding.setdefault(sharding, []).append(_local(gradient))
+    if not gradients:  # this rank's part of FSDP1's flat parameters may be only padding
+        by_sharding[None], groups[None] = [], flat_groups
+    total = torch.zeros((), dtype=torch.float64, device=fabric.device)
+    for sharding, tensors in by_sharding.items():
+        squared = to_device_async(_squared_norms(tensors).sum(), fabric.device)
+        for group in groups[sharding]:
+            dist.all_reduce(squared, group=group)
+        total = total + squared
+    return total
+
+
+def _squared_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of each local tensor, after a zero: fp64 [1 + tensors], on their device."""
+    zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
+    if zero.device.type == "cpu":  # where torch would make an fp64 copy of each tensor
+        return torch.stack([zero, *(_squared_norm_in_rows(tensor) for tensor in tensors)])
+    return torch.stack([zero, *_norms_in_fp64(tensors)]).square()
+
+
+def _norms_in_fp64(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norms of the tensors that are not empty, each fp64 [], in a few kernels for all."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return torch._foreach_norm(filled, dtype=torch.float64) if filled else ()
+
+
+def _squared_norm_in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a tensor, fp64 []."""
+    flat = tensor.flatten()
+    whole = flat.numel() // _ROW * _ROW
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
+    return norms.double().square().sum() + rest.double().square()
+
+
+def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply local tensors in place by a 0-dim fp32 tensor. On a GPU it is rounded to their dtype first.
+
+    torch rounds it there also if it multiplies one tensor, and takes a kernel per tensor if the dtypes differ.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, of_dtype in by_dtype.items():
+        local = factor.to(of_dtype[0].device)
+        torch._foreach_mul_(of_dtype, local if local.device.type == "cpu" else local.to(dtype))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _flat_groups(model: Any) -> list[dist.ProcessGroup | None]:
+    """Return the group that FSDP1 shards the parameters among, in a list; an empty list under other strategies."""
+    root = getattr(model, "_forward_module", model)
+    if not isinstance(root, FullyShardedDataParallel) or root.sharding_strategy is ShardingStrategy.NO_SHARD:
+        return []
+    return [root.process_group]

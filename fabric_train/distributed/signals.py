@@ -5,12 +5,15 @@ therefore reads the signal numbers from the pipe that Python's C handler writes 
 """
 
 import ctypes
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 from fabric_train.cli.errors import STOPPED, end_run
 from fabric_train.cli.launcher import launcher_process
@@ -19,6 +22,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _REPEAT_SECONDS = 2.0  # a launcher may send one signal several times within this time
 _LAUNCHER_SECONDS = 0.5  # between two looks at whether the launcher is there
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
+Border = tuple[int, int]
+"""The moment before a micro-batch: (optimizer step, index of the micro-batch). All ranks pass all borders in order."""
 
 
 class StopSignals:
@@ -105,3 +110,139 @@ def _do_nothing(*_: object) -> None:
 
 def _name(number: int) -> str:
     return signal.Signals(number).name
+
+
+class RunStopped(Exception):  # noqa: N818 - not an error
+    """All ranks stop here for a signal."""
+
+
+class StopBorder:
+    """The border at which this rank's main thread stops; the watchdogs of the ranks agree on it.
+
+    A rank may be a few micro-batches ahead of another, and one that stops alone would leave the others waiting in a
+    collective. So rank 0 asks every rank to :meth:`freeze`. Each answers with the border that it passed last, and waits
+    at its next one. All ranks then stop at the first border after the last one that any rank has passed.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        """Number of the signal to stop for, 0 as long as there is none."""
+        self._changed = threading.Condition()
+        self._passed: Border = (0, -1)
+        self._last: Border | None = None
+        self._is_frozen = False
+
+    def enter(self, step: int, micro_batch: int) -> None:
+        """Pass the border before a micro-batch; wait there while the ranks agree.
+
+        Raises:
+            RunStopped: the ranks stop before this micro-batch.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_frozen or self._last is not None)
+            if self._last is not None and (step, micro_batch) > self._last:
+                raise RunStopped
+            self._passed = (step, micro_batch)
+
+    def freeze(self) -> Border:
+        """Let the main thread pass no further border until :meth:`stop_after`; return the last one it has passed."""
+        with self._changed:
+            self._is_frozen = True
+            return self._passed
+
+    def stop_after(self, last: Border, signal: int) -> None:
+        """Let the main thread pass the borders up to ``last`` and stop at the next one."""
+        with self._changed:
+            self._last, self.signal = last, signal
+            self._changed.notify()
+
+
+class StepPhase(IntEnum):
+    """The phases of a step, in the order in which every rank passes through them."""
+
+    LOADING = 0
+    DATA = 1
+    COMPUTING = 2
+    OPTIMIZER = 3
+    SYNC = 4
+    COMPLETING = 5
+    VALIDATION = 6
+    SAMPLING = 7
+    SAVING = 8
+    ENDING = 9
+
+
+_TEXTS = {
+    StepPhase.LOADING: "loading",
+    StepPhase.DATA: "waiting for data",
+    StepPhase.COMPUTING: "forward and backward pass {}",
+    StepPhase.OPTIMIZER: "optimizer step",
+    StepPhase.SYNC: "synchronizing after the step",
+    StepPhase.COMPLETING: "completing a checkpoint",
+    StepPhase.VALIDATION: "validation batch {}",
+    StepPhase.SAMPLING: "token {} of the samples",
+    StepPhase.SAVING: "saving",
+    StepPhase.ENDING: "ending",
+}
+
+
+_SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
+
+
+_SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A point that every rank passes; an earlier one compares as less.
+
+    Attributes:
+        step: the optimizer step, 0 before the first.
+        phase: of the step.
+        index: of the micro-batch or validation batch in the phase.
+        is_slow: a rank may legitimately keep the others waiting here for long.
+    """
+
+    step: int = 0
+    phase: int = StepPhase.LOADING
+    index: int = 0
+    is_slow: bool = field(default=True, compare=False)
+
+    def __str__(self) -> str:
+        text = _TEXTS[StepPhase(self.phase)].format(self.index)
+        return f"step {self.step}, {text}" if self.step else text
+
+
+class Heartbeat:
+    """The position of this rank's main thread; the watchdog's thread reads it."""
+
+    def __init__(self) -> None:
+        self.position = Position()
+        self.min_pass_seconds = 0.0
+        """Duration of the fastest forward and backward pass so far; 0 before the first."""
+        self.stop_border = StopBorder()
+        self._since, self._first_step = time.monotonic(), 0
+
+    def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
+        """Record that the main thread enters a phase. All ranks must record the same positions.
+
+        Args:
+            phase: of the step.
+            index: of the micro-batch or validation batch.
+            step: None for the current one.
+        """
+        step = self.position.step if step is None else step
+        self._first_step = self._first_step or step
+        may_compile = step == self._first_step or (phase in _SLOW_AT_FIRST and index == 0)
+        now = time.monotonic()
+        if self.position.phase == StepPhase.COMPUTING:
+            self.min_pass_seconds = min(self.min_pass_seconds or math.inf, now - self._since)
+        is_slow = may_compile or phase in _SLOW_PHASES
+        self.position, self._since = Position(step, phase, index, is_slow), now
+
+    def take_time(self) -> None:
+        """Record that this rank may keep the others waiting for long at its position."""
+        self.position = replace(self.position, is_slow=True)
+
+    def __str__(self) -> str:
+        return str(self.position)

@@ -26,9 +26,7 @@ from lightning import Fabric
 
 from fabric_train.cli.errors import FAILURE, exit_process, print_errors, set_connected_ranks
 from fabric_train.cli.launcher import machine_name
-from fabric_train.distributed.heartbeat import Heartbeat, Position, StepPhase
-from fabric_train.distributed.signals import describe_signal, stop_signals
-from fabric_train.distributed.stop_border import Border
+from fabric_train.distributed.signals import Border, Heartbeat, Position, StepPhase, describe_signal, stop_signals
 
 SLOW_PHASE_FACTOR = 10
 """A rank may keep the others waiting this many times ``--rank_timeout`` in a slow phase: see ``Position.is_slow``."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.evaluation.changes_page import changes_page
 from fabric_train.evaluation.compared_model import (
     NUM_DIGITS,
     ComparedModel,
@@ -21,19 +20,12 @@ from fabric_train.evaluation.compared_model import (
     find_models,
     full_digest,
 )
-from fabric_train.evaluation.encoded_text import (
-    EncodedText,
-    PackedText,
-    WindowedText,
-    identity_of_rows,
-    identity_of_texts,
-)
-from fabric_train.evaluation.loss_changes import find_changes
-from fabric_train.evaluation.loss_picture import draw_losses
+from fabric_train.evaluation.loss_changes import changes_page, find_changes
 from fabric_train.evaluation.loss_table import (
     check_same_documents,
     compare_evaluated,
     document_losses,
+    draw_losses,
     have_same_tokens,
     join_evaluated,
     outdated_models,
@@ -41,11 +33,19 @@ from fabric_train.evaluation.loss_table import (
     read_evaluated,
     write_evaluated,
 )
-from fabric_train.evaluation.scoring_progress import scoring_progress
-from fabric_train.evaluation.texts import EvaluatedText, HeldOutRows, open_texts, open_validation_of
-from fabric_train.evaluation.token_losses import FOLDER, LossCache, device_kind, score_texts
-from fabric_train.files.atomic_folder import check_no_dead_link
-from fabric_train.files.lock import wait_for_lock
+from fabric_train.evaluation.texts import (
+    EncodedText,
+    EvaluatedText,
+    HeldOutRows,
+    PackedText,
+    WindowedText,
+    identity_of_rows,
+    identity_of_texts,
+    open_texts,
+    open_validation_of,
+)
+from fabric_train.evaluation.token_losses import FOLDER, LossCache, device_kind, score_texts, scoring_progress
+from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
 if TYPE_CHECKING:
     from arguments import EvaluateArguments

@@ -13,9 +13,8 @@ from typing import Any
 from fabric_train.checkpoint import checkpoints_of_all, describe_choice, find_checkpoint, is_short_name, means_all
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.token_dataset import TokenDataset
-from fabric_train.inference.adapter import is_adapter, read_base_name
-from fabric_train.model.hf_model import check_readable, read_shape
-from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.inference.load_model import is_adapter, read_base_name
+from fabric_train.model.hf_model import check_readable, load_hf_tokenizer, read_shape
 from fabric_train.tokenization.tokenizers.tokenizer_diff import compare_tokenizers
 
 NUM_DIGITS = 16

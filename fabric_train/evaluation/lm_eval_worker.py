@@ -23,8 +23,7 @@ from typing import Any, Literal
 
 from fabric_train.cli.errors import InputError, first_line, run_program
 from fabric_train.cli.fabric_command import project_first
-from fabric_train.evaluation.score_files import MetricScore, ModelScores, TaskScore, add_score, finite
-from fabric_train.evaluation.score_table import mean_score
+from fabric_train.evaluation.scores import MetricScore, ModelScores, TaskScore, add_score, finite, mean_score
 from fabric_train.evaluation.tasks_file import TaskSettings, is_task_file, nearest_name
 from fabric_train.files.typed_json import parse_json
 

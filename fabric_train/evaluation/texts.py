@@ -1,17 +1,29 @@
 """Open the texts of an evaluation: documents of files and datasets, or the validation split of token datasets."""
 
-from collections.abc import Sequence
+import abc
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
+from fabric_train.data.batch import Documents, Targets, find_targets
 from fabric_train.data.stream_documents import StreamedSource
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
+from fabric_train.data.token_mixture import unpredicted_tokens
+from fabric_train.tokenization.documents import utf8_length
 from fabric_train.tokenization.manifest import FILE_NAME
-from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.source_names import split_names
-from fabric_train.tokenization.source_formats import find_kind
+from fabric_train.tokenization.reading.opening import open_sources, split_names
+from fabric_train.tokenization.shards import find_kind
+
+_PART_TOKENS = 1 << 18
+_ROWS_AT_ONCE = 64
+_TEXTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -97,3 +109,270 @@ def _read_documents(name: str, place: str, text_column: str, downloads: Path) ->
     if not read:
         raise InputError(f"--texts {place}: no document has text; give another place")
     return DocumentTexts(name, tuple(str(document.content) for document in read), tuple(each.place() for each in read))
+
+
+@dataclass(frozen=True)
+class PredictedBatch:
+    """A forward pass: ``input_ids`` int64 [B, T], the borders of its documents, and the tokens that it predicts.
+
+    ``places`` int64 [N] are the places of the targets among all predicted tokens of the text.
+    """
+
+    input_ids: torch.Tensor
+    documents: Documents | None
+    targets: Targets
+    places: np.ndarray
+
+
+@dataclass(frozen=True)
+class ScoredPart:
+    """Documents or rows ``units`` of a text: the predicted tokens ``tokens``, and what identifies their content."""
+
+    units: range
+    tokens: range
+    content: str
+
+
+class EncodedText(abc.ABC):
+    """The documents of a text as the tokens of one tokenizer.
+
+    Attributes:
+        name: of the text, for messages.
+        identity: the same for the same documents and windows, whatever the tokenizer.
+        target_ids: int32 [N], the predicted tokens.
+        owners: int64 [N], the documents that they belong to.
+        source_names: the sources of the documents.
+        sources: int64 [D], the source of each document.
+        num_bytes: fp64 [D], the UTF-8 bytes of text that its predicted tokens stand for; NaN if they are not known.
+        input_tokens: tokens of the longest sequence that a model reads.
+        highest_id: the highest of all ids.
+    """
+
+    name: str
+    identity: str
+    target_ids: np.ndarray
+    owners: np.ndarray
+    source_names: tuple[str, ...]
+    sources: np.ndarray
+    num_bytes: np.ndarray
+    input_tokens: int
+    highest_id: int
+
+    @abc.abstractmethod
+    def place(self, document: int) -> str:
+        """Return where a document is: its file and line."""
+
+    @abc.abstractmethod
+    def parts(self) -> Iterator[ScoredPart]:
+        """Yield consecutive parts of about ``_PART_TOKENS`` predicted tokens."""
+
+    @abc.abstractmethod
+    def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
+        """Yield forward passes of at most ``batch_tokens`` tokens, or of one sequence, that predict a part's tokens."""
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """A forward pass over tokens ``begin`` to ``stop`` of a document, of which those from ``first`` on predict."""
+
+    document: int
+    begin: int
+    first: int
+    stop: int
+
+
+def cut_windows(document: int, num_tokens: int, max_length: int, overlap: int) -> Iterator[TextWindow]:
+    """Yield windows of at most ``max_length`` tokens in which each of a document's tokens is predicted exactly once.
+
+    Token 0 is the one that stands before the document, and tokens 1 to ``num_tokens`` are its own. A window predicts
+    the tokens after its own. The first one predicts as many as it can. Each further one has at least ``overlap`` tokens
+    up to the one before its first predicted token, and the last one is as long as the others. With an overlap of 1 they
+    are those of lm_eval (``get_rolling_token_windows`` with ``context_len=1``). A document of 10 tokens, with a
+    max_length of 4 and an overlap of 2::
+
+        reads 0-3, predicts 1-4;  reads 3-6, predicts 5-7;  reads 6-9, predicts 8-10
+    """
+    predicted = min(max_length, num_tokens)
+    if predicted:
+        yield TextWindow(document, 0, 0, predicted)
+    while predicted < num_tokens:
+        stop = min(predicted + max_length - overlap + 1, num_tokens)
+        yield TextWindow(document, stop - max_length, predicted, stop)
+        predicted = stop
+
+
+class WindowedText(EncodedText):
+    """Texts, each document on its own: BOS (EOS for a tokenizer without it), then its tokens, in windows.
+
+    Args:
+        documents: the texts.
+        tokenizer: transformers' tokenizer.
+        max_length: tokens of a window.
+        overlap: see ``cut_windows``.
+    """
+
+    def __init__(self, documents: DocumentTexts, tokenizer: Any, max_length: int, overlap: int) -> None:
+        self._documents, self._max_length, self._overlap = documents, max_length, overlap
+        prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.name, self.identity = documents.name, identity_of_texts(documents, max_length, overlap)
+        ids = list(_encode(documents.texts, tokenizer, prefix))
+        self._starts = np.cumsum([0, *map(len, ids)])
+        self._prefix = np.array([prefix], dtype=np.int32)
+        self.target_ids = np.concatenate(ids)
+        self.owners = np.repeat(np.arange(len(ids)), np.diff(self._starts))
+        self.source_names, self.sources = (documents.name,), np.zeros(len(ids), dtype=np.int64)
+        self.num_bytes = np.array(list(map(utf8_length, documents.texts)), dtype=np.float64)
+        self.input_tokens = min(max_length, max(map(len, ids)))
+        self.highest_id = int(self.target_ids.max(initial=prefix))
+
+    def place(self, document: int) -> str:
+        """Return the file and the line of a document."""
+        return self._documents.places[document]
+
+    def parts(self) -> Iterator[ScoredPart]:
+        """Yield consecutive documents."""
+        for units in _split(self._starts):
+            tokens = range(int(self._starts[units.start]), int(self._starts[units.stop]))
+            settings = np.array([self._max_length, self._overlap, self._prefix[0]])
+            lengths = np.diff(self._starts[units.start : units.stop + 1])
+            yield ScoredPart(units, tokens, _digest(settings, lengths, self.target_ids[tokens.start : tokens.stop]))
+
+    def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
+        """Yield windows of about the same length, the longest ones first."""
+        windows = [window for document in part.units for window in self._windows(document)]
+        windows.sort(key=lambda window: window.begin - window.stop)
+        while windows:
+            num_windows = max(1, batch_tokens // (windows[0].stop - windows[0].begin))
+            yield self._batch(windows[:num_windows])
+            del windows[:num_windows]
+
+    def _windows(self, document: int) -> Iterator[TextWindow]:
+        num_tokens = int(self._starts[document + 1] - self._starts[document])
+        return cut_windows(document, num_tokens, self._max_length, self._overlap)
+
+    def _batch(self, windows: Sequence[TextWindow]) -> PredictedBatch:
+        """Return the forward pass over windows, padded at the end, which causal attention does not see."""
+        longest = windows[0].stop - windows[0].begin
+        input_ids = np.zeros((len(windows), longest), dtype=np.int64)
+        positions, places = [], []
+        for row, window in enumerate(windows):
+            start = int(self._starts[window.document])
+            own = self.target_ids[start : start + window.stop]
+            read = np.concatenate([self._prefix, own])[window.begin : window.stop]
+            input_ids[row, : len(read)] = read
+            positions.append(row * longest + np.arange(window.first, window.stop) - window.begin)
+            places.append(start + np.arange(window.first, window.stop))
+        place = np.concatenate(places)
+        targets = Targets(*map(torch.from_numpy, (np.concatenate(positions), self.target_ids[place].astype(np.int64))))
+        return PredictedBatch(torch.from_numpy(input_ids), None, targets, place)
+
+
+class PackedText(EncodedText):
+    """The validation split of a token dataset, read in its rows as in training.
+
+    So a document that is cut at the end of a row goes on without context, the labels decide what is predicted, EOS too,
+    and the loss is the run's ``val_loss``. Without a document index, each row is a document of unknown bytes.
+    """
+
+    def __init__(self, text: HeldOutRows) -> None:
+        assert text.dataset.validation is not None
+        self.name, self.identity = text.dataset.name, identity_of_rows(text)
+        self._dataset, self._rows = text.dataset, text.dataset.validation
+        ids, of_rows, documents, sources, num_targets, num_bytes = [], [0], [], [], [], []
+        self.highest_id = 0
+        for rows in _chunks(range(len(self._rows)), _ROWS_AT_ONCE):
+            batch = self._rows.__getitems__(rows)
+            assert batch.pieces is not None
+            targets = find_targets(batch.labels)
+            ids.append(targets.ids.numpy().astype(np.int32))
+            of_rows += np.bincount(targets.positions // batch.labels.shape[1], minlength=len(rows)).tolist()
+            documents.append(self._documents_in(rows))
+            sources.append(batch.pieces.sources.numpy())
+            num_targets.append(batch.pieces.num_targets.numpy())
+            num_bytes.append(batch.pieces.num_bytes.numpy())
+            self.highest_id = max(self.highest_id, int(batch.input_ids.max()))
+        counts = np.concatenate(num_targets)
+        has_targets = counts > 0
+        self._numbers, of_pieces = np.unique(np.concatenate(documents)[has_targets], return_inverse=True)
+        self._row_starts = np.cumsum(of_rows)
+        self.target_ids = np.concatenate(ids)
+        self.owners = np.repeat(of_pieces, counts[has_targets])
+        self.num_bytes = np.bincount(of_pieces, np.concatenate(num_bytes)[has_targets], len(self._numbers))
+        self.source_names = (text.name,) if text.name else self._rows.source_names
+        self.sources = np.zeros(len(self._numbers), dtype=np.int64)
+        if not text.name:
+            self.sources[of_pieces] = np.concatenate(sources)[has_targets]
+        self.input_tokens = self._rows.longest()
+
+    def place(self, document: int) -> str:
+        """Return the file and the line of a document, or its row."""
+        number = int(self._numbers[document])
+        index = self._rows.index
+        if index is None:
+            return f"row {number}"
+        origin = index.origin(number)
+        return f"{origin.file}:{origin.row}"
+
+    def note(self) -> str:
+        """Return why fewer tokens are predicted than the manifest counts; "" if there is nothing to say."""
+        reason = unpredicted_tokens([self._dataset], len(self.target_ids))
+        return f"{self.name}: {reason}" if reason else ""
+
+    def parts(self) -> Iterator[ScoredPart]:
+        """Yield consecutive rows."""
+        for units in _split(self._row_starts):
+            tokens = range(int(self._row_starts[units.start]), int(self._row_starts[units.stop]))
+            settings = f"{self._dataset.fingerprint} {self._rows.isolates} {units}"
+            yield ScoredPart(units, tokens, _digest(settings.encode(), self.target_ids[tokens.start : tokens.stop]))
+
+    def batches(self, part: ScoredPart, batch_tokens: int) -> Iterator[PredictedBatch]:
+        """Yield rows in their order."""
+        for rows in _chunks(part.units, max(1, batch_tokens // self.input_tokens)):
+            batch = self._rows.__getitems__(rows)
+            places = np.arange(self._row_starts[rows.start], self._row_starts[rows.stop])
+            yield PredictedBatch(batch.input_ids, batch.documents, find_targets(batch.labels), places)
+
+    def _documents_in(self, rows: range) -> np.ndarray:
+        """Return the number of the document of each piece in some rows, int64 [pieces]."""
+        numbers = np.array(rows, dtype=np.int64)
+        return numbers if self._rows.index is None else self._rows.index.pieces(numbers).documents
+
+
+def identity_of_texts(documents: DocumentTexts, max_length: int, overlap: int) -> str:
+    """Return what tells documents, and the windows that they are read in, from others."""
+    texts = (text.encode("utf-8", "surrogatepass") for text in documents.texts)
+    digests = (hashlib.sha256(text).digest() for text in texts)
+    return _digest(f"{max_length} {overlap}".encode(), *digests)
+
+
+def identity_of_rows(text: HeldOutRows) -> str:
+    """Return what tells the validation split of a token dataset, as it is read, from others."""
+    return _digest(f"{text.dataset.fingerprint} {text.dataset.isolates}".encode())
+
+
+def _encode(texts: Sequence[str], tokenizer: Any, prefix: int) -> Iterator[np.ndarray]:
+    """Yield the ids of each text, int32, without special tokens around it; a BOS that it begins with is left out."""
+    for some in _chunks(range(len(texts)), _TEXTS_AT_ONCE):
+        encoded = tokenizer(list(texts[some.start : some.stop]), add_special_tokens=False, return_attention_mask=False)
+        for ids in encoded["input_ids"]:
+            yield np.array(ids[1:] if ids[:1] == [prefix] else ids, dtype=np.int32)
+
+
+def _split(starts: np.ndarray) -> Iterator[range]:
+    """Yield ranges of consecutive units that have about ``_PART_TOKENS`` tokens; unit u begins at ``starts[u]``."""
+    first = 0
+    while first < len(starts) - 1:
+        stop = max(first + 1, int(np.searchsorted(starts, starts[first] + _PART_TOKENS, side="right")) - 1)
+        yield range(first, stop)
+        first = stop
+
+
+def _chunks(numbers: range, size: int) -> Iterator[range]:
+    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+def _digest(*contents: "np.ndarray | bytes") -> str:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(content if isinstance(content, bytes) else np.ascontiguousarray(content).tobytes())
+    return digest.hexdigest()

@@ -2,23 +2,57 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fabric_train.cli.errors import RunError
+from fabric_train.cli.output import open_console
 from fabric_train.evaluation.compared_model import ComparedModel
-from fabric_train.evaluation.encoded_text import EncodedText, ScoredPart
-from fabric_train.evaluation.scoring_progress import ShowScored
+from fabric_train.evaluation.texts import EncodedText, ScoredPart
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.model.lm_head_loss import compute_loss_in_head
+from fabric_train.tokenization.workers import ThrottledLog
 from fabric_train.training.loss import summed_loss
 
+ShowScored = Callable[[str, int], None]  # the model, and further tokens scored
 FOLDER = "token_losses"
+
+
+@contextmanager
+def scoring_progress(total: int) -> Iterator[ShowScored]:
+    """Yield the function that shows the progress; ``total`` are the tokens to score."""
+    with _bar(total) if sys.stderr.isatty() else _lines(total) as show:
+        yield show
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[ShowScored]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=open_console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=total)
+        yield lambda model, tokens: bar.update(task, advance=tokens, description=model)
+
+
+@contextmanager
+def _lines(total: int) -> Iterator[ShowScored]:
+    log, started, scored = ThrottledLog(), time.monotonic(), 0
+
+    def show(model: str, tokens: int) -> None:
+        nonlocal scored
+        scored += tokens
+        left = (time.monotonic() - started) * (total - scored) / scored if scored else 0
+        log(f"scoring {model}: {scored:,} of {total:,} tokens, about {max(left, 0):.0f} s left")
+
+    yield show
 
 
 class LossCache:

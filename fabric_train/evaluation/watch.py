@@ -1,6 +1,6 @@
 """Evaluate each checkpoint of a run on lm_eval's tasks and on texts, beside its training or afterwards.
 
-The output folder has a file of scores for each model (``score_files.py``), and the table and the picture of all. Any
+The output folder has a file of scores for each model (``scores.py``), and the table and the picture of all. Any
 number of watchers may share it: a lock for each model keeps them apart.
 """
 
@@ -30,15 +30,23 @@ from fabric_train.evaluation.compared_model import (
 )
 from fabric_train.evaluation.lm_eval_worker import RequestedTask, WorkerRequest, start_worker
 from fabric_train.evaluation.loss_table import DOCUMENTS, Evaluated, check_same_documents, read_evaluated
-from fabric_train.evaluation.score_files import ModelScores, read_score_file, read_scores
-from fabric_train.evaluation.score_picture import write_picture
-from fabric_train.evaluation.score_table import ScoreTable, build_table, to_csv, to_markdown, to_rich
+from fabric_train.evaluation.scores import (
+    ModelScores,
+    ScoreTable,
+    build_table,
+    read_score_file,
+    read_scores,
+    to_csv,
+    to_markdown,
+    to_rich,
+    write_picture,
+)
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.texts import DocumentTexts, open_texts
 from fabric_train.evaluation.token_losses import FOLDER
-from fabric_train.files.lock import hold_lock, wait_for_lock
+from fabric_train.files.atomic_folder import hold_lock, wait_for_lock
 from fabric_train.files.regular_file import write_atomically
-from fabric_train.training.early_stopping import parse_early_stopping
+from fabric_train.training.evaluation import parse_early_stopping
 
 if TYPE_CHECKING:
     from arguments import EvaluateArguments

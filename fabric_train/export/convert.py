@@ -1,29 +1,37 @@
 """Convert a checkpoint to a Hugging Face folder, verified before it gets its final name."""
 
+import os
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fabric_train.checkpoint import checkpoint_generation_config, read_trainer_json
-from fabric_train.export.card_mark import write_card
+from fabric_train.checkpoint import (
+    checkpoint_generation_config,
+    checkpoints_of_all,
+    find_whole_checkpoint,
+    means_all,
+    read_trainer_json,
+    saved_checkpoints,
+    whole_checkpoints,
+)
+from fabric_train.cli.errors import InputError
+from fabric_train.export.average import AveragePart, ExportSource, check_one_model
+from fabric_train.export.hub_format import add_former_names, published, write_weights
 from fabric_train.export.model_card import CardFacts
-from fabric_train.export.published_names import published
-from fabric_train.export.source import ExportSource
-from fabric_train.export.transformers_4 import add_former_names
-from fabric_train.export.verification import verify_in_fresh_process
+from fabric_train.export.model_card.write_card import write_card
+from fabric_train.export.verification import is_verified_export, verify_in_fresh_process
 from fabric_train.export.verification_report import VerificationReport
-from fabric_train.export.weight_writer import write_weights
-from fabric_train.files.atomic_folder import check_not_inside, complete_folder
-from fabric_train.files.safe_paths import copy_folder
-from fabric_train.model.generation_config import write_generation_config
-from fabric_train.model.hf_model import read_shape
-from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
+from fabric_train.files.regular_file import copy_folder
+from fabric_train.model.hf_model import load_hf_tokenizer, read_shape, write_generation_config
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
+from fabric_train.model.weight_files import check_weight_files
 from fabric_train.tokenization.manifest import read_manifest
 
 
@@ -82,3 +90,107 @@ def _write_configurations(checkpoint: Path, folder: Path, dtype: torch.dtype) ->
     config.architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     write_generation_config(folder, checkpoint_generation_config(checkpoint, config))
+
+
+def plan_targets(
+    paths: list[Path], output_dir: Path, dtype: torch.dtype, push: bool = False
+) -> tuple[dict[Path, ExportSource], list[str]]:
+    """Return what to export for each folder to write, and the names of damaged checkpoints of ``RUN/all``.
+
+    The folder is ``output_dir`` for one checkpoint, else one of its subfolders for each.
+
+    Print a note on standard error for each checkpoint that is in its subfolder already, from an earlier command. With
+    ``push``, verified exports that are there already are returned too, to be pushed.
+
+    Raises:
+        InputError: a folder is taken, a path has no checkpoint, or two checkpoints have the same name.
+    """
+    is_single = len(paths) == 1 and not means_all(paths[0])
+    if is_single and not push:
+        check_not_taken(output_dir)
+    faults: list[str] = []
+    targets: dict[Path, ExportSource] = {}
+    kept: list[Path] = []
+    damaged: list[str] = []
+    for path in paths:
+        try:
+            if means_all(path):
+                checkpoints, left_out = checkpoints_of_all(path)
+                damaged += [checkpoint.name for checkpoint in left_out]
+            else:
+                checkpoints = [find_whole_checkpoint(path)]
+            for checkpoint in checkpoints:
+                source = ExportSource(checkpoint)
+                target = output_dir if is_single else output_dir / checkpoint.name
+                if target in targets:
+                    other = targets[target].checkpoint
+                    faults.append(f"{other} and {checkpoint} have the same name: convert them one at a time")
+                elif is_verified_export(target, source, dtype):
+                    check_weight_files(target)
+                    kept.append(target)
+                else:
+                    check_not_taken(target)
+                targets[target] = source
+        except InputError as error:
+            faults += error.faults
+    if faults:
+        raise InputError(*faults)
+    if push:
+        return targets, damaged
+    for target in kept:
+        print(f"note: {target} is a verified export of this checkpoint already, and is kept", file=sys.stderr)
+    return {target: source for target, source in targets.items() if target not in kept}, damaged
+
+
+def plan_average(
+    paths: list[Path], output_dir: Path, average: str, decay: float, dtype: torch.dtype, push: bool = False
+) -> dict[Path, ExportSource]:
+    """Return the average that ``--average`` asks for, to be written as ``output_dir``.
+
+    Args:
+        paths: a run, or checkpoints as :func:`find_checkpoint` reads them, the oldest first.
+        output_dir: the folder to write.
+        average: last:K for the K newest checkpoints of the run, without those of a signal or a loss, or all.
+        decay: weight of each checkpoint, relative to the next.
+        dtype: dtype of the exported weights.
+        push: whether ``output_dir`` may be a verified export of this average already, to be pushed.
+
+    Raises:
+        InputError: ``output_dir`` is taken, a path has no checkpoint, there are too few, or they are not of one model.
+    """
+    if not push:
+        check_not_taken(output_dir)
+    count = int(average.partition(":")[2] or 0)  # 0: all
+    if len(paths) == 1 and means_all(paths[0]):
+        paths = [paths[0].parent]
+    is_run = len(paths) == 1 and bool(saved_checkpoints(paths[0]))
+    if count and not is_run:
+        raise InputError(f"--average {average} needs a single --checkpoint, a run; --average all averages a list")
+    if is_run:
+        whole = whole_checkpoints(paths[0])
+        checkpoints = list(islice(filter(_is_scheduled, whole) if count else whole, count or None))[::-1]
+    else:
+        checkpoints = [find_whole_checkpoint(path) for path in paths]
+    needed = count or 2
+    if len({os.path.realpath(checkpoint) for checkpoint in checkpoints}) < max(len(checkpoints), needed):
+        raise InputError(
+            f"--average {average} needs {needed} different checkpoints, but there is only "
+            f"{', '.join(map(str, checkpoints)) or 'none'}; give others or a lower number"
+        )
+    check_one_model(checkpoints)
+    ages = reversed(range(len(checkpoints)))
+    parts = [AveragePart(checkpoint, decay**age) for checkpoint, age in zip(checkpoints, ages, strict=True)]
+    source = ExportSource(checkpoints[-1], tuple(parts))
+    if push and not is_verified_export(output_dir, source, dtype):
+        check_not_taken(output_dir)
+    return {output_dir: source}
+
+
+def _is_scheduled(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is one of those at equal intervals; print a note on standard error if it is not."""
+    scheduled = read_trainer_json(checkpoint).scheduled
+    if not scheduled:
+        print(
+            f"note: {checkpoint} was saved for a signal or a loss, not at an interval; it is left out", file=sys.stderr
+        )
+    return scheduled

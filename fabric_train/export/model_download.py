@@ -18,10 +18,10 @@ from huggingface_hub.errors import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fabric_train.checkpoint.manager import free_bytes
+from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.atomic_folder import check_not_taken, sync_and_rename
 from fabric_train.files.regular_file import check_no_links_in, write_atomically
-from fabric_train.files.sizes import show_size
 from fabric_train.model.origin import HUB_SOURCE, HubSource
 from fabric_train.model.weight_files import check_weight_files, shard_names
 

@@ -15,9 +15,8 @@ import torch
 
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.fabric_command import project_first
-from fabric_train.export.average import AveragePart
+from fabric_train.export.average import AveragePart, ExportSource
 from fabric_train.export.model_comparison import compare
-from fabric_train.export.source import ExportSource
 from fabric_train.export.verification_report import REPORT_NAME, VerificationReport, read_report
 
 

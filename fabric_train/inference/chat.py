@@ -8,9 +8,8 @@ from types import FrameType
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.inference.generate import GeneratedText, GenerationSettings, generate
+from fabric_train.inference.generate import GeneratedText, GenerationSettings, TextPrinter, generate
 from fabric_train.inference.prompts import Prompt, PromptEncoder, chat_turn, check_fits
-from fabric_train.inference.text_printer import TextPrinter
 from fabric_train.tokenization.chats.chat_format import Chat, Message
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C stops an answer"

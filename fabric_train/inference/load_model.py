@@ -1,19 +1,168 @@
 """Load a model and its tokenizer from a checkpoint, an exported folder, the hub or a folder with an adapter."""
 
+import logging
+import sys
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch import nn
 
 from fabric_train.checkpoint import checkpoint_generation_config, find_whole_checkpoint, is_short_name
-from fabric_train.cli.errors import InputError
-from fabric_train.inference.adapter import add_adapter, is_adapter, read_base_name
-from fabric_train.inference.placement import load_onto_devices
-from fabric_train.model.generation_config import read_generation_config
-from fabric_train.model.hf_model import quiet_transformers, read_shape
-from fabric_train.model.hf_tokenizer import load_hf_tokenizer
-from fabric_train.model.load_weights import open_checkpoint, open_pretrained
+from fabric_train.cli.argument_types import show_size
+from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.files.regular_file import check_no_pipes
+from fabric_train.files.typed_json import read_json
+from fabric_train.model.hf_model import load_hf_tokenizer, quiet_transformers, read_generation_config, read_shape
+from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained, read_weights
 from fabric_train.model.weight_files import open_weights
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADVICE = "save the adapter again with peft's save_pretrained"
+_SHARE_FOR_WEIGHTS = 0.85  # of a GPU's free memory; the rest is for activations and the cache of keys and values
+_INSTALL = "pip install 'fabric-train[accelerate]'"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether this is a folder with an adapter and no model of its own."""
+    return (folder / _CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def read_base_name(folder: Path) -> str:
+    """Return the name or folder of the model that an adapter was trained on.
+
+    Raises:
+        InputError: its configuration is damaged or names none.
+    """
+    name = read_json(folder / _CONFIG, dict, _ADVICE).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{folder / _CONFIG}: it names no base model; give it by --base_model")
+    return name
+
+
+def add_adapter(model: Any, folder: Path, base: str) -> Any:
+    """Return the model with the adapter in ``folder``; the model is changed.
+
+    The adapter's matrices are not merged into the weights, whose dtype could round them away.
+
+    Raises:
+        InputError: peft is not installed, the adapter is damaged or pickled, or is of another model.
+    """
+    read_json(folder / _CONFIG, dict, _ADVICE)
+    check_no_pipes(folder)
+    if not (folder / _WEIGHTS).is_file():
+        pickled = " (adapter_model.bin is a pickle, which is never read)" if any(folder.glob("*.bin")) else ""
+        raise InputError(f"{folder}: no {_WEIGHTS} in it{pickled}; {_ADVICE}")
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise InputError(f"{folder} has an adapter, which needs peft: pip install 'fabric-train[peft]'") from None
+    try:
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+    except (KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise_reached_limit(error)
+        reason = first_line(error).rstrip(".:")
+        raise InputError(
+            f"{folder}: this adapter cannot be put on {base}: {reason}; give its base model by --base_model"
+        ) from error
+
+
+def load_onto_devices(opened: MetaModel, gpu_bytes: int | None = None) -> Any:
+    """Read a model's weights onto the first GPU, or onto the CPU without one.
+
+    A model that does not fit into one GPU is spread over all GPUs of this machine, layer by layer. What does not fit
+    there stays in host memory, and is copied to a GPU each time it is used. accelerate moves the activations.
+
+    Args:
+        opened: from ``load_weights``; its dtype is that of the loaded model.
+        gpu_bytes: largest size of the weights on one GPU; default: 85 % of its free memory.
+
+    Raises:
+        InputError: the model needs several devices and accelerate is not installed, or it does not fit into all.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    free = (torch.cuda.mem_get_info(index)[0] for index in range(num_gpus))
+    room = {index: gpu_bytes or int(num_bytes * _SHARE_FOR_WEIGHTS) for index, num_bytes in enumerate(free)}
+    model = opened.model
+    places: dict[str, Any] = {"": "cpu"}
+    if num_gpus:
+        places = {"": "cuda:0"} if _num_bytes(model) <= room[0] else spread(model, room)
+    _materialize(model, places)
+    if opened.weights is not None:
+        read_weights(model, opened.weights)
+    return _dispatch(model, places).eval()
+
+
+def spread(model: Any, room: Mapping[int, int]) -> dict[str, str]:
+    """Return the device of each part of a model, by the part's name; layers stay whole.
+
+    Args:
+        model: its weights may be on the meta device.
+        room: bytes of weights for each GPU by its index. Host memory takes the rest.
+
+    Raises:
+        InputError: accelerate is not installed, or the model does not fit.
+    """
+    try:
+        from accelerate import infer_auto_device_map
+        from accelerate.utils import get_max_memory
+    except ImportError:
+        raise InputError(
+            f"the model's weights of {show_size(_num_bytes(model))} do not fit into one GPU, and accelerate, which "
+            f"uses several devices, is not installed: {_INSTALL}"
+        ) from None
+    limits: dict[Any, int] = {"cpu": get_max_memory()["cpu"], **room}
+    classes = list(model._no_split_modules or ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on the size of buffers, which are small
+        found = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=classes)
+    if "disk" in found.values():
+        needed, there = show_size(_num_bytes(model)), show_size(sum(limits.values()))
+        raise InputError(
+            f"the model's weights of {needed} do not fit into the {there} of the GPUs and the memory of this machine; "
+            "use a larger one"
+        )
+    return {part: device if device == "cpu" else f"cuda:{device}" for part, device in found.items()}
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _materialize(model: nn.Module, places: dict[str, Any]) -> None:
+    """Replace meta parameters by uninitialized ones on their devices; tied parameters stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=_place_of(f"{prefix}.{name}", places))
+                    made[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+
+
+def _place_of(name: str, places: dict[str, Any]) -> Any:
+    """Return the device of the innermost part that has the parameter ``name``."""
+    while name not in places:
+        name = name.rpartition(".")[0]
+    return places[name]
+
+
+def _dispatch(model: Any, places: dict[str, Any]) -> Any:
+    """Move the buffers, and let activations follow from device to device."""
+    if "" in places:
+        return model.to(places[""])
+    from accelerate import dispatch_model
+
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # the note says what its warning says
+    on_host = sum(parameter.nbytes for name, parameter in model.named_parameters() if _place_of(name, places) == "cpu")
+    slow = f"; {show_size(on_host)} of the weights stay in host memory, which is slow" if on_host else ""
+    num_gpus = len(set(places.values()) - {"cpu"})
+    print(f"note: the model does not fit into one GPU; it is spread over {num_gpus}{slow}", file=sys.stderr)
+    return dispatch_model(model, places)
 
 
 def load_for_inference(name: str, *, base_model: str | None = None, gpu_bytes: int | None = None) -> tuple[Any, Any]:

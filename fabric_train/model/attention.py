@@ -2,19 +2,232 @@
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning import Fabric
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import isolate
-from fabric_train.distributed.compile import check_compiler
-from fabric_train.model.packed_forward import forward
+from fabric_train.data.batch import Documents, isolate
+from fabric_train.distributed.decoder_layers import check_compiler
+from fabric_train.distributed.precision import compute_dtype
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
+    from fabric_train.model.hf_model import ModelShape
+
+VARLEN = "sdpa_varlen"
+"""transformers' name of ``model.attention``. It has "sdpa" in it: both need the same of a model family."""
+_find_borders = masking_utils.find_packed_sequence_indices
+_has_borders: bool | None = None
+"""Whether rows of the current forward pass hold several documents; None outside of :func:`forward`."""
+_MIN_CAPABILITY = (8, 0)  # Ampere, the first GPU of torch's flash kernels
+_LARGEST_HEAD = 256
+_NOT_ON_ALL_GPUS = range(193, 225)  # head sizes whose backward pass torch has only for some GPUs
+_OTHER_TERMS = ("softcap", "s_aux", "position_bias")  # of attention scores, which the kernel does not add
+
+
+def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **more: Any) -> Any:
+    """Return the model's output for packed rows.
+
+    Args:
+        model: Causal language model, wrapped or not.
+        input_ids: [B, T] int64.
+        documents: The document borders; a token sees only earlier tokens of its document. None: of its row.
+        more: Further arguments of the model.
+    """
+    global _has_borders
+    # with a cache, transformers treats restarting positions as one sequence, and documents see each other
+    arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
+    if documents is not None:
+        arguments["position_ids"] = documents.position_ids
+    if _needs_borders(model.config, input_ids, documents):
+        arguments |= _border_arguments(input_ids, documents)
+    _has_borders = documents is not None
+    try:
+        return model(**arguments)
+    finally:
+        _has_borders = None
+
+
+def _needs_borders(config: Any, input_ids: torch.Tensor, documents: Documents | None) -> bool:
+    """Return whether attention gets borders: flash always, ours for documents and for windows shorter than a row."""
+    if config._attn_implementation != VARLEN:
+        return "flash" in config._attn_implementation
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    return documents is not None or (window is not None and window < input_ids.shape[1])
+
+
+def _border_arguments(input_ids: torch.Tensor, documents: Documents | None) -> dict[str, Any]:
+    """Return the arguments of variable-length kernels for the sequences that they keep apart: documents, or rows."""
+    if documents is not None:
+        borders, longest = documents.borders, documents.longest
+    else:
+        num_rows, longest = input_ids.shape
+        borders = torch.arange(num_rows + 1, dtype=torch.int32, device=input_ids.device) * longest
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+
+def _known_borders(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the number of each token's document in its row, int64 [B, T]; None if every row is one document.
+
+    A document begins where a position is not one more than the previous one. This does not wait for the device. Outside
+    of :func:`forward`, transformers' own search runs.
+    """
+    if _has_borders is None:
+        return _find_borders(position_ids)
+    if not _has_borders:
+        return None
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+masking_utils.find_packed_sequence_indices = _known_borders
+
+
+def grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """Return the arguments with which ``varlen_attn`` takes fewer heads of keys and values: none before torch 2.12."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+_GROUPED_HEADS: Any = grouped_heads(varlen_attn)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention within documents, as transformers calls it.
+
+    Args:
+        module: The attention layer.
+        query: [B, H, T, D] of any float dtype.
+        key: [B, K, T, D].
+        value: [B, K, T, D].
+        attention_mask: None, because transformers makes none for this implementation.
+        scaling: Factor of the scores; None: D ** -0.5.
+        sliding_window: A token sees at most so many, itself included; None: its whole document.
+        cu_seq_lens_q: ``Documents.borders``; None if every row is one document, and the layer has no window.
+        max_length_q: ``Documents.longest``.
+        more: Further arguments of transformers.
+
+    Returns:
+        [B, T, H, D] in autocast's dtype, or the query's, and None instead of the attention weights.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    query_of_rows, key_of_rows, value_of_rows = (
+        heads.transpose(1, 2).flatten(0, 1).to(dtype) for heads in (query, key, value)
+    )
+    output: Any = varlen_attn(
+        query_of_rows,
+        key_of_rows,
+        value_of_rows,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **_GROUPED_HEADS,
+    )
+    return output.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
+    """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works.
+
+    Args:
+        shape: The model; ``config._attn_implementation`` is changed.
+        arguments: The run's arguments.
+
+    Returns:
+        Why the model keeps its masks; None if it does not, or is not to be changed.
+    """
+    if arguments.model.attention != "sdpa":
+        return None
+    on_device = None if arguments.planning.plans_for_others else _why_device_cannot()
+    reason = on_device or why_model_cannot(shape, compute_dtype(arguments.model.precision))
+    if reason is None:
+        shape.config._attn_implementation = VARLEN
+    return reason
+
+
+def _why_device_cannot() -> str | None:
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no flash attention"
+    if min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))) < _MIN_CAPABILITY:
+        return "torch's kernel for documents needs an Ampere GPU or a newer one"
+    return None
+
+
+def why_model_cannot(shape: "ModelShape", dtype: torch.dtype) -> str | None:
+    """Return why the variable-length kernel does not compute a model's attention; None if it does.
+
+    The model runs on the meta device with two documents in a row, and each call of its attention is checked.
+
+    Args:
+        shape: The model.
+        dtype: Of the matrix products.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "torch's kernel for documents computes in 16 bits only"
+    faults: list[str | None] = []
+
+    def probe(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **given: Any) -> Any:
+        faults.append(_fault_of_call(module, query, key, value, given))
+        return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, probe)
+    chosen, shape.config._attn_implementation = shape.config._attn_implementation, VARLEN
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(shape.config, dtype=dtype).train()
+        if not model._supports_flash_attn:
+            return "the masks of this model family have more in them than documents"
+        documents = isolate(np.ones((1, 4), dtype=np.int64), np.ones((1, 4), dtype=np.int64), [np.array([0, 2])])
+        batch = documents.to(torch.device("meta"))
+        forward(model, batch.input_ids, batch.documents)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        pass  # what follows the first attention may need real tensors, such as a router of experts
+    finally:
+        shape.config._attn_implementation = chosen
+        ALL_ATTENTION_FUNCTIONS.register(VARLEN, attend)
+    return next(filter(None, faults), None) if faults else "the attention of this model family cannot be replaced"
+
+
+def _fault_of_call(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: dict[str, Any]
+) -> str | None:
+    """Return what the kernel does not take in a call of attention with two documents; None if it takes all."""
+    sizes = {heads.shape[3] for heads in (query, key, value)}
+    if given.get("cu_seq_lens_q") is None:
+        return "the model does not pass document borders to its attention"
+    if given.get("dropout"):
+        return f"torch's kernel for documents has no dropout, and the model's attention has {given['dropout']:g}"
+    if not getattr(module, "is_causal", True) or any(given.get(name) is not None for name in _OTHER_TERMS):
+        return "the model's attention is not plain causal attention"
+    if len(sizes) > 1 or any(size % 8 or size > _LARGEST_HEAD or size in _NOT_ON_ALL_GPUS for size in sizes):
+        return f"torch's kernel for documents does not take heads of size {' and '.join(map(str, sorted(sizes)))}"
+    return None
+
+
+ALL_ATTENTION_FUNCTIONS.register(VARLEN, attend)
 
 
 def check_attention(arguments: "TrainArguments", accelerator: str) -> None:

@@ -1,6 +1,7 @@
 """The Hugging Face causal language model: read its configuration, build it and load its weights."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +17,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -23,12 +26,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from transformers.utils import logging as transformers_logging
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
+from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.weight_files import check_weight_files, shard_names
+from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 _MOST_LAYERS = 10_000  # a forged number of layers would take hours to build, also on the meta device
+FILE_NAME = "generation_config.json"
+_FETCH_OR_REPLACE = "fetch it again, or use another"
 
 
 @dataclass(frozen=True)
@@ -252,3 +259,81 @@ def _layer_classes(model: PreTrainedModel, wanted: str, source: str) -> frozense
         raise InputError(f"--model_name {source}: it has no decoder layers; give another model")
     names = ", ".join(sorted(kind.__name__ for kind in own))
     raise InputError(f"--auto_wrap_policy {wanted}: {source} has no such layer; its decoder layers are {names}")
+
+
+def read_generation_config(source: str, config: PretrainedConfig) -> GenerationConfig:
+    """Return the generation settings of a folder or hub name; without its own, those that follow from ``config``.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    file = Path(source) / FILE_NAME
+    if file.exists():
+        read_json(file, dict, _CORRECT_OR_FETCH)  # transformers would wait for a pipe
+    try:
+        found = GenerationConfig.from_pretrained(source)
+    except OSError as error:
+        raise_reached_limit(error)
+        if file.is_file():
+            raise _damaged(file, error) from error
+        return GenerationConfig.from_model_config(config)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise _damaged(file, error) from error
+    if not all(type(end) is int and end >= 0 for end in _ends(found)):
+        raise InputError(
+            f"{file}: eos_token_id {found.eos_token_id!r} is not a token id or a list of them; {_CORRECT_OR_FETCH}"
+        )
+    return found
+
+
+def add_stop_tokens(generation_config: GenerationConfig, token_ids: Iterable[int]) -> None:
+    """Let generation stop at ``token_ids`` too; those that it stops at already come first."""
+    known = _ends(generation_config)
+    both = list(dict.fromkeys((*known, *token_ids)))
+    if both != known:
+        generation_config.eos_token_id = both if len(both) > 1 else both[0]
+
+
+def write_generation_config(folder: Path, generation_config: GenerationConfig) -> None:
+    """Write ``generation_config.json``.
+
+    ``save_pretrained`` refuses changed settings whose flags contradict each other, such as a temperature without
+    ``do_sample``. Published models have such flags, and transformers ignores them when it generates.
+    """
+    generation_config.to_json_file(folder / FILE_NAME, keys_to_pop=["compile_config"])
+
+
+def _ends(generation_config: GenerationConfig) -> list[int]:
+    ends = generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+_CORRECT_OR_FETCH = "correct the file, or fetch it again"
+
+
+def _damaged(file: Path, error: BaseException) -> InputError:
+    return InputError(f"{file}: damaged, {type(error).__name__}: {first_line(error)}; {_CORRECT_OR_FETCH}")
+
+
+def load_hf_tokenizer(source: Path | str) -> Any:
+    """Return transformers' tokenizer of a folder or a hub name. No code from it runs.
+
+    Raises:
+        InputError: there is none, or a file of it is damaged.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        check_no_pipes(folder)
+        for file in folder.glob("*.json"):
+            if file.name in _FILES:
+                read_json(file, dict, _FETCH_OR_REPLACE)
+    try:
+        with panics_as_errors():
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:
+        raise_reached_limit(error)
+        reason = first_line(error).rstrip(".")
+        raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_FETCH_OR_REPLACE}") from error
+
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fabric_train.cli.errors import InputError, first_line
+from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.model.hf_model import ModelShape, shape_from_config, tied_weight_names
 from fabric_train.model.load_weights import MetaModel, build_on_meta
 
@@ -34,6 +36,12 @@ _SIZES = {  # names of a size in the configurations of model families
     "max_context_width": ("max_position_embeddings",),
     "vocab_size": ("vocab_size",),
 }
+# A row without gradients decays to almost nothing, or stays next to the other untrained rows. In SmolLM2, eleven
+# reserved tokens and four others are within 0.003 of the median norm of each other. Of the other rows, none has less
+# than half of the median norm, and only one pair is closer than 0.05.
+_SMALL_NORM = 0.1
+_SMALL_DISTANCE = 0.01
+_CHUNK_ROWS = 8192
 
 
 def new_shape(
@@ -224,3 +232,44 @@ def _record_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
             "train another family, or start from a pretrained model"
         )
     return recorder.values
+
+
+def note_on_end_of_turn(meta_model: MetaModel, dataset: TokenDataset) -> str | None:
+    """Return a note for the user if the model was never trained on the token that ends the dataset's chat turns."""
+    manifest = dataset.manifest
+    token_id = manifest.tokenizer.end_of_turn_token_id if manifest else None
+    if token_id is None or not find_untrained(meta_model, [token_id]):
+        return None
+    token = Tokenizer.from_file(str(dataset.folder / "tokenizer" / "tokenizer.json")).id_to_token(token_id)
+    return (
+        f"{token} (id {token_id}) ends every turn of {dataset.folder}, and this model was never trained on it: it "
+        "learns it here if there are many chats; for few, start from the instruct model, or tokenize with a chat "
+        "template whose end of turn the model knows"
+    )
+
+
+def find_untrained(meta_model: MetaModel, token_ids: list[int]) -> list[int]:
+    """Return the token ids whose row in the input embedding or the output layer was never trained.
+
+    A row counts as untrained if its norm is less than a tenth of the median norm, or if two other rows are closer than
+    a hundredth of the median norm, because training moves rows apart. The matrices are read in chunks.
+    """
+    model = meta_model.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    layers = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+    matrices = {names[id(layer.weight)] for layer in layers}  # one if they are tied
+    return [token_id for token_id in token_ids if any(_is_untrained(meta_model, name, token_id) for name in matrices)]
+
+
+def _is_untrained(meta_model: MetaModel, name: str, token_id: int) -> bool:
+    """Return whether row ``token_id`` of the matrix ``name`` [V, hidden size] was never trained."""
+    row = meta_model.read_rows(name, token_id, token_id + 1).float()
+    norms, distances = [], []
+    num_rows = meta_model.model.get_parameter(name).shape[0]
+    for begin in range(0, num_rows, _CHUNK_ROWS):
+        rows = meta_model.read_rows(name, begin, min(begin + _CHUNK_ROWS, num_rows)).float()
+        norms.append(rows.norm(dim=1))
+        distances.append((rows - row).norm(dim=1))
+    median = torch.cat(norms).median()
+    num_close = int((torch.cat(distances) < _SMALL_DISTANCE * median).sum())
+    return bool(row.norm() < _SMALL_NORM * median) or num_close > 2  # one is the row itself

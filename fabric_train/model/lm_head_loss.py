@@ -6,14 +6,228 @@ This works only if the model returns the head's output unchanged.
 """
 
 import functools
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
+_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+"""The most bytes that a chunk's logits and their fp32 log-probabilities take. Each chunk reads the weight, and reads
+and writes its gradient. So a few large chunks are faster, as long as their logits fit in memory.
+"""
+_traced_device: str | None = None
+
+
+@contextmanager
+def traced_as(device_type: str) -> Iterator[None]:
+    """Let fake CPU tensors take the memory that tensors on a device of this type would take."""
+    global _traced_device
+    _traced_device = device_type
+    try:
+        yield
+    finally:
+        _traced_device = None
+
+
+def summed_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of ``hidden @ weight.T + bias`` at the given positions, its sum and each token's.
+
+    Under autocast, the matrix products use its dtype, as in a linear layer.
+
+    Args:
+        hidden: [..., H], the input of the head.
+        weight: [V, H].
+        bias: [V], or None.
+        positions: [N] int64, indices into ``hidden`` flattened to [positions, H], without repeats.
+        targets: [N] int64, the token ids to predict there.
+        scale: The factor by which the caller will multiply the sum, 0-dim, on the same device. If given, this function
+            adds the gradient to ``weight.grad`` at once. Autograd would keep the gradient of a weight that is tied to
+            the embedding in memory until the end of the backward pass. Use it only if no strategy (DDP, FSDP) waits
+            for this gradient.
+
+    Returns:
+        The sum of the losses, a 0-dim fp64 tensor that can be differentiated once; and the losses, fp32 [N], which
+        cannot be differentiated.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    with torch.autocast(kind, enabled=False):
+        summed, losses = _SummedCrossEntropy.apply(
+            hidden.flatten(0, -2), weight, bias, positions, targets, dtype, torch.is_grad_enabled(), scale
+        )
+    return summed, losses
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """The autograd function of ``summed_cross_entropy``.
+
+    ``dtype`` is the dtype of the matrix products; ``has_backward`` is whether gradients are enabled.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        dtype: torch.dtype,
+        has_backward: bool,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted = [has_backward and needed for needed in ctx.needs_input_grad[:3]]
+        in_place = scale if wanted[1] and weight.dtype == dtype == torch.float32 else None
+        if in_place is not None and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        grad_hidden, grad_weight, grad_bias = (
+            torch.zeros_like(tensor, dtype=torch.float32) if is_wanted and tensor is not None else None
+            for tensor, is_wanted in zip((hidden, weight if in_place is None else None, bias), wanted, strict=True)
+        )
+        total = grad_weight if in_place is None else weight.grad
+        cast_weight = weight.to(dtype)
+        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        chunk_size = _chunk_size(len(targets), len(weight), _device_type(hidden), dtype)
+        buffer = torch.empty(chunk_size, len(weight), dtype=dtype, device=hidden.device)
+        for begin in range(0, len(targets), chunk_size):
+            chunk = slice(begin, begin + chunk_size)
+            inputs = hidden.index_select(0, positions[chunk]).to(dtype)
+            logits = torch.mm(inputs, cast_weight.t(), out=buffer[: len(inputs)])
+            if bias is not None:
+                logits += bias
+            losses[chunk] = _token_losses(logits, targets[chunk], any(wanted))
+            grad_logits = logits
+            if grad_hidden is not None:
+                grad_hidden.index_copy_(0, positions[chunk], (grad_logits @ cast_weight).float())
+            if total is not None:
+                _add_product(total, grad_logits.t(), inputs if in_place is None else inputs * in_place)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        if scale is not None and grad_weight is not None:
+            _accumulate(weight, grad_weight.mul_(scale).to(weight.dtype))
+            grad_weight = None
+        ctx.grads = grad_hidden, grad_weight, grad_bias
+        ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)  # else the backward pass fills a gradient of the losses with zeros
+        return losses.sum(dtype=torch.float64), losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: torch.Tensor, _: None) -> Any:
+        grads, ctx.grads = ctx.grads, None
+        scaled = (
+            None if grad is None else grad.mul_(grad_sum).to(kind) for grad, kind in zip(grads, ctx.types, strict=True)
+        )
+        return *scaled, None, None, None, None, None
+
+
+def _chunk_size(num_tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype) -> int:
+    """Return the tokens of a chunk; chunks have nearly equal sizes."""
+    works_in_place = dtype == torch.float32 or (device_type == "cuda" and _has_liger())
+    bytes_per_logit = dtype.itemsize if works_in_place else dtype.itemsize + 4
+    most = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (bytes_per_logit * vocab_size))
+    num_chunks = max(1, -(-num_tokens // most))
+    return max(1, -(-num_tokens // num_chunks))
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    return _traced_device or tensor.device.type
+
+
+def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to ``weight.grad`` as autograd does."""
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
+
+
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    """Return the fp32 losses [N] of logits [N, V], and write the gradient of their sum over the logits.
+
+    Without ``wants_gradient``, what is in ``logits`` afterwards has no meaning.
+    """
+    if logits.is_cuda and _has_liger():
+        return _liger_losses(logits, targets, wants_gradient)
+    log_probabilities = logits.float()
+    # it works row by row, so it can write over its input
+    torch.ops.aten._log_softmax.out(log_probabilities, 1, False, out=log_probabilities)
+    at_targets = targets[:, None]
+    of_targets = log_probabilities.gather(1, at_targets)
+    if wants_gradient:
+        torch.exp(log_probabilities, out=logits)  # rounds once, to the logits' dtype
+        logits.scatter_(1, at_targets, (of_targets.exp() - 1).to(logits.dtype))
+    return -of_targets[:, 0]
+
+
+@functools.cache
+def _has_liger() -> bool:
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def _liger_losses(logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+    """Do the same as ``_token_losses`` with liger-kernel's Triton kernel.
+
+    liger-kernel's own function for the whole head waits for the device in every call and sums the losses in fp32.
+    """
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
+
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    liger_cross_entropy_kernel[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=targets,
+        Y_stride=1,
+        weight_ptr=None,
+        loss_ptr=losses,
+        z_loss_ptr=None,
+        loss_stride=1,
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=logits.shape[1],
+        n_non_ignore=1,  # the divisor of a mean
+        sum_non_ignore_weight=1,
+        weight_sum=0.0,
+        ignore_index=-100,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="sum",
+        softcap=None,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (logits.shape[1] - 1).bit_length()),
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=False,
+        HAS_GRADIENTS=wants_gradient,
+        num_warps=32,
+    )
+    return losses
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``left @ right`` to an fp32 total."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _traced_device == "cuda":
+        pass  # takes no memory; torch 2.11 fails at this product of fake tensors
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:

@@ -25,8 +25,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
-from fabric_train.model.generation_config import read_generation_config
-from fabric_train.model.hf_model import ModelShape, check_loaded_weights, check_weights_fit, load_model
+from fabric_train.model.hf_model import (
+    ModelShape,
+    check_loaded_weights,
+    check_weights_fit,
+    load_model,
+    read_generation_config,
+)
 from fabric_train.model.weight_files import (
     CheckpointTensors,
     StoredTensors,

@@ -9,21 +9,66 @@ from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PretrainedConfig
 
-from fabric_train.distributed.activation_checkpoint import checkpoint_layers, kept_share
-from fabric_train.distributed.compile import compile_layers
-from fabric_train.distributed.float8 import check_gpu_has_float8, convert_to_float8
-from fabric_train.distributed.fsdp import FSDP2Strategy, ParameterMaterializer
-from fabric_train.distributed.precision import average_in_fp32, compute_dtype
-from fabric_train.distributed.rendezvous import set_group_timeouts
-from fabric_train.distributed.strategy import LayerClasses, collective_timeout
-from fabric_train.distributed.tensor_parallel import parallelize_layers
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.cluster_environment import set_group_timeouts
+from fabric_train.distributed.decoder_layers import checkpoint_layers, compile_layers, kept_share
+from fabric_train.distributed.precision import average_in_fp32, check_gpu_has_float8, compute_dtype, convert_to_float8
+from fabric_train.distributed.strategy import FSDP2Strategy, LayerClasses, ParameterMaterializer, collective_timeout
 from fabric_train.model.lm_head_loss import compute_loss_in_head, use_sparse_embedding_grad
 from fabric_train.model.load_weights import read_weights
 from fabric_train.model.weight_files import Weights
 
 if TYPE_CHECKING:
     from arguments import FSDPArguments, TrainArguments
+
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_SHARDED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> None:
+    """Check that a model's layers can be sharded among ``size`` ranks.
+
+    Args:
+        config: of the model.
+        source: name or folder of the model, for the error message.
+        size: ranks of a tensor-parallel group.
+
+    Raises:
+        InputError: the model family has no plan for it, or a size of the model is not a multiple of ``size``.
+    """
+    if size == 1:
+        return
+    given, text = f"--tensor_parallel_size {size}: {source}, a {config.model_type},", config.get_text_config()
+    plan = _plan(config)
+    if not plan or set(plan.values()) - _STYLES.keys():
+        raise InputError(f"{given} does not support tensor parallelism here; leave it out")
+    for name in _SHARDED_SIZES:
+        number = getattr(text, name, None) or size
+        if number % size:
+            raise InputError(f"{given} has {name} {number}, which is not a multiple of {size}; give a divisor of it")
+
+
+def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Shard the layers' matrices in place; each rank keeps its part of what it already holds, nothing is sent.
+
+    Args:
+        model: from transformers, possibly with meta parameters.
+        mesh: of one dimension.
+    """
+    styles = {name: _STYLES[style]() for name, style in _plan(model.config).items()}
+    parallelize_module(model.base_model, mesh, styles, src_data_rank=None)
+
+
+def _plan(config: PretrainedConfig) -> dict[str, str]:
+    """Return the style of each sharded module, by its name in the base model with * for the layer's number.
+
+    Some versions of transformers add the embedding, which is not sharded here.
+    """
+    plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
+    return {name: style for name, style in plan.items() if "*" in name}
 
 
 def setup_model(

@@ -7,6 +7,7 @@ draws from the rank's stream of random numbers. So its replicas would drift apar
 draw other numbers.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,17 +17,73 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from fabric_train.distributed.host_memory import to_device_async
-from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
-from fabric_train.optim.compiled_adamw import compiled_adamw_step, step_factors
-from fabric_train.optim.stochastic_rounding import LocalElements, random_bits, round_stochastically, salt
-from fabric_train.optim.tensor_table import Row, Storage, TensorTable, is_aligned, tensor_table
+from fabric_train.distributed.memory import to_device_async
+from fabric_train.optim.low_precision import (
+    BLOCK,
+    Blockwise8Bit,
+    LocalElements,
+    Row,
+    Storage,
+    TensorTable,
+    is_aligned,
+    random_bits,
+    round_stochastically,
+    salt,
+    tensor_table,
+)
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}
-assert not any(size % BLOCK for size in _CHUNK.values())
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def step_factors(step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> list[float]:
+    """Return the factors of ``adamw_step`` in step ``step``, counted from 1 (arXiv:1711.05101).
+
+    These are: decay of the weights, gain of the first moment, decay and gain of the second moment, bias-corrected
+    learning rate, bias correction of the second moment's root, and epsilon.
+    """
+    beta1, beta2 = betas
+    root_scale = (1 - beta2**step) ** -0.5
+    return [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step), root_scale, eps]
+
+
+@functools.cache
+def compiled_adamw_step() -> Callable[..., None]:
+    """Return :func:`adamw_step`, compiled at its first call, for any length."""
+    return torch.compile(adamw_step, dynamic=True)
+
+
+def adamw_step(
+    tensors: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    factors: torch.Tensor,
+    indices: torch.Tensor | None,
+    key: torch.Tensor,
+) -> None:
+    """Update weights, first and second moment in place, computing in fp32.
+
+    Args:
+        tensors: The three, flat, fp32 or bfloat16.
+        gradient: The gradient of the weights, flat.
+        factors: fp32 [7], from :func:`step_factors`.
+        indices: int32, the elements' indices in the full tensor, for stochastic rounding; None rounds to the nearest.
+        key: 0-dim int32, the random key of this step and parameter.
+    """
+    decay, first_gain, second_decay, second_gain, rate, root_scale, eps = factors.unbind()
+    weights, first, second = (tensor.float() for tensor in tensors)
+    gradient = gradient.float()
+    first = first + (gradient - first) * first_gain
+    second = second * second_decay + gradient * gradient * second_gain
+    weights = weights * decay - rate * first / (second.sqrt() * root_scale + eps)
+    bits = None if indices is None else random_bits(indices, key)
+    for tensor, values, shift in zip(tensors, (weights, first, second), (16, 0, 0), strict=True):
+        if bits is not None and tensor.dtype != torch.float32:
+            values = round_stochastically(values, (bits >> shift) & 0xFFFF)
+        tensor.copy_(values)
+
+
+assert not any(size % BLOCK for size in _CHUNK.values())
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):

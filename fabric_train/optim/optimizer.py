@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fabric_train.distributed.shards import FlatShard, original_name
+from fabric_train.optim.low_precision import local_elements
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
-from fabric_train.optim.stochastic_rounding import local_elements
 
 if TYPE_CHECKING:
     from arguments import TrainingArguments

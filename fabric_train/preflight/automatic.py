@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fabric_train.distributed.compile import missing_compiler
+from fabric_train.cli.argument_types import show_size
+from fabric_train.distributed.decoder_layers import missing_compiler
 from fabric_train.distributed.precision import compute_dtype
 from fabric_train.distributed.strategy import why_not_compiled
-from fabric_train.files.sizes import show_size
 from fabric_train.model.flops import peak_flops
 from fabric_train.preflight.memory.plan import make_request
 from fabric_train.training.prepared_run import PreparedRun

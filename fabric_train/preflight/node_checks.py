@@ -22,8 +22,8 @@ from typing import Literal
 
 import psutil
 
-from fabric_train.distributed.control_groups import control_groups
-from fabric_train.files.sizes import show_size
+from fabric_train.cli.argument_types import show_size
+from fabric_train.distributed.memory import control_groups
 
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
 """NVIDIA's oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""

@@ -10,29 +10,27 @@ from typing import TYPE_CHECKING
 from lightning import Fabric
 
 from fabric_train import checkpoint as checkpoints
+from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.launcher import find_other_world, num_restarts
-from fabric_train.cli.shares import Shares
 from fabric_train.data.mixture import Mixture
 from fabric_train.data.streaming import Stream, open_stream
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.distributed import devices, xla
-from fabric_train.distributed.compile import check_compiler
-from fabric_train.distributed.float8 import check_float8
+from fabric_train.distributed.decoder_layers import check_compiler
+from fabric_train.distributed.precision import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
-from fabric_train.distributed.tensor_parallel import check_tensor_parallel
 from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.model.attention import check_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
+from fabric_train.model.parallelize import check_tensor_parallel
 from fabric_train.preflight.automatic import resolve_automatic
-from fabric_train.preflight.deciding_sources import check_deciding_sources
-from fabric_train.preflight.phases import GivenPhase, plan_phases, read_phases
+from fabric_train.preflight.evaluation_settings import check_deciding_sources, open_sample_prompts
 from fabric_train.preflight.resume_check import check_branch, check_resume, choose_schedule, own_versions
-from fabric_train.preflight.sample_prompts import open_sample_prompts
-from fabric_train.preflight.step_plan import plan_steps, rows_per_window
+from fabric_train.preflight.step_plan import GivenPhase, plan_phases, plan_steps, read_phases, rows_per_window
 from fabric_train.training.metrics import are_columns, find_lost_rows
 from fabric_train.training.prepared_run import DevicePlan, PreparedRun, RunPhase, StartingPoint, TrainingData
 
@@ -213,7 +211,7 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
 
 def _choose_gpu_attention(model: ModelShape, arguments: "TrainArguments") -> str | None:
     """Call ``choose_attention``, whose module imports what the torch of torch-xla does not have."""
-    from fabric_train.model.varlen_attention import choose_attention
+    from fabric_train.model.attention import choose_attention
 
     return choose_attention(model, arguments)
 

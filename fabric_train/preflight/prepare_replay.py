@@ -25,7 +25,7 @@ from fabric_train.preflight.resume_check import (
     find_version_changes,
 )
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
-from fabric_train.tokenization.packing.row_checksums import altered_rows
+from fabric_train.tokenization.packing.token_folder import altered_rows
 from fabric_train.training.metrics import Metrics, read_metrics
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.replay_certificate import Replay, RunLayout

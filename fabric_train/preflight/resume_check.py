@@ -12,8 +12,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
 from fabric_train.data.streaming import Stream
+from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import ModelShape
-from fabric_train.model.packed_forward import VARLEN
 from fabric_train.optim import lr_schedule
 from fabric_train.optim.lr_schedule import SCHEDULES_VERSION, Schedule
 from fabric_train.training.prepared_run import PreparedRun, StepPlan, TrainingData

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.redaction import redact
+from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
-from fabric_train.tokenization.cleaning.contamination import count_by_task, write_hits
-from fabric_train.tokenization.cleaning.dropped_sample import write_sample
-from fabric_train.tokenization.cleaning.duplicate_sample import sample_duplicates
+from fabric_train.tokenization.cleaning.dropped_sample import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
-from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates
+from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
+from fabric_train.tokenization.corpus import InputSlice, OpenedCorpus, open_corpus
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.manifest import (
     BAD_ROW,
@@ -31,15 +30,17 @@ from fabric_train.tokenization.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from fabric_train.tokenization.opened_corpus import OpenedCorpus, open_corpus
-from fabric_train.tokenization.packing.arrow_folder import check_disk_space, write_dataset_dict, write_split
+from fabric_train.tokenization.packing.arrow_folder import (
+    check_disk_space,
+    count_severed_chats,
+    write_dataset_dict,
+    write_split,
+)
 from fabric_train.tokenization.packing.document_index import SourceTable, count_sources, write_index
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
-from fabric_train.tokenization.packing.severed_chats import count_severed_chats
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
 from fabric_train.tokenization.shard_files import HASH_BYTES, signatures_file
-from fabric_train.tokenization.sharding import InputSlice
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 

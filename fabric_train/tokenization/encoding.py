@@ -13,26 +13,22 @@ import numpy as np
 
 from fabric_train.tokenization.chats.chat_format import read_chat
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
-from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.encoded_shards import (
-    EncodingJob,
-    encode_shard,
-    part_name,
-)
+from fabric_train.tokenization.corpus import Caps, FilesToHash, InputSlice, OpenedCorpus, files_to_hash
+from fabric_train.tokenization.documents import BadRowError, Row, text_of
 from fabric_train.tokenization.manifest import BAD_ROW
-from fabric_train.tokenization.opened_corpus import Caps, OpenedCorpus
-from fabric_train.tokenization.progress import ShowProgress, progress
-from fabric_train.tokenization.reading.columns import Row, text_of
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard, ShardRecord, read_record, remove_outdated_shards
-from fabric_train.tokenization.sharding import FilesToHash, InputSlice, files_to_hash
-from fabric_train.tokenization.source_formats import SourceFormat, open_formats
-from fabric_train.tokenization.tokenizers.borders import Borders
-from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
+from fabric_train.tokenization.shards import (
+    EncodingJob,
+    SourceFormat,
+    encode_shard,
+    open_formats,
+    part_name,
+)
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.tokenization.tokenizers.text_encoder import open_encoder
-from fabric_train.tokenization.workers import WorkerPool
+from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, open_encoder
+from fabric_train.tokenization.workers import ShowProgress, WorkerPool, progress
 
 _TICK_SECONDS = 0.2
 # the sample on which ids are compared: parts of the sources, characters per byte, limits of characters

@@ -12,14 +12,13 @@ from typing import TypeVar
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.contamination import ContaminatedDocument
-from fabric_train.tokenization.cleaning.dropped_sample import DroppedDocument
-from fabric_train.tokenization.encoded_shards import part_name
+from fabric_train.tokenization.cleaning.dropped_sample import ContaminatedDocument, DroppedDocument
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
+from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT
-from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord
+from fabric_train.tokenization.shards import part_name
 
 _Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 

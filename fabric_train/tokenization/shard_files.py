@@ -22,8 +22,7 @@ import numpy as np
 
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.cleaning.contamination import TaskHit
-from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS
+from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS, TaskHit
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
 

@@ -10,7 +10,7 @@ from arguments import TraceArguments, parse
 from fabric_train.cli.errors import run_program
 
 if TYPE_CHECKING:
-    from fabric_train.trace.document_steps import DocumentSteps
+    from fabric_train.trace.documents import DocumentSteps
     from fabric_train.trace.run_history import RunHistory
 
 
@@ -22,9 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     arguments = parse(TraceArguments, argv)
 
-    from fabric_train.trace.printing import print_document, print_step  # slow
+    from fabric_train.trace.documents import list_documents, print_document, print_step  # slow
     from fabric_train.trace.run_history import RunHistory
-    from fabric_train.trace.step_documents import list_documents
 
     history = RunHistory(Path(arguments.run).expanduser(), arguments.train_data_dir)
     if arguments.step is not None:
@@ -46,7 +45,7 @@ def _find_steps(history: "RunHistory", document: str) -> "DocumentSteps":
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from fabric_train.cli.output import open_console
-    from fabric_train.trace.document_steps import find_steps
+    from fabric_train.trace.documents import find_steps
 
     console = open_console(stderr=True)
     columns = (TextColumn("searching the index"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())

@@ -17,12 +17,11 @@ from fabric_train.checkpoint import (
     run_of,
     saved_checkpoints,
 )
-from fabric_train.checkpoint.data_order import PositiveCount
 from fabric_train.checkpoint.trainer_json import find_unreadable
+from fabric_train.checkpoint.trainer_state import PositiveCount
+from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.shares import Shares, split_name
-from fabric_train.data.mixture import Mixture
-from fabric_train.data.mixture_order import MixtureOrder
+from fabric_train.data.mixture import Mixture, MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder, rank_at
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import JoinedRows, TokenMixture, open_mixture

@@ -15,33 +15,29 @@ from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.collectives import StepSync, data_ranks, first_text, sync_step
-from fabric_train.distributed.compile import MAX_STATIC_LENGTHS
+from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.devices import device_name
-from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.shards import flat_shards, named_parameters
-from fabric_train.distributed.signals import stop_signals
+from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
-from fabric_train.model.generation_config import add_stop_tokens
-from fabric_train.model.init_weights import open_new
+from fabric_train.model.hf_model import add_stop_tokens
+from fabric_train.model.init_weights import note_on_end_of_turn, open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.model.parallelize import setup_model
-from fabric_train.model.untrained_tokens import note_on_end_of_turn
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.optim.triton_trial import use_triton
-from fabric_train.training.evaluation import evaluate
+from fabric_train.optim.triton_adamw import use_triton
+from fabric_train.training.evaluation import SampleFile, evaluate, generate_samples
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import LoopParts
-from fabric_train.training.nonfinite_guard import StepGuard
+from fabric_train.training.nonfinite_guard import StepGuard, WorstDocuments
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.progress_line import ProgressLine
 from fabric_train.training.run_log import note, progress
-from fabric_train.training.samples import SampleFile, generate_samples
-from fabric_train.training.worst_documents import WorstDocuments
 
 Validate = Callable[[], checkpoints.Evaluation | None]
 

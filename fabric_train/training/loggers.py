@@ -19,10 +19,10 @@ from typing import Any
 
 from fabric_train.cli.errors import InputError, describe_os_error, first_line
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
+from fabric_train.training.evaluation import Sample, SampleFile
 from fabric_train.training.loss_curves import PICTURE, LossCurves
 from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
 from fabric_train.training.run_log import note, warn
-from fabric_train.training.samples import Sample, SampleFile
 
 _WANDB = "--loggers wandb"
 

@@ -16,16 +16,13 @@ from fabric_train.cli.errors import RunError
 from fabric_train.data.batch import count_supervised
 from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.collectives import StepSync, data_ranks, gather_over_data_ranks, sync_step
-from fabric_train.distributed.grad_norm import clip_grad_norm
-from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
-from fabric_train.distributed.signals import stop_signals
-from fabric_train.distributed.stop_border import RunStopped
+from fabric_train.distributed.shards import clip_grad_norm
+from fabric_train.distributed.signals import Heartbeat, RunStopped, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
-from fabric_train.training.early_stopping import EarlyStopping
-from fabric_train.training.gc_control import collect
-from fabric_train.training.loss import LocalLoss, WindowLoss, sum_by_piece, sum_by_source, summed_loss
+from fabric_train.training.evaluation import EarlyStopping
+from fabric_train.training.loss import LocalLoss, WindowLoss, exchange_step, sum_by_piece, sum_by_source, summed_loss
 from fabric_train.training.metrics import (
     Metrics,
     StepWork,
@@ -37,7 +34,7 @@ from fabric_train.training.metrics import (
     with_train_losses,
 )
 from fabric_train.training.nonfinite_guard import StepCheck, StepGuard
-from fabric_train.training.step_report import exchange_step
+from fabric_train.training.profiler import collect
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

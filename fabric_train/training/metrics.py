@@ -18,7 +18,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import check_no_link, open_to_write
 
 if TYPE_CHECKING:
-    from fabric_train.training.samples import Sample
+    from fabric_train.training.evaluation import Sample
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from fabric_train.checkpoint import BranchPoint, DataOrder, PhaseSchedule, StreamOrder, TrainerState, TrainingStage
-from fabric_train.data.mixture_order import MixtureOrder
+from fabric_train.data.mixture import MixtureOrder
 from fabric_train.data.step_sampler import WindowOrder
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.model.hf_model import ModelShape
 from fabric_train.optim.lr_schedule import ARGUMENTS, Schedule, Schedules
-from fabric_train.training.early_stopping import EarlyStopping
-from fabric_train.training.samples import SamplePrompts
+from fabric_train.training.evaluation import EarlyStopping, SamplePrompts
 
 if TYPE_CHECKING:
     from arguments import TrainArguments

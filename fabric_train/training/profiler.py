@@ -1,6 +1,8 @@
 """``--profile``: trace chosen steps, and on a GPU its memory, into ``RUN/profile``."""
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,9 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fabric_train.data.step_sampler import Window, WindowSource
-from fabric_train.distributed.heartbeat import Heartbeat
+from fabric_train.distributed.signals import Heartbeat
 
 _RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
+INTERVAL = 50
+"""Steps between collections."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,25 @@ class ProfiledWindows:
 
         page.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def manual_collection() -> Iterator[None]:
+    """Collect only in :func:`collect` while the block runs.
+
+    Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def collect(step: int) -> None:
+    """Collect if it is due at this step."""
+    if step % INTERVAL == 0:
+        gc.collect()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,13 @@ from lightning import Fabric
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
+from fabric_train.checkpoint import CheckpointManager, TrainerState
 from fabric_train.cli.errors import FAILURE, STOPPED
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture, unpredicted_tokens
-from fabric_train.distributed.heartbeat import Heartbeat
-from fabric_train.distributed.host_memory import reuse_freed_memory
-from fabric_train.distributed.signals import stop_signals
+from fabric_train.distributed.memory import reuse_freed_memory
+from fabric_train.distributed.signals import Heartbeat, stop_signals
 from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
 from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
@@ -28,9 +28,11 @@ from fabric_train.training.build_run import (
     set_up_model,
     set_up_optimizer,
 )
-from fabric_train.training.gc_control import manual_collection
+from fabric_train.training.loggers import Outputs
 from fabric_train.training.loop import train
+from fabric_train.training.metrics import Metrics
 from fabric_train.training.prepared_run import PreparedRun
+from fabric_train.training.profiler import manual_collection
 from fabric_train.training.run_log import log, progress, show, warn, write_log
 from fabric_train.training.self_check import check_cuts
 
@@ -166,3 +168,44 @@ def _step(run: PreparedRun) -> int:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+class NoCheckpoints(CheckpointManager):
+    """Checkpoints of a run that only repeats steps: none is written."""
+
+    def save(self, state: TrainerState, *_: Any, **__: Any) -> Path:
+        """Return the path that the checkpoint would have."""
+        return self.path(state)
+
+
+def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
+    """Train from the run's starting point to ``last_step``, and return the metrics of each step.
+
+    Args:
+        fabric: launched; all ranks call this together.
+        run: its folder is this rank's own, and temporary.
+        last_step: the last one to train.
+        heartbeat: where this rank marks its position for the watchdog.
+    """
+    model, decayed = set_up_model(fabric, run)
+    if fabric.device.type == "cpu":
+        reuse_freed_memory()
+    if run.data.isolates:
+        check_isolation(fabric, model, run.model.source)
+    if isinstance(run.data, Stream):
+        run.data.tokenizer.save(run.data.tokenizer_folder)
+    optimizer = set_up_optimizer(fabric, model, decayed, run)
+    steps: list[Metrics] = []
+
+    def record(metrics: Metrics) -> None:
+        progress.info("")
+        log.info("step %d of %d: loss %.6f", metrics.step, last_step, metrics.train_loss)
+        steps.append(metrics)
+
+    parts = build_loop_parts(
+        fabric, model, optimizer, None, run, heartbeat, Outputs([], "none"), warn, lambda _: None, NoCheckpoints
+    )
+    progress.info("%s", heartbeat)
+    with manual_collection():
+        train(replace(parts, num_steps=last_step, log=record), run.arguments, run.start.state)
+    return steps

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from fabric_train.cli.errors import InputError, describe_os_error
 from fabric_train.cli.launcher import global_rank, machine_name
-from fabric_train.cli.output import escape_controls, open_console
-from fabric_train.cli.redaction import redact
+from fabric_train.cli.output import escape_controls, open_console, redact
 from fabric_train.files.regular_file import open_to_write
 
 log = logging.getLogger("fabric_train")

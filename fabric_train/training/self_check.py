@@ -19,8 +19,7 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, pad_rows
 from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.collectives import data_ranks, gather_over_ranks
-from fabric_train.distributed.grad_norm import clip_grad_norm
-from fabric_train.distributed.shards import original_name
+from fabric_train.distributed.shards import clip_grad_norm, original_name
 from fabric_train.training.loop import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}

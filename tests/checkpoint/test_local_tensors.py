@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fabric_train.checkpoint.local_tensors import local_weights
+from fabric_train.checkpoint.tensors import local_weights
 
 
 @pytest.fixture

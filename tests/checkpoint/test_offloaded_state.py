@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fabric_train.checkpoint.local_tensors import local_optimizer_state, local_weights
-from fabric_train.checkpoint.optimizer_state import _local_part
+from fabric_train.checkpoint.tensors import _local_part, local_optimizer_state, local_weights
 from fabric_train.model.weight_files import CheckpointTensors
 
 FULL = torch.arange(48.0).view(8, 6)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import arguments
 from arguments import TrainArguments, parse
-from fabric_train.cli.argument_types import NumberRange, WrongValueError, convert
+from fabric_train.cli.argument_types import NumberRange, WrongValueError, convert, types_of
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fields import types_of
 from fabric_train.cli.parser import to_yaml
 from fabric_train.cli.yaml_core import dump
 

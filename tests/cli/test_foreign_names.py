@@ -20,10 +20,9 @@ from arguments import (
     TrainArguments,
     parse,
 )
-from fabric_train.cli.argument_types import convert
+from fabric_train.cli.argument_types import convert, types_of
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fields import types_of
-from fabric_train.cli.foreign_names import read_table
+from fabric_train.cli.parser import read_table
 from fabric_train.cli.yaml_core import load
 
 PROGRAMS: dict[str, type] = {

@@ -29,8 +29,8 @@ from arguments import (
     TrainArguments,
     parse,
 )
+from fabric_train.cli.argument_types import groups_of, title_of
 from fabric_train.cli.errors import InputError
-from fabric_train.cli.fields import groups_of, title_of
 from fabric_train.cli.help import PROGRAM, examples_of
 from tests.support.programs import ROOT
 

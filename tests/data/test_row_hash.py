@@ -2,8 +2,7 @@
 
 import torch
 
-from fabric_train.data.batch import IGNORED_LABEL
-from fabric_train.data.row_hash import SUM_OF_HASHES, hash_supervised
+from fabric_train.data.batch import IGNORED_LABEL, SUM_OF_HASHES, hash_supervised
 
 
 def test_the_hash_is_of_the_rows_in_any_order_up_to_their_last_label() -> None:

@@ -18,14 +18,20 @@ from hypothesis import strategies as st
 from arguments import DataArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.data.lanes import LaneCursor
-from fabric_train.data.pass_order import interleave, read_share, shuffle, times_read
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
-from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
+from fabric_train.data.stream_documents import (
+    Document,
+    StreamedDocuments,
+    StreamedSource,
+    interleave,
+    read_share,
+    shuffle,
+    times_read,
+)
 from fabric_train.data.streaming import open_stream
 from fabric_train.tokenization.documents import EncodedDocument
-from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.sources import StreamSource
+from fabric_train.tokenization.reading.sources import DatasetName, StreamSource
 
 shares = st.fractions(min_value="0.02", max_value=4, max_denominator=50)
 

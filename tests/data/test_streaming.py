@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from arguments import DataArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import Batch
+from fabric_train.data.batch import Batch, hash_of
 from fabric_train.data.lanes import LaneCursor, Lanes, TextPosition, deal
-from fabric_train.data.row_hash import hash_of
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
@@ -28,10 +27,8 @@ from fabric_train.data.streaming import DocumentEncoder, Stream, open_stream
 from fabric_train.data.token_dataset import Rows
 from fabric_train.preflight.prepare import prepare
 from fabric_train.tokenization.documents import EncodedDocument
-from fabric_train.tokenization.reading.hub_names import DatasetName
-from fabric_train.tokenization.reading.sources import StreamSource
-from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
-from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder
+from fabric_train.tokenization.reading.sources import DatasetName, StreamSource
+from fabric_train.tokenization.tokenizers.text_encoder import FastEncoder, GigatokenEncoder
 from tests.programs.test_training import SETTINGS, timeless
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.token_datasets import tokenize

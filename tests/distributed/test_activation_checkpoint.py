@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.activation_checkpoint import checkpoint_layers
+from fabric_train.distributed.decoder_layers import checkpoint_layers
 from fabric_train.distributed.strategy import resolve_parallelism
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from fabric_train.data.batch import Documents, isolate
-from fabric_train.distributed.compile import compile_layers
+from fabric_train.distributed.decoder_layers import compile_layers
+from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import load_model, read_shape
-from fabric_train.model.packed_forward import VARLEN
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from fabric_train.training.loss import summed_loss
 from tests.support.forked_runs import ForkedRuns

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.float8 import check_float8, convert_to_float8
+from fabric_train.distributed.precision import check_float8, convert_to_float8
 
 
 def test_products_of_the_layers_alone_are_in_float8_and_names_stay(tiny_model_dir: Path) -> None:

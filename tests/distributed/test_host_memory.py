@@ -9,7 +9,7 @@ from tests.support.programs import RunProgram
 FAULTS_OF_FREED_MEMORY = """
 import resource, sys
 import numpy as np
-from fabric_train.distributed.host_memory import reuse_freed_memory
+from fabric_train.distributed.memory import reuse_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fabric_train.distributed.heartbeat import Heartbeat, Position, StepPhase
+from fabric_train.distributed.signals import Heartbeat, Position, StepPhase
 from fabric_train.distributed.watchdog import Watchdog, _RankState
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.launched import Launched, launcher

@@ -5,8 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fabric_train.distributed import control_groups
-from fabric_train.distributed.resources import available_memory, machine_memory
+from fabric_train.distributed import memory
+from fabric_train.distributed.memory import available_memory, machine_memory
 
 MIB = 2**20
 
@@ -22,8 +22,8 @@ def test_the_tightest_control_group_counts_and_pages_of_files_are_free(
     version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     membership, mounted = tmp_path / "cgroup", tmp_path / "sys"
-    monkeypatch.setattr(control_groups, "_MEMBERSHIP", membership)
-    monkeypatch.setattr(control_groups, "_MOUNTED", mounted)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", membership)
+    monkeypatch.setattr(memory, "_MOUNTED", mounted)
     if version == 1:
         root, limit, usage, prefix = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         membership.write_text("5:pids:/elsewhere\n4:memory:/slurm/job_1/step_0\n0::/\n")

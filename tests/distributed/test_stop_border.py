@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fabric_train.distributed.stop_border import RunStopped, StopBorder
+from fabric_train.distributed.signals import RunStopped, StopBorder
 
 NUM_MICRO_BATCHES = 4
 Stopped = list[tuple[int, int] | None]

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 from arguments import TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.strategy import resolve_parallelism
-from fabric_train.distributed.tensor_parallel import check_tensor_parallel
 from fabric_train.distributed.watchdog import SLOW_PHASE_FACTOR
+from fabric_train.model.parallelize import check_tensor_parallel
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, at_point
 from tests.support.two_nodes import on_nodes

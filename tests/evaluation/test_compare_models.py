@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import InputError, RunError
 from fabric_train.data.token_dataset import open_dataset
-from fabric_train.evaluation import encoded_text
+from fabric_train.evaluation import texts as evaluation_texts
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.compared_model import find_model
-from fabric_train.evaluation.encoded_text import cut_windows
+from fabric_train.evaluation.texts import cut_windows
 from fabric_train.training.evaluation import evaluate
 from tests.support.checkpoint_examples import trained_weights, write_checksums, write_full
 from tests.support.forked_runs import ForkedRuns
@@ -250,7 +250,7 @@ def test_parts_join_to_the_whole(
 ) -> None:
     words = ("--models", run, "--texts", *texts, f"tokens={tiny_tokens_dir}", "--max_length", 64)
     whole = evaluated(tmp_path / "whole", *words)
-    monkeypatch.setattr(encoded_text, "_PART_TOKENS", 200)
+    monkeypatch.setattr(evaluation_texts, "_PART_TOKENS", 200)
     parts = evaluated(tmp_path / "parts", *words, "--batch_tokens", 100)
     assert len(list((tmp_path / "parts" / "token_losses").iterdir())) > 10
     for source, of_whole in whole[str(run)].items():

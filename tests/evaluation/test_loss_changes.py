@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fabric_train.evaluation.changes_page import changes_page
-from fabric_train.evaluation.encoded_text import WindowedText
-from fabric_train.evaluation.loss_changes import FEWEST_TOKENS, NUM_DOCUMENTS, LossChanges, find_changes
-from fabric_train.evaluation.texts import DocumentTexts
-from fabric_train.model.hf_tokenizer import load_hf_tokenizer
+from fabric_train.evaluation.loss_changes import FEWEST_TOKENS, NUM_DOCUMENTS, LossChanges, changes_page, find_changes
+from fabric_train.evaluation.texts import DocumentTexts, WindowedText
+from fabric_train.model.hf_model import load_hf_tokenizer
 
 HARD = "<script>alert('x')</script> &amp; \"é\" 你好 😀 \x1b[31m \u202edrawkcab\r\n  end of the text"
 TEXTS = ("Short.", HARD, *(f"Document number {number} of the set, and some more words." for number in range(30)))

@@ -17,12 +17,18 @@ import pytest
 from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.evaluation.lm_eval_worker import WorkerRequest
-from fabric_train.evaluation.score_files import MetricScore, TaskScore, add_score, read_score_file
-from fabric_train.evaluation.score_picture import levels_of, points_of
-from fabric_train.evaluation.score_table import main_metric
+from fabric_train.evaluation.scores import (
+    MetricScore,
+    TaskScore,
+    add_score,
+    levels_of,
+    main_metric,
+    points_of,
+    read_score_file,
+)
 from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings, read_tasks
 from fabric_train.evaluation.watch import Watch, WatchedModel, run_has_ended, watch_run
-from fabric_train.files.lock import hold_lock
+from fabric_train.files.atomic_folder import hold_lock
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import write_jsonl

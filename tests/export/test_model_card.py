@@ -21,10 +21,10 @@ from arguments import ConvertArguments, parse
 from convert_to_hf import print_gaps
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
+from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, card_results, draw_card_picture, write_model_card
-from fabric_train.export.model_card.public_names import PublicNames
-from fabric_train.export.source import ExportSource
+from fabric_train.export.model_card.record import PublicNames
 from fabric_train.model.origin import ModelOrigin, find_origin
 from fabric_train.tokenization import merge
 from fabric_train.training.metrics import CSVLogger, Metrics

@@ -7,8 +7,7 @@ import pytest
 from huggingface_hub import metadata_load
 
 from fabric_train.cli.errors import FAILURE, InputError
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
-from fabric_train.tokenization.cleaning.repeated_lines import write_repeated_lines
+from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
 from fabric_train.tokenization.packing.document_index import open_index
 from tests.support.stand_in_hub import TOKEN, Fault, StandInHub, account
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_train.export import model_comparison, published_names
+from fabric_train.export import hub_format, model_comparison
+from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
 from fabric_train.export.model_comparison import compare
-from fabric_train.export.source import ExportSource
 from tests.support.checkpoint_examples import TOKENIZER_FILES, write_full
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def test_a_family_that_cannot_be_converted_is_noted(
     def convert(*_: Any) -> None:
         raise ValueError("several tensors make one")
 
-    monkeypatch.setattr(published_names, "revert_weight_conversion", convert)
+    monkeypatch.setattr(hub_format, "revert_weight_conversion", convert)
     export = tmp_path / "export"
     export.mkdir()
     write_export(ExportSource(tmp_path / "step-00000001"), export, torch.float32, "20KB", CardFacts(model.name))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from fabric_train.export.transformers_4 import add_former_names
+from fabric_train.export.hub_format import add_former_names
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_3 = {
@@ -55,7 +55,7 @@ def test_sets_for_each_type_of_layer_stay_alone(tmp_path: Path) -> None:
 
 
 def test_a_config_that_would_be_read_differently_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.export.transformers_4.former_names", lambda config: {"hidden_act": "relu"})
+    monkeypatch.setattr("fabric_train.export.hub_format.former_names", lambda config: {"hidden_act": "relu"})
     folder = tmp_path / "llama"
     AutoConfig.for_model("llama", **SIZES).save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text())

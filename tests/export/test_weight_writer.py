@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fabric_train.export import weight_writer
-from fabric_train.export.weight_writer import write_weights
+from fabric_train.export import hub_format
+from fabric_train.export.hub_format import write_weights
 from fabric_train.model.weight_files import CheckpointTensors
 
 SHAPES = {"embed": (700, 64), "bias": (3000,), "experts": (3, 40, 64), "scale": (), "empty": (0, 4), "last": (5, 1)}
@@ -36,7 +36,7 @@ class WatchedTensors(CheckpointTensors):
 def test_blocks_of_rows_become_the_whole_tensors(
     dtype: torch.dtype, max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_writer, "BLOCK_BYTES", 12_000)
+    monkeypatch.setattr(hub_format, "BLOCK_BYTES", 12_000)
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     save_file(tensors, tmp_path / "stored.safetensors")
     stored = WatchedTensors([tmp_path / "stored.safetensors"])

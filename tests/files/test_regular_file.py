@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.files.atomic_folder import check_not_taken, complete_folder
-from fabric_train.files.git_lfs import check_not_pointer
-from fabric_train.files.lock import check_not_held, hold_lock
-from fabric_train.files.regular_file import check_no_links_in, open_regular, open_to_write, write_atomically
-from fabric_train.files.safe_paths import check_links
+from fabric_train.files.atomic_folder import check_not_held, check_not_taken, complete_folder, hold_lock
+from fabric_train.files.regular_file import (
+    check_links,
+    check_no_links_in,
+    check_not_pointer,
+    open_regular,
+    open_to_write,
+    write_atomically,
+)
 from fabric_train.files.typed_json import read_json
 
 

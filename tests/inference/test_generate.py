@@ -8,13 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fabric_train.cli.errors import InputError
+from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts
-from fabric_train.export.source import ExportSource
-from fabric_train.inference.generate import GeneratedText, GenerationSettings, generate
+from fabric_train.inference.generate import GeneratedText, GenerationSettings, TextPrinter, generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import check_fits, encode_text
-from fabric_train.inference.text_printer import TextPrinter
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRuns
 

@@ -10,8 +10,7 @@ import torch
 
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.generate import GenerationSettings, generate
-from fabric_train.inference.load_model import load_for_inference
-from fabric_train.inference.placement import spread
+from fabric_train.inference.load_model import load_for_inference, spread
 from fabric_train.inference.prompts import encode_text
 from fabric_train.model.hf_model import read_shape
 from fabric_train.model.load_weights import build_on_meta

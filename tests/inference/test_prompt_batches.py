@@ -9,8 +9,7 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.inference.generate import GenerationSettings
 from fabric_train.inference.load_model import load_for_inference
-from fabric_train.inference.prompt_batches import OutputFile
-from fabric_train.inference.prompts import PromptEncoder, encode_prompts, limits_of, read_prompts
+from fabric_train.inference.prompts import OutputFile, PromptEncoder, encode_prompts, limits_of, read_prompts
 from tests.support.checkpoint_examples import run_with_two_checkpoints
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_train.cli.errors import InputError
-from fabric_train.distributed.fsdp import ParameterMaterializer
+from fabric_train.distributed.strategy import ParameterMaterializer
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.load_weights import open_pretrained, read_weights
 from tests.support.forked_runs import ForkedRuns

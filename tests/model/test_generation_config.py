@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from fabric_train.checkpoint import checkpoint_generation_config
 from fabric_train.cli.errors import InputError
-from fabric_train.model.generation_config import (
+from fabric_train.model.hf_model import (
     FILE_NAME,
     add_stop_tokens,
     read_generation_config,

@@ -13,9 +13,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fabric_train.data.batch import IGNORED_LABEL
-from fabric_train.model import chunked_cross_entropy as chunked_loss
-from fabric_train.model.chunked_cross_entropy import summed_cross_entropy
-from fabric_train.model.lm_head_loss import compute_loss_in_head, has_loss_in_head, use_sparse_embedding_grad
+from fabric_train.model import lm_head_loss as chunked_loss
+from fabric_train.model.lm_head_loss import (
+    compute_loss_in_head,
+    has_loss_in_head,
+    summed_cross_entropy,
+    use_sparse_embedding_grad,
+)
 from fabric_train.training.loss import summed_loss
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 40

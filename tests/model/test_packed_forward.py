@@ -36,10 +36,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised, find_targets, isolate
 from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import Rows
-from fabric_train.model.attention import check_attention, check_isolation
+from fabric_train.model.attention import VARLEN, check_attention, check_isolation, forward
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.model.packed_forward import VARLEN, forward
 from fabric_train.training.evaluation import evaluate
 from fabric_train.training.loop import accumulate
 from fabric_train.training.loss import summed_loss

@@ -24,10 +24,9 @@ from transformers import (
 
 from arguments import TrainArguments, parse
 from fabric_train.data.batch import Batch, find_targets, isolate
-from fabric_train.distributed.activation_checkpoint import checkpoint_layers
-from fabric_train.model import varlen_attention
-from fabric_train.model.packed_forward import VARLEN, forward
-from fabric_train.model.varlen_attention import choose_attention, why_model_cannot
+from fabric_train.distributed.decoder_layers import checkpoint_layers
+from fabric_train.model import attention
+from fabric_train.model.attention import VARLEN, choose_attention, forward, why_model_cannot
 from fabric_train.training.loss import summed_loss
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -206,8 +205,8 @@ def test_torch_without_a_flag_for_grouped_heads_gets_none() -> None:
     def of_torch_2_12(query: Any, *_: Any, enable_gqa: bool = False) -> None:
         pass
 
-    assert varlen_attention.grouped_heads(of_torch_2_11) == {}
-    assert varlen_attention.grouped_heads(of_torch_2_12) == {"enable_gqa": True}
+    assert attention.grouped_heads(of_torch_2_11) == {}
+    assert attention.grouped_heads(of_torch_2_12) == {"enable_gqa": True}
 
 
 def test_run_says_why_it_needs_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +223,7 @@ def test_run_says_why_it_needs_masks(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 WITH_KERNEL = """
-from fabric_train.model.packed_forward import VARLEN
+from fabric_train.model.attention import VARLEN
 from fabric_train.preflight import prepare
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
 kernel = varlen_kernel_on_cpu()

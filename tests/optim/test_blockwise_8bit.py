@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from arguments import TrainingArguments
-from fabric_train.optim.blockwise_8bit import BLOCK, Blockwise8Bit
+from fabric_train.optim.low_precision import BLOCK, Blockwise8Bit
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
 from tests.support.forked_runs import ForkedRuns

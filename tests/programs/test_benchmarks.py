@@ -34,8 +34,8 @@ from benchmarks.measure import ROOT, Spread
 from benchmarks.peers import export_step, train_without_saving
 from benchmarks.token_rows import read_datatrove, read_litdata
 from benchmarks.tokenization_systems import PEERS, our_command, peer_command
+from fabric_train.export.average import ExportSource
 from fabric_train.export.model_comparison import compare
-from fabric_train.export.source import ExportSource
 from fabric_train.model.weight_files import open_weights
 from sample_data import real_data
 

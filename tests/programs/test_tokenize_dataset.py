@@ -23,8 +23,7 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import read_manifest
-from fabric_train.tokenization.tokenizers.borders import Borders
-from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
+from fabric_train.tokenization.tokenizers.text_encoder import Borders, GigatokenEncoder
 from tests.support.programs import ROOT
 from tests.support.token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jsonl
 from tests.support.tokenizing import start, wait_for_shards
@@ -105,7 +104,7 @@ def test_the_output_is_the_same_for_any_number_of_processes(
     tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
-    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._MIN_SHARD_BYTES", 5_000)  # sixty shards
+    monkeypatch.setattr("fabric_train.tokenization.shards._MIN_SHARD_BYTES", 5_000)  # sixty shards
     results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
     assert results[0] == results[1] == results[2]
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")

@@ -4,10 +4,8 @@ import ctypes
 
 import torch
 
-from fabric_train.optim.blockwise_8bit import Blockwise8Bit
-from fabric_train.optim.compiled_adamw import adamw_step
-from fabric_train.optim.stochastic_rounding import LocalElements
-from fabric_train.optim.tensor_table import CHUNK, Row, TensorTable
+from fabric_train.optim.low_precision import CHUNK, Blockwise8Bit, LocalElements, Row, TensorTable
+from fabric_train.optim.low_precision_adamw import adamw_step
 
 CPU = torch.device("cpu")
 

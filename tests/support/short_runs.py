@@ -19,7 +19,7 @@ SETTINGS = {
 }
 _AT_A_POINT = """
 import os, signal, time
-from fabric_train.distributed.heartbeat import Heartbeat, StepPhase
+from fabric_train.distributed.signals import Heartbeat, StepPhase
 from fabric_train.distributed.signals import stop_signals
 
 def enter(self, phase, index=0, step=None, original=Heartbeat.enter):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from arguments import TrainArguments, parse
 from fabric_train import checkpoint as checkpoints
+from fabric_train.distributed.cluster_environment import destroy_process_group
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.rendezvous import destroy_process_group
 from fabric_train.distributed.shards import flat_shards, named_parameters, original_name
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import read_shape

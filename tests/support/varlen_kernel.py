@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import fabric_train.model.varlen_attention  # noqa: F401  (registers it with transformers)
+import fabric_train.model.attention  # noqa: F401  (registers it with transformers)
 
 CALLS: list[tuple[list[int], int]] = []
 """The borders and the longest length of each forward call in :func:`varlen_kernel_on_cpu`."""

@@ -11,7 +11,7 @@ import pytest
 
 from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import build, encoded_shards, unfinished
+from fabric_train.tokenization import build, shards, unfinished
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.cleaner import Dropped
@@ -102,7 +102,7 @@ def test_processes_ranges_and_a_restart_remove_the_same_lines(
     tmp_path: Path, tiny_model_dir: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "whole", tiny_model_dir, files)
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 500)
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 500)
     monkeypatch.setattr(line_counts, "_LINES_AT_ONCE", 7)
     monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
     with monkeypatch.context() as interrupted:

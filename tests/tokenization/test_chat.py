@@ -21,7 +21,7 @@ from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument, LeftOut
-from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
+from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

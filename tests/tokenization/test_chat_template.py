@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.chats import chat_template, template_limits
-from fabric_train.tokenization.chats.chat_template import LLAMA3_TEMPLATE, ChatTemplate
-from fabric_train.tokenization.chats.chosen_template import read_chosen_template
+from fabric_train.tokenization.chats.chat_template import LLAMA3_TEMPLATE, ChatTemplate, read_chosen_template
 from fabric_train.tokenization.chats.template_limits import OutOfTimeError, find_fault_in_child, limited_time
 from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer

@@ -9,12 +9,17 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import encoded_shards, merge
+from fabric_train.tokenization import merge, shards
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat
-from fabric_train.tokenization.cleaning.chat_texts import all_text, change_texts, spoken_text, text_without_system
-from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped
-from fabric_train.tokenization.cleaning.language import identify
-from fabric_train.tokenization.cleaning.language_filter import LanguageFilter
+from fabric_train.tokenization.cleaning.cleaner import (
+    Cleaner,
+    Dropped,
+    all_text,
+    change_texts,
+    spoken_text,
+    text_without_system,
+)
+from fabric_train.tokenization.cleaning.language import LanguageFilter, identify
 from fabric_train.tokenization.cleaning.minhash import NO_WORDS, signature, similarities
 from tests.support.dirty_texts import OTHER_LANGUAGES
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
@@ -163,7 +168,7 @@ def test_chats_beside_texts_are_left_out_for_what_is_wrong_with_each(
 def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
     tmp_path: Path, chatml_dir: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 3_000)
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 3_000)
     flags = [str(part) for name, value in OPTIONS.items() for part in (f"--{name}", value)]
     flags += ["--dataset", *map(str, sources), "--tokenizer_name", str(chatml_dir)]
     tokenize_dataset.main([*flags, "--num_proc", "2", "--output_dir", str(tmp_path / "one")])

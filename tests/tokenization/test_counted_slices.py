@@ -16,10 +16,14 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import encoded_shards, merge, slice_folder, unfinished
+from fabric_train.tokenization import merge, shards, slice_folder, unfinished
 from fabric_train.tokenization.cleaning import line_counts
-from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
-from fabric_train.tokenization.cleaning.repeated_lines import open_boilerplate, write_repeated_lines
+from fabric_train.tokenization.cleaning.boilerplate import (
+    Boilerplate,
+    hash_lines,
+    open_boilerplate,
+    write_repeated_lines,
+)
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 NUM_TASKS = 3
@@ -63,7 +67,7 @@ def printed_by(run: Callable[..., None], *given: object) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 700)
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 700)
     monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
 
 
@@ -79,7 +83,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Made
     by_tasks = []
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        patched.setattr(encoded_shards, "_MIN_SHARD_BYTES", 700)
+        patched.setattr(shards, "_MIN_SHARD_BYTES", 700)
         for number in range(1, NUM_TASKS + 1):
             words = f"--boilerplate 10 --shard {number}/{NUM_TASKS} --output_dir counts/{number}"
             by_tasks.append(printed_by(tokenize, tiny_model_dir, words))

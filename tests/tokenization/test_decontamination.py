@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.export.dataset_card import dataset_card
-from fabric_train.export.public_dataset import public_copy
+from fabric_train.export.public_dataset import dataset_card, public_copy
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.cleaning.decontamination import open_decontamination
-from fabric_train.tokenization.cleaning.hashed_ngrams import ngram_hashes, split_words
+from fabric_train.tokenization.cleaning.decontamination import ngram_hashes, open_decontamination, split_words
 from fabric_train.tokenization.cleaning.task_items import read_task_files
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
@@ -242,7 +240,7 @@ def test_hits_are_the_same_for_any_number_of_processes_and_shards(
     texts = [f"Text {number}. " + (QUESTION if number % 7 == 3 else "Nothing here. ") for number in range(60)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     tokenize(tmp_path / "1", tiny_model_dir, source, decontaminate=task)
-    monkeypatch.setattr("fabric_train.tokenization.encoded_shards._MIN_SHARD_BYTES", 500)
+    monkeypatch.setattr("fabric_train.tokenization.shards._MIN_SHARD_BYTES", 500)
     tokenize(tmp_path / "2", tiny_model_dir, source, decontaminate=task, num_proc=2)
     files = [(tmp_path / name / "contamination.jsonl").read_bytes() for name in "12"]
     assert files[0] == files[1]

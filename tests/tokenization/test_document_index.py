@@ -21,7 +21,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import build, encoded_shards, encoding, merge, unfinished
+from fabric_train.tokenization import build, encoding, merge, shards, unfinished
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.manifest import SourceLedger, SourceRecord
 from fabric_train.tokenization.packing.document_index import (
@@ -33,8 +33,8 @@ from fabric_train.tokenization.packing.document_index import (
     open_index,
     write_index,
 )
-from fabric_train.tokenization.packing.row_checksums import row_checksums
-from fabric_train.tokenization.reading.source_names import split_names
+from fabric_train.tokenization.packing.token_folder import row_checksums
+from fabric_train.tokenization.reading.opening import split_names
 from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
 from tests.tokenization.test_rows import Task, rows_of, tasks
 
@@ -199,7 +199,7 @@ def test_every_piece_of_a_row_is_the_text_at_its_file_and_row(
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 700)  # parts of files
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 700)  # parts of files
     folder, texts = corpus
     options = {"on_bad_rows": "skip", "validation_split": 0.2, **options}
     weights = options.pop("weights", None)
@@ -261,7 +261,7 @@ def test_an_interrupted_run_continues_to_the_same_index(
 ) -> None:
     source, options = corpus[0] / "es", {"on_bad_rows": "skip", "max_length": 16}
     tokenize(tmp_path / "whole", tiny_model_dir, source, **options)
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 700)
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 700)
     monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "_collect", interrupt)

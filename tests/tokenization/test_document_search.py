@@ -10,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 
 from fabric_train.tokenization.manifest import SourceFile, SourceRecord
-from fabric_train.tokenization.packing import document_search
-from fabric_train.tokenization.packing.document_index import SourceTable
-from fabric_train.tokenization.packing.document_search import files_named, find_documents, find_rows, num_records
+from fabric_train.tokenization.packing import document_index
+from fabric_train.tokenization.packing.document_index import (
+    SourceTable,
+    files_named,
+    find_documents,
+    find_rows,
+    num_records,
+)
 from tests.tokenization.test_document_index import number_of_rows
 from tests.tokenization.test_rows import Task, tasks
 
@@ -20,7 +25,7 @@ from tests.tokenization.test_rows import Task, tasks
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_search, "_RECORDS_PER_CHUNK", 3)
+        patch.setattr(document_index, "_RECORDS_PER_CHUNK", 3)
         yield
 
 

@@ -11,8 +11,12 @@ import pytest
 from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.cleaning.language import identify, language_probabilities
-from fabric_train.tokenization.cleaning.language_filter import LanguageFilter, open_language_filter
+from fabric_train.tokenization.cleaning.language import (
+    LanguageFilter,
+    identify,
+    language_probabilities,
+    open_language_filter,
+)
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 # Universal Declaration of Human Rights, article 1

@@ -15,10 +15,11 @@ import pytest
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.file_parts import FilePart, PackedParts
 from fabric_train.tokenization.reading.files import FileReader, is_readable, split_file
 from fabric_train.tokenization.reading.listing import (
+    FilePart,
     ListedFiles,
+    PackedParts,
     check_unchanged,
     hash_files,
     list_file,

@@ -14,7 +14,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.manifest import Manifest, read_manifest
-from fabric_train.tokenization.packing.row_checksums import row_checksum
+from fabric_train.tokenization.packing.token_folder import row_checksum
 
 IGNORED = -100
 COLUMNS = ("input_ids", "document_starts", "labels")
@@ -225,10 +225,3 @@ def test_merge_runs_as_a_module(tmp_path: Path, tiny_tokens_dir: Path, other: Pa
     finished = run_program(*command)
     assert finished.returncode == 2
     assert "already exists and is not empty" in finished.stderr
-
-
-@pytest.mark.parametrize("name", ["merge", "inspect"])
-def test_the_former_module_name_still_runs(name: str, run_program: Any) -> None:
-    finished = run_program("-m", f"fabric_train.corpus.{name}", "--help")
-    assert (finished.returncode, finished.stderr) == (0, "")
-    assert finished.stdout.startswith("usage: ")

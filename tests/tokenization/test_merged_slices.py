@@ -15,15 +15,15 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import encoded_shards, encoding, merge, slice_folder, unfinished
+from fabric_train.tokenization import encoding, merge, shards, slice_folder, unfinished
+from fabric_train.tokenization.corpus import InputSlice, files_read_at_once, files_to_hash, slice_numbers
 from fabric_train.tokenization.packing.document_index import write_index
-from fabric_train.tokenization.packing.row_checksums import CHECKSUM
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
+from fabric_train.tokenization.packing.token_folder import CHECKSUM
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
 from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, Shard, ShardRecord, read_record
-from fabric_train.tokenization.sharding import InputSlice, files_read_at_once, files_to_hash, slice_numbers
 from tests.support.token_datasets import TEXTS, write_jsonl
 
 NUM_TASKS = 3
@@ -62,7 +62,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_small_shards(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(corpus)
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 600)
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 600)
     monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
 
 
@@ -110,7 +110,7 @@ def test_slices_are_consecutive_and_balanced_by_bytes(count: int) -> None:
 
 def test_a_terabyte_has_few_shards_and_slices_of_one_size() -> None:
     source = FileSource("a", Path(), ListedFiles(ListedFile(f"{name}.jsonl", 1 << 38, 0, 0) for name in range(4)))
-    sizes = [shard.num_bytes for shard in encoded_shards.split_into_shards([source], "")]
+    sizes = [shard.num_bytes for shard in shards.split_into_shards([source], "")]
     assert sum(sizes) == 1 << 40
     assert 8000 < len(sizes) <= 8196
     of_each = Counter[int]()
@@ -120,7 +120,7 @@ def test_a_terabyte_has_few_shards_and_slices_of_one_size() -> None:
 
 
 def test_groups_of_files_cover_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.tokenization.sharding._BYTES_HASHED_TOGETHER", 100)
+    monkeypatch.setattr("fabric_train.tokenization.corpus._BYTES_HASHED_TOGETHER", 100)
     paths = [tmp_path / f"{number}.txt" for number in range(20)]
     for number, path in enumerate(paths):
         path.write_text("x" * (7 * number % 90))
@@ -140,7 +140,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_model_dir:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(corpus)
-        patched.setattr(encoded_shards, "_MIN_SHARD_BYTES", 600)
+        patched.setattr(shards, "_MIN_SHARD_BYTES", 600)
         run_tasks(tiny_model_dir, folder)
     return folder
 

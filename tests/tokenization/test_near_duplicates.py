@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import build, encoded_shards, encoding, unfinished
+from fabric_train.tokenization import build, encoding, shards, unfinished
 from fabric_train.tokenization.cleaning import minhash, near_duplicates
 from fabric_train.tokenization.cleaning.minhash import NUM_HASHES, choose_bands, signature, similarities
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
@@ -174,7 +174,7 @@ def test_processes_shards_and_a_restart_leave_out_the_same(
     tmp_path: Path, tiny_model_dir: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", tiny_model_dir, files)
-    monkeypatch.setattr(encoded_shards, "_MIN_SHARD_BYTES", 3_000)
+    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 3_000)
     monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "find_near_duplicates", interrupt)

@@ -13,12 +13,10 @@ import pytest
 from arguments import TokenizeArguments
 from benchmarks.corpora import cut_documents, whole_documents
 from benchmarks.packages import install_packages
+from fabric_train.tokenization.cleaning import quality
 from fabric_train.tokenization.cleaning.cleaner import Dropped
 from fabric_train.tokenization.cleaning.language import identify
-from fabric_train.tokenization.cleaning.quality import c4, fineweb, gopher, repetition
-from fabric_train.tokenization.cleaning.quality.measured_text import Fault, MeasuredText
-from fabric_train.tokenization.cleaning.quality.quality_filter import open_quality_filter
-from fabric_train.tokenization.cleaning.quality.stop_words import STOP_WORDS
+from fabric_train.tokenization.cleaning.quality import STOP_WORDS, Fault, MeasuredText, open_quality_filter
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 SENTENCES = [
@@ -150,7 +148,9 @@ def datatrove_filters(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[A
 
     for module in (fineweb_quality_filter, gopher_quality_filter, gopher_repetition_filter):
         monkeypatch.setattr(module, "split_into_words", lambda text, language: MeasuredText(text).words)
-    monkeypatch.setattr(c4_filters, "split_into_sentences", lambda text, language: [None] * c4.count_sentences(text))
+    monkeypatch.setattr(
+        c4_filters, "split_into_sentences", lambda text, language: [None] * quality.count_sentences(text)
+    )
     return lambda language: [
         gopher_quality_filter.GopherQualityFilter(stop_words=list(STOP_WORDS[language])),
         gopher_repetition_filter.GopherRepetitionFilter(),
@@ -190,11 +190,11 @@ def test_decisions_are_those_of_datatrove(datatrove_filters: Callable[[str], lis
         language, _ = identify(text)
         filters = datatrove_filters(language if language in STOP_WORDS else "en")
         theirs = [one.filter(document) is True for one in filters]
-        lines = c4.clean_lines(text, Counter())
+        lines = quality.clean_lines(text, Counter())
         faults: Sequence[Fault | None] = [
-            gopher.find_fault(MeasuredText(text)),
-            repetition.find_fault(MeasuredText(text)),
-            fineweb.find_fault(MeasuredText(text)),
+            quality.find_gopher_fault(MeasuredText(text)),
+            quality.find_repetition(MeasuredText(text)),
+            quality.find_fineweb_fault(MeasuredText(text)),
             lines if isinstance(lines, Fault) else None,
         ]
         assert [fault is None for fault in faults] == theirs, (text, faults)

@@ -15,11 +15,14 @@ from tokenizers import Tokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import LAST_INCOMPLETE_ROW
-from fabric_train.tokenization.packing.arrow_folder import write_dataset_dict, write_split
-from fabric_train.tokenization.packing.row_checksums import row_checksum
+from fabric_train.tokenization.packing.arrow_folder import (
+    SpooledDocuments,
+    SpooledFile,
+    write_dataset_dict,
+    write_split,
+)
 from fabric_train.tokenization.packing.rows import Packing, RowPlan, best_fit_decreasing, plan_rows
-from fabric_train.tokenization.packing.spooled import SpooledDocuments, SpooledFile
-from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.tokenization.packing.token_folder import open_splits, row_checksum
 
 PACKINGS: tuple[Packing, ...] = ("concat", "best_fit", "none")
 PAD = 999_999
@@ -329,7 +332,7 @@ def document_of(task: Task, token: int) -> int:
 
 
 def test_more_files_are_read_than_may_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.tokenization.packing.spooled._MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("fabric_train.tokenization.packing.arrow_folder._MAX_OPEN_FILES", 1)
     documents = spool(tmp_path, [4] * 6, [(2, False), (2, False)])
     order = np.array([5, 0, 3, 1, 4, 2])
     write_split(tmp_path / "train", documents, plan_rows(documents.lengths, order, "concat", 4, 0), PAD)

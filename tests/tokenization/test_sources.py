@@ -17,13 +17,11 @@ import pytest
 from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.documents import BadRowError, text_of
 from fabric_train.tokenization.reading.files import FileReader, split_file
-from fabric_train.tokenization.reading.hub_names import DatasetName
 from fabric_train.tokenization.reading.listing import list_file
 from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.sources import StreamSource
+from fabric_train.tokenization.reading.sources import DatasetName, StreamSource
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 from tests.support.token_datasets import documents_in, manifest_of, tokenize
 

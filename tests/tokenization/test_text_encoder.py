@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.tokenizers import gigatoken_encoder, gigatoken_json
-from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
-from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
-from fabric_train.tokenization.tokenizers.fast_encoder import FastEncoder
-from fabric_train.tokenization.tokenizers.gigatoken_encoder import GigatokenEncoder
-from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS
-from fabric_train.tokenization.tokenizers.reference import Reference, find_different_document
-from fabric_train.tokenization.tokenizers.reference import find_difference as find_difference_from
-from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder, open_encoder
+from fabric_train.tokenization.tokenizers import gigatoken_json, text_encoder
+from fabric_train.tokenization.tokenizers.gigatoken_json import CharacterFinder
+from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS, Reference, find_different_document
+from fabric_train.tokenization.tokenizers.parity_check import find_difference as find_difference_from
+from fabric_train.tokenization.tokenizers.text_encoder import (
+    Borders,
+    FastEncoder,
+    GigatokenEncoder,
+    TextEncoder,
+    add_borders,
+    open_encoder,
+)
 
 
 def find_difference(encoder: TextEncoder, tokenizer_file: Path, plain: bool, *texts: str) -> str | None:
@@ -265,8 +268,8 @@ def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkey
     draw = random.Random(0)
     texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=20_000)).encode() for _ in range(3)]
     expected = encoder.encode_documents(texts, Borders(128_000, 128_001))[0]
-    monkeypatch.setattr(gigatoken_encoder, "_MOST_GROWTH", -1 << 40)
-    monkeypatch.setattr(gigatoken_encoder, "_TEXT_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(text_encoder, "_MOST_GROWTH", -1 << 40)
+    monkeypatch.setattr(text_encoder, "_TEXT_BETWEEN_LOOKS", 1)
     before = encoder._backend
     assert np.array_equal(encoder.encode_documents(texts, Borders(128_000, 128_001))[0], expected)
     assert encoder._backend is not before
@@ -274,7 +277,7 @@ def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkey
 
 def test_memory_is_looked_at_after_ten_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = GigatokenEncoder(byte_tokenizer(tmp_path / "tokenizer.json", "<eos>"), False)
-    monkeypatch.setattr(gigatoken_encoder, "_MOST_GROWTH", -1 << 40)
+    monkeypatch.setattr(text_encoder, "_MOST_GROWTH", -1 << 40)
     before = encoder._backend
     encoder.encode_documents([b"a few words " * 850_000], Borders(None, 256))
     assert encoder._backend is not before

@@ -15,11 +15,10 @@ import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
-from fabric_train.tokenization.tokenizers.llama3_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
-from fabric_train.tokenization.tokenizers.sentencepiece_bpe import HARD_STRINGS
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_folder import read_plain_folder
+from fabric_train.tokenization.tokenizers.tokenizer_model import HARD_STRINGS, SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
 
 
 @pytest.fixture(scope="module")

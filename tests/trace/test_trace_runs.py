@@ -13,9 +13,8 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.trace.__main__ import main
-from fabric_train.trace.document_steps import find_steps
+from fabric_train.trace.documents import find_steps, list_documents
 from fabric_train.trace.run_history import Ranks, RunHistory
-from fabric_train.trace.step_documents import list_documents
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import argv, checkpoints, metrics

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from arguments import TrainArguments, TrainingArguments
+from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
-from fabric_train.cli.shares import Shares
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.optim.lr_schedule import learning_rate
-from fabric_train.preflight.phases import plan_phases, read_phases
+from fabric_train.preflight.step_plan import plan_phases, read_phases
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.kills import differences
 from tests.support.short_runs import argv, at_point, metrics

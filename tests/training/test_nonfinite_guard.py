@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from fabric_train.data.batch import Batch
 from fabric_train.data.lanes import LaneCursor, TextPosition
 from fabric_train.data.step_sampler import Window, WindowOrder
-from fabric_train.distributed.grad_norm import clip_grad_norm
+from fabric_train.distributed.shards import clip_grad_norm
 from fabric_train.training.loop import accumulate
 from fabric_train.training.loss import WindowLoss
 from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard

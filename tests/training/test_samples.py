@@ -12,7 +12,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.inference.generate import GenerationSettings, generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
-from fabric_train.training.samples import Sample, SampleFile
+from fabric_train.training.evaluation import Sample, SampleFile
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, metrics
 

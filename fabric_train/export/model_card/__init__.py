@@ -1,6 +1,6 @@
 """The model card of an export. Open ``write_card.py`` first: it has the order of the sections.
 
-``record.py`` reads what a checkpoint says, ``public_names.py`` keeps private names out, and each ``card_…`` module
+``record.py`` reads what a checkpoint says, ``record.py`` keeps private names out, and each ``card_…`` module
 writes a part of the card.
 """
 

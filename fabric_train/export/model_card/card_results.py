@@ -7,9 +7,7 @@ from pathlib import Path
 from fabric_train.checkpoint import Evaluation, TokenLoss, compare_evaluations, perplexity, read_trainer_json, run_of
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart
-from fabric_train.export.model_card.markdown import code, table
-from fabric_train.export.model_card.public_names import last_part
-from fabric_train.export.model_card.record import ModelRecord
+from fabric_train.export.model_card.record import ModelRecord, code, last_part, table
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics import Metrics, read_metrics
 

@@ -4,22 +4,90 @@ It contains nothing private to the machine: only the last part of paths, and onl
 ``card_training``.
 """
 
+import hashlib
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from fabric_train.cli.redaction import redact
-from fabric_train.export.average import AveragePart
+from fabric_train.checkpoint import TokenLoss
+from fabric_train.cli.output import redact
+from fabric_train.export.average import AveragePart, ExportSource
 from fabric_train.export.model_card.card_data import training_data, write_hashes, write_stages
-from fabric_train.export.model_card.card_metadata import card_metadata
-from fabric_train.export.model_card.card_overview import citation, introduction, key_facts, usage
 from fabric_train.export.model_card.card_results import PICTURE, draw_run, results
-from fabric_train.export.model_card.card_training import stages, training
-from fabric_train.export.model_card.markdown import escaped
-from fabric_train.export.model_card.record import CardFacts, ModelRecord, read_record
-from fabric_train.model.origin import ModelOrigin
+from fabric_train.export.model_card.card_training import citation, introduction, key_facts, stages, training, usage
+from fabric_train.export.model_card.record import CardFacts, ModelRecord, escaped, read_record
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.model.origin import ModelOrigin, legal_files
+
+_METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
+_MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
+
+
+def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelCardData:
+    """Return the metadata of a model's card; ``folder`` is the export, with the licence's files."""
+    repository, results = record.origin.repository if record.origin else None, _eval_results(record)
+    return ModelCardData(
+        base_model=repository,
+        base_model_relation="finetune" if repository else None,
+        datasets=record.hub_datasets() or None,
+        eval_results=results or None,
+        language=list(facts.languages) if facts.languages else None,
+        library_name="transformers",
+        model_name=Path(facts.name).name if results else None,
+        pipeline_tag="text-generation",
+        tags=["fabric-train"],
+        **({"license": facts.license} if facts.license else _licence(record.origin, folder)),  # type: ignore[arg-type]
+    )
+
+
+def _licence(origin: ModelOrigin | None, folder: Path) -> dict[str, str]:
+    """Return the base model's licence; empty if it is not known, or there is no base model.
+
+    The hub takes ``LICENSE``, ``LICENSE.md`` or a URL as the link to the text of a licence that has no identifier.
+    """
+    if origin is None:
+        return {}
+    texts = [file.name for file in legal_files(folder) if file.name.upper().startswith("LICEN")]
+    if origin.license is None and not texts:
+        return {}
+    name, link = origin.license_name, origin.license_link
+    if link and "://" not in link and not (folder / link).is_file():
+        link = f"https://huggingface.co/{origin.repository}/blob/main/{link}" if origin.repository else None
+    if origin.license in (None, "other"):  # the hub then asks for its name and text
+        name, link = name or "license-of-the-base-model", link or (texts[0] if texts else None)
+    given = {"license": origin.license or "other", "license_name": name, "license_link": link}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _eval_results(record: ModelRecord) -> list[EvalResult]:
+    """Return the finite figures of the last validation, of each source and of all; none of an average."""
+    if record.state.evaluation is None or record.parts:
+        return []
+    return [
+        result
+        for name, loss in record.state.evaluation.parts.items()
+        for result in _results_of(record.part_name(name), loss)
+    ]
+
+
+def _results_of(name: str, loss: TokenLoss) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=name,
+            dataset_name=f"{name}, held out",
+            dataset_split="validation",
+            metric_type=figure,
+            metric_name=_METRICS[figure],
+            metric_value=float(f"{value:.6g}"),
+        )
+        for figure, value in loss.figures().items()
+        if value is not None and math.isfinite(value)
+    ]
 
 
 def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
@@ -74,3 +142,31 @@ def _with_base_model(record: ModelRecord, name: str | None) -> ModelRecord:
     origin = record.origin
     revision = origin.revision if origin and origin.repository == name else None
     return replace(record, origin=replace(origin or ModelOrigin(name), name=name, repository=name, revision=revision))
+
+
+def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
+    """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line.
+
+    Raises:
+        InputError: trainer.json or manifest.json of the checkpoint is damaged.
+    """
+    draw_card_picture(source.checkpoint, folder, facts)
+    write_model_card(source.checkpoint, folder, facts, source.parts)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    mark = f"\n<!-- written by Fabric Train; SHA-256 of the text above: {_sha256(text)} -->\n"
+    write_atomically(folder / "README.md", text + mark)
+
+
+def renew_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
+    """Write the card of a finished export again with ``facts``, which may name another repository.
+
+    A card that a user has edited, or that an older version wrote, stays.
+    """
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    found = _MARK.search(text)
+    if found and found[1] == _sha256(text[: found.start()]):
+        write_card(source, folder, facts)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -5,7 +5,9 @@ Every layer costs the same. So a model of three and one of two layers are traced
 
 import copy
 import functools
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fabric_train.data.batch import Targets
-from fabric_train.distributed.activation_checkpoint import checkpoint_layers, kept_share
-from fabric_train.model.chunked_cross_entropy import traced_as
-from fabric_train.model.lm_head_loss import compute_loss_in_head
-from fabric_train.preflight.memory.gpu_attention import attention_on_gpu
-from fabric_train.preflight.memory.live_bytes import LiveBytes
+from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
+from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
 from fabric_train.training.loss import summed_loss
 
 if TYPE_CHECKING:
@@ -32,6 +31,88 @@ if TYPE_CHECKING:
     from fabric_train.model.hf_model import ModelShape
 
 _TRACED_LAYERS = 3
+
+
+def attention_on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Do what ``scaled_dot_product_attention`` does on a recent GPU (torch/nn/functional.py, with the same arguments).
+
+    Without a mask and in 16 bits it is the flash kernel, which takes fewer heads of keys and values. Otherwise it is
+    the memory-efficient kernel, which takes a mask as numbers to add.
+    """
+    aten: Any = torch.ops.aten
+    if attn_mask is None and query.dtype != torch.float32:
+        found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return found[0]
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    found = aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+    )
+    return found[0]
+
+
+class LiveBytes:
+    """The bytes of the storages that were added and are still alive, now and at the peak.
+
+    Args:
+        block: an allocation takes a multiple of so many bytes.
+        ignored: tensors whose storages do not count.
+    """
+
+    def __init__(self, block: int = 1, ignored: Iterable[torch.Tensor] = ()) -> None:
+        self.now = self.most = 0
+        self.most_kinds: dict[str, int] = {}
+        """The bytes at the peak by kind."""
+        self._block = block
+        self._kinds: Counter[str] = Counter()
+        self._live = {tensor.untyped_storage()._cdata: (0, "") for tensor in ignored}
+
+    def add(self, storage: torch.UntypedStorage, kind: str = "") -> None:
+        """Add a storage, unless it was added before."""
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = (0, kind)
+            weakref.finalize(storage, self._free, key)
+            self._resize(key, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with its present size, if it was added."""
+        if storage._cdata in self._live:
+            self._resize(storage._cdata, storage.nbytes())
+
+    def restart(self) -> None:
+        """Restart the peak from here."""
+        self.most, self.most_kinds = self.now, dict(self._kinds)
+
+    def _resize(self, key: int, size: int) -> None:
+        size = -(-size // self._block) * self._block
+        before, kind = self._live[key]
+        self._live[key] = (size, kind)
+        self.now += size - before
+        self._kinds[kind] += size - before
+        if self.now > self.most:
+            self.restart()
+
+    def _free(self, key: int) -> None:
+        size, kind = self._live.pop(key)
+        self.now -= size
+        self._kinds[kind] -= size
 
 
 @dataclass(frozen=True)
@@ -58,7 +139,7 @@ class Activations:
 
     With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and those outside of the
     layers until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time,
-    but not those of embedding and head, which ``device_memory.py`` counts.
+    but not those of embedding and head, which ``forecast.py`` counts.
 
     Attributes:
         kept: what all layers keep from the forward to the backward pass.

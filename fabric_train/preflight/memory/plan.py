@@ -1,16 +1,261 @@
 """``--plan``: print what a run will take; and, before every run, check that it does not obviously run out of memory."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
+from fabric_train.checkpoint.manager import free_bytes
+from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.distributed.resources import device_memory, machine_memory
-from fabric_train.files.sizes import parse_size
-from fabric_train.preflight.memory.fitting import faults_of, faults_without_trace
-from fabric_train.preflight.memory.forecast import RunRequest
-from fabric_train.preflight.memory.plan_tables import report
+from fabric_train.distributed.memory import device_memory, machine_memory
+from fabric_train.preflight.memory.forecast import Forecast, RunRequest
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
+
+if TYPE_CHECKING:
+    from fabric_train.training.prepared_run import StepPlan
+
+_KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
+
+
+def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
+    """Return a line for what does not fit into a device, host memory or disk, and what to change."""
+    faults = []
+    if forecast.device_bytes > request.device_memory:
+        faults.append(_fault_of_memory(request, forecast))
+    if request.is_elsewhere:
+        return faults
+    if request.on_gpu and forecast.host_bytes > machine_memory():
+        needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
+        faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
+    return [*faults, *_faults_of_disk(request, request.num_checkpoints() + 1)]
+
+
+def faults_without_trace(request: RunRequest) -> list[str]:
+    """Return faults that need no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
+    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
+    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    least = request.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
+    faults = []
+    if not layout.offloads and least > request.device_memory:
+        faults.append(
+            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
+            f"{show_size(request.device_memory)} each: --plan true says what would fit"
+        )
+    return [*faults, *_faults_of_disk(request, 1)]
+
+
+def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
+    """Return a line if ``number`` checkpoints are more than the free space on the disk."""
+    layout, folder = request.layout(), Path(request.arguments.save.output_dir)
+    size = request.shape.num_parameters * (layout.held + layout.states)
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = free_bytes(nearest)
+    if size * number <= free:
+        return []
+    fitting = free // size - 2  # besides the best by validation loss and the one being written
+    fix = f"give --keep_checkpoints {fitting}, or make room" if fitting > 0 else "make room there"
+    checkpoints = "a checkpoint needs" if number == 1 else f"{number} checkpoints, one being written, need"
+    return [f"--output_dir {folder}: {checkpoints} {show_size(size * number)}, {show_size(free)} are free; {fix}"]
+
+
+def _fault_of_memory(request: RunRequest, forecast: Forecast) -> str:
+    parts = {**forecast.budget.most.parts, "the process itself": forecast.process}
+    listed = ", ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+    needed, there = show_size(forecast.device_bytes), show_size(request.device_memory)
+    where = "a device" if forecast.on_gpu else "a rank"
+    return f"the run needs {needed} on {where}, which has {there}: {listed}; {_change_that_fits(request)}"
+
+
+def _change_that_fits(request: RunRequest) -> str:
+    """Try changes one after the other, cheapest first; then leave out those that are not needed."""
+    changes = []
+    for change in _changes(request):
+        changes.append(change)
+        if _apply(request, changes).forecast().device_bytes <= request.device_memory:
+            break
+    else:
+        return "no change of its arguments makes it fit; take a smaller model or shorter rows"
+    for change in changes[:-1]:
+        others = [other for other in changes if other is not change]
+        if _apply(request, others).forecast().device_bytes <= request.device_memory:
+            changes = others
+    needed = _apply(request, changes).forecast().device_bytes
+    options = " ".join(
+        f"--{name} {str(value).lower() if value is False else value}"
+        for change in changes
+        for name, value in change.shown
+    )
+    return f"with {options} it would need {show_size(needed)}"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of arguments. ``shown`` are its options on the command line."""
+
+    shown: tuple[tuple[str, Any], ...]
+
+    def on(self, request: RunRequest) -> RunRequest:
+        """Return the run with these arguments instead."""
+        arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
+        for name, value in self.shown:
+            if name == "devices":
+                num_ranks = value * arguments.device.num_nodes
+                plan = _split_again(plan, arguments.training.micro_batch_size, num_ranks)
+            elif name == "micro_batch_size":
+                arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
+                plan = _split_again(plan, value, plan.world_size)
+            elif name == "precision":
+                arguments = replace(arguments, model=replace(arguments.model, precision=value))
+            else:
+                given: Any = {name: value}
+                arguments = replace(arguments, fsdp=replace(arguments.fsdp, **given))
+                parallelism = value if name == "parallelism" else parallelism
+        return replace(request, arguments=arguments, plan=plan, parallelism=parallelism)
+
+
+def _apply(request: RunRequest, changes: list[_Change]) -> RunRequest:
+    for change in changes:
+        request = change.on(request)
+    return request
+
+
+def _changes(request: RunRequest) -> Iterator[_Change]:
+    arguments, world_size = request.arguments, request.plan.world_size
+    if world_size > 1 and request.parallelism == "ddp":
+        yield _Change((("parallelism", "fsdp"),))
+    if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
+        yield _Change((("sharding_strategy", "FULL_SHARD"),))
+    is_fsdp2 = request.parallelism == "fsdp2"
+    if world_size > 1 and (is_fsdp2 or not (arguments.fsdp.cpu_offload or arguments.model.float8)):
+        eager = (("compile", False),) if arguments.fsdp.compile is True and not is_fsdp2 else ()
+        yield _Change((("gradient_reduction", "micro_batch"), *eager))
+    if arguments.fsdp.activation_checkpointing != "full":
+        yield _Change((("activation_checkpointing", "full"),))
+    size = arguments.training.micro_batch_size
+    while size > 1:
+        size //= 2
+        yield _Change((("micro_batch_size", size),))
+    if arguments.model.precision != "bf16-true":
+        yield _Change((("precision", "bf16-true"),))
+    devices = world_size // arguments.device.num_nodes
+    for number in (2 * devices, 4 * devices, 8 * devices):
+        sharded = (("parallelism", "fsdp"),) if request.parallelism == "single" else ()
+        yield _Change((*sharded, ("devices", number)))
+
+
+def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "StepPlan":
+    """Split the same window among other ranks or into other micro-batches."""
+    num_data_ranks = world_size * plan.num_data_ranks // plan.world_size
+    accumulation = max(1, plan.rows_per_window // (micro_batch_size * num_data_ranks))
+    return replace(
+        plan,
+        accumulation=accumulation,
+        micro_batch_size=micro_batch_size,
+        world_size=world_size,
+        num_data_ranks=num_data_ranks,
+    )
+
+
+def report(
+    forecast: Forecast,
+    plan: "StepPlan",
+    num_kept: int,
+    device_memory: int,
+    interconnect: float | None,
+    network: float | None,
+) -> Group:
+    """Return the forecast as tables: model and steps, memory by phase, host memory and disk, traffic.
+
+    Args:
+        forecast: of the run.
+        plan: its windows and steps.
+        num_kept: checkpoints on the disk at the end of the run.
+        device_memory: bytes that a device has.
+        interconnect: bytes per second from a device to the others of its machine, None if not given.
+        network: bytes per second from a machine to the others, None if not given.
+    """
+    return Group(
+        _counts(forecast, plan),
+        _memory(forecast, device_memory),
+        _storage(forecast, num_kept),
+        _traffic(forecast, interconnect, network),
+    )
+
+
+def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
+    units, layout = forecast.units, forecast.layout
+    table = _table("Plan")
+    table.add_row("parameters", f"{units.total:,}: {units.num_layers} layers of {units.layer:,}, {units.rest:,} else")
+    cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
+    table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
+    tokens = plan.rows_per_window * plan.tokens_per_row
+    table.add_row("steps", f"{plan.num_steps:,} of up to {tokens:,} tokens, {plan.num_steps * tokens:,} in all")
+    table.add_row("computing", f"{forecast.flops_of_step / 1e12:,.1f} TFLOP a step on each device")
+    return table
+
+
+def _memory(forecast: Forecast, device_memory: int) -> Table:
+    """Return the memory of a rank by kind, one column per phase."""
+    phases = forecast.budget.phases
+    table = Table("memory, GB", *(phase.name for phase in phases), title_justify="left", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind in _KINDS:
+        table.add_row(kind, *(_gigabytes(phase.parts.get(kind, 0)) for phase in phases))
+    staging = 0 if forecast.on_gpu else forecast.budget.staging
+    if staging:
+        table.add_row("copy being saved", *(_gigabytes(staging) for _ in phases))
+    name = "CUDA and NCCL, set aside" if forecast.on_gpu else "the process itself"
+    table.add_row(name, *(_gigabytes(forecast.process) for _ in phases))
+    totals = [phase.total + forecast.process + staging for phase in phases]
+    table.add_row("in all", *map(_gigabytes, totals), style="bold")
+    of_all = f"{forecast.device_bytes / device_memory:.0%} of {show_size(device_memory)}"
+    table.add_row("at most", f"{forecast.device_bytes / 1e9:,.3f} GB", of_all)
+    return table
+
+
+def _storage(forecast: Forecast, num_kept: int) -> Table:
+    table = _table("")
+    per_machine = forecast.layout.world_size // forecast.layout.num_nodes
+    table.add_row("host memory", f"{show_size(forecast.host_bytes)} of {per_machine} ranks on a machine")
+    size = forecast.budget.checkpoint
+    table.add_row(
+        "disk", f"{show_size(size * num_kept)}: {num_kept} checkpoints of {show_size(size)}; one more while writing"
+    )
+    return table
+
+
+def _traffic(forecast: Forecast, interconnect: float | None, network: float | None) -> Table:
+    """Return what a rank sends in a step, and the time for it if the bandwidth is given."""
+    table = Table("sent a step", "by a rank", "leaving a machine", "at least", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for collective in forecast.collectives:
+        seconds = collective.seconds(interconnect, network)
+        shown = f"{seconds:.3f} s" if seconds else "give --interconnect" if not interconnect else "give --network"
+        leaving = show_size(collective.leaving_machine) if collective.leaving_machine else ""
+        table.add_row(collective.what, show_size(collective.sent), leaving, shown)
+    if not forecast.collectives:
+        table.add_row("nothing: one device", "", "", "")
+    return table
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.2f}" if size else ""
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def print_plan(run: PreparedRun) -> None:

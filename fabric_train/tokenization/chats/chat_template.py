@@ -22,9 +22,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fabric_train.cli.errors import first_line
+from fabric_train.cli.errors import InputError, first_line
 from fabric_train.tokenization.chats.chat_format import Message
 from fabric_train.tokenization.chats.control_tokens import Span, check_surrogates
 from fabric_train.tokenization.chats.template_limits import (
@@ -35,6 +36,10 @@ from fabric_train.tokenization.chats.template_limits import (
     limited_time,
 )
 from fabric_train.tokenization.documents import BadRowError
+from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_template
+
+if TYPE_CHECKING:
+    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
 LLAMA3_TEMPLATE = (
@@ -48,7 +53,6 @@ LLAMA3_TEMPLATE = (
     "{%- endif %}\n"
 )
 LLAMA3_CONTROL_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SECONDS = 5.0  # of processor time for one rendering; an ordinary one takes less than a millisecond
 _MOST_CHARACTERS = 1 << 24  # of a rendering; more only if the conversation itself is so long
@@ -354,3 +358,23 @@ def _check_content_rendered(messages: list[Message], turn: int, text: str, span:
             f"the chat template leaves out a part of turn {turn + 1}, so it would not be trained on; "
             "give a template that keeps it by --chat_template"
         )
+
+
+def read_chosen_template(file: str, tokenizer: "CorpusTokenizer") -> str:
+    """Return the template in ``file``, the argument of --chat_template.
+
+    It is checked without loading the tokenizer, so that a fault is found before anything is read or downloaded.
+
+    Raises:
+        InputError: there is no such file, it is no template, or it cannot render a question with an answer.
+    """
+
+    template = read_chat_template(Path(file).expanduser())
+    if not template.strip():
+        raise InputError(f"--chat_template {file}: the file is empty; give a Jinja template")
+    tokens = {"bos_token": tokenizer.bos_token or "", "eos_token": tokenizer.eos_token}
+    try:
+        ChatTemplate(template, tokens, (), ())
+    except BadRowError as error:
+        raise InputError(f"--chat_template {file}: {error}; correct the template") from None
+    return template

@@ -1,7 +1,7 @@
 """Apply the cleaning steps to one document after another, in a fixed order."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,23 +9,101 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.chats.chat_format import Chat
+from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message
+from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning import minhash
-from fabric_train.tokenization.cleaning.chat_texts import all_text, change_texts, spoken_text, text_without_system
-from fabric_train.tokenization.cleaning.contamination import TaskHit
+from fabric_train.tokenization.cleaning.dropped_sample import TaskHit
+from fabric_train.tokenization.documents import BadRowError
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
     from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
 
-_JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
-"""What a step that leaves out chats judges."""
+_NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
+_SPEAKERS = ("user", "assistant")
 _NOT_FOR_CHATS = {
     "boilerplate": "a chat cannot lose a line of a turn",
     "language_by paragraph": "a chat cannot lose a paragraph of a turn",
     "quality": "its rules are for web pages, and a good answer may be one word",
 }
 """Switches, and why they are refused for chats."""
+
+
+def change_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
+    """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments.
+
+    Raises:
+        BadRowError: the chat is nested too deeply.
+    """
+    try:
+        return replace(chat, messages=[_changed(message, change, _NO_TEXT) for message in chat.messages])
+    except RecursionError:
+        raise BadRowError(TOO_DEEP) from None
+
+
+def all_text(chat: Chat) -> str:
+    """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too.
+
+    Raises:
+        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    """
+    return _joined(_texts(chat, chat.messages))
+
+
+def text_without_system(chat: Chat) -> str:
+    """Return all texts but those of system messages, which chats share without repeating each other.
+
+    Raises:
+        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    """
+    return _joined(_texts(chat, [message for message in chat.messages if message["role"] != "system"]))
+
+
+def spoken_text(chat: Chat) -> str:
+    """Return what the user and the assistant say, whatever the language of system messages and of tools is.
+
+    Raises:
+        BadRowError: it has half of a surrogate pair.
+    """
+    return _joined(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
+
+
+def _texts(chat: Chat, messages: list[Message]) -> list[str]:
+    texts: list[str] = []
+
+    def take(text: str) -> str:
+        texts.append(text)
+        return text
+
+    change_texts(replace(chat, messages=messages), take)
+    return texts
+
+
+def _joined(texts: Iterable[str]) -> str:
+    text = "\n".join(texts)
+    check_surrogates(text)
+    return text
+
+
+def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> Any:
+    """Return the value with all texts changed, but those under a key in ``kept``."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(part, change, kept) for part in value]
+    if isinstance(value, Mapping):
+        return {
+            key: part if key in kept else _changed(part, change, _kept_in(key, kept)) for key, part in value.items()
+        }
+    return value
+
+
+def _kept_in(key: str, kept: frozenset[str]) -> frozenset[str]:
+    return frozenset() if key == "arguments" else kept  # an argument may be called id or name
+
+
+_JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
+"""What a step that leaves out chats judges."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +246,11 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
     _check_for_chats(arguments, kinds)
     steps: dict[str, CleaningStep] = {}
     if arguments.language is not None:
-        from fabric_train.tokenization.cleaning.language_filter import open_language_filter
+        from fabric_train.tokenization.cleaning.language import open_language_filter
 
         steps["language"] = open_language_filter(arguments.language, arguments.language_by)
     if arguments.quality is not None:
-        from fabric_train.tokenization.cleaning.quality.quality_filter import open_quality_filter
+        from fabric_train.tokenization.cleaning.quality import open_quality_filter
 
         steps["quality"] = open_quality_filter(arguments.quality)
     if arguments.redact is not None:
@@ -185,7 +263,7 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
         steps["decontaminate"] = open_decontamination(arguments.decontaminate, arguments.contaminated)
     cleaner = Cleaner(steps, arguments.near_duplicates)
     if arguments.boilerplate is not None:
-        from fabric_train.tokenization.cleaning.repeated_lines import open_boilerplate
+        from fabric_train.tokenization.cleaning.boilerplate import open_boilerplate
 
         cleaner = cleaner.with_boilerplate(open_boilerplate(arguments.boilerplate, arguments.text_column))
     return cleaner if cleaner.settings() else None

@@ -1,7 +1,7 @@
 """Write ``dropped.jsonl``: some of the documents that were left out, so that a user sees what a rule drops."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +9,12 @@ from pathlib import Path
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.packing.document_index import SourceTable
 
-FILE_NAME = "dropped.jsonl"
+DROPPED_FILE = "dropped.jsonl"
 TEXT_CHARACTERS = 500
 PER_SHARD = 3
 """Documents that a shard keeps for each reason."""
 PER_REASON = 20
+CONTAMINATION_FILE = "contamination.jsonl"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def join_samples(folders: Sequence[Path], target: Path) -> None:
         InputError: a line of a sample is damaged.
     """
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for file in (folder / FILE_NAME for folder in folders):
+    for file in (folder / DROPPED_FILE for folder in folders):
         lines = file.read_bytes().splitlines() if file.exists() else []
         for number, line in enumerate(lines, 1):
             try:
@@ -78,4 +79,50 @@ def _write(folder: Path, by_reason: Mapping[str, Sequence[str]]) -> None:
         count = min(len(found), PER_REASON)
         chosen += [found[number * len(found) // count] + "\n" for number in range(count)]
     if chosen:
-        (folder / FILE_NAME).write_text("".join(chosen), encoding="utf-8")
+        (folder / DROPPED_FILE).write_text("".join(chosen), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TaskHit:
+    """What a document shares with an item of a task.
+
+    Args:
+        task: the task's name.
+        item: the item's ``id``, or its line in the file of the task.
+        num_shared: n-grams that both have.
+        words: the longest stretch of shared words, normalized, and cut after some words.
+    """
+
+    task: str
+    item: str
+    num_shared: int
+    words: str
+
+
+@dataclass(frozen=True)
+class ContaminatedDocument:
+    """A hit and the document's place: number of its file as in the document index, and its row there, from 1."""
+
+    hit: TaskHit
+    file: int
+    row: int
+
+
+def count_by_task(hits: Sequence[ContaminatedDocument]) -> dict[str, int]:
+    """Return the number of documents that share words with each task."""
+    return dict(Counter(task for task, _, _ in sorted({(one.hit.task, one.file, one.row) for one in hits})))
+
+
+def write_hits(folder: Path, hits: Sequence[ContaminatedDocument], sources: SourceTable) -> None:
+    """Write a line for each hit, in the order of the documents; no file if there are none.
+
+    A line is ``{"task": ..., "item": ..., "place": "SOURCE: FILE:ROW", "num_shared": ..., "words": ...}``.
+    """
+    lines = []
+    for one in hits:
+        place = sources.place(one.file, one.row)
+        hit = one.hit
+        content = {"task": hit.task, "item": hit.item, "place": place, "num_shared": hit.num_shared, "words": hit.words}
+        lines.append(json.dumps(content, ensure_ascii=False) + "\n")
+    if lines:
+        (folder / CONTAMINATION_FILE).write_text("".join(lines), encoding="utf-8")

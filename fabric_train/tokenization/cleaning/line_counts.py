@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 
 from fabric_train.tokenization.cleaning.boilerplate import FORMAT, Boilerplate, hash_lines
-from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.encoded_shards import part_name, split_into_shards
-from fabric_train.tokenization.opened_corpus import OpenedCorpus
-from fabric_train.tokenization.progress import progress_of
-from fabric_train.tokenization.reading.columns import text_of
+from fabric_train.tokenization.corpus import OpenedCorpus
+from fabric_train.tokenization.documents import BadRowError, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import Shard
-from fabric_train.tokenization.workers import WorkerPool
+from fabric_train.tokenization.shards import part_name, split_into_shards
+from fabric_train.tokenization.workers import WorkerPool, progress_of
 
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
 _LINES_AT_ONCE = 1 << 23  # 100 MB

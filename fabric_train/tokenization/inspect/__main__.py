@@ -24,7 +24,7 @@ from fabric_train.files.regular_file import open_to_write
 from fabric_train.tokenization.cleaning.language import identify, load_identifier
 from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_work, compare, open_corpora
 from fabric_train.tokenization.inspect.comparison_page import comparison_to_html
-from fabric_train.tokenization.inspect.comparison_terminal import print_comparison
+from fabric_train.tokenization.inspect.comparison_tables import print_comparison
 from fabric_train.tokenization.inspect.page import to_html
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
 from fabric_train.tokenization.inspect.terminal import print_report

@@ -14,9 +14,9 @@ from fabric_train.tokenization.inspect.comparison_tables import (
     source_pairs,
     summary_table,
 )
-from fabric_train.tokenization.inspect.length_distribution import Bar, histograms
 from fabric_train.tokenization.inspect.page import html_page
 from fabric_train.tokenization.inspect.row_view import visible
+from fabric_train.tokenization.inspect.terminal import Bar, histograms
 from fabric_train.tokenization.inspect.word_ngrams import CLEAR_Z, NgramScore
 
 _LONGEST_NGRAM = 60  # characters

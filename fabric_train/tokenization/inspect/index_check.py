@@ -7,8 +7,7 @@ import numpy as np
 from fabric_train.tokenization.inspect.split_check import Problem
 from fabric_train.tokenization.manifest import SourceLedger
 from fabric_train.tokenization.packing.document_index import DocumentIndex
-from fabric_train.tokenization.packing.row_checksums import altered_rows
-from fabric_train.tokenization.packing.token_folder import RowBatch
+from fabric_train.tokenization.packing.token_folder import RowBatch, altered_rows
 
 _DOCUMENTS_PER_READ = 1 << 20
 _COUNTED = ("documents", "bytes", "tokens_in", "tokens_repeated", "tokens_in_rows")

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from fabric_train.tokenization.inspect.length_distribution import histograms, length_facts
 from fabric_train.tokenization.inspect.report import (
     DatasetReport,
     TextTable,
@@ -16,6 +15,7 @@ from fabric_train.tokenization.inspect.report import (
     success_line,
 )
 from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
+from fabric_train.tokenization.inspect.terminal import histograms, length_facts
 
 
 def to_html(report: DatasetReport) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.inspect.dropped_documents import SampledDrop, read_dropped
+from fabric_train.files.regular_file import open_regular
+from fabric_train.files.typed_json import parse_json
+from fabric_train.tokenization.cleaning.dropped_sample import DROPPED_FILE
 from fabric_train.tokenization.inspect.index_check import IndexCheck
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
 from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
@@ -17,7 +19,54 @@ from fabric_train.tokenization.packing.document_index import DocumentIndex, open
 from fabric_train.tokenization.packing.token_folder import open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
+_MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
+
+
+@dataclass(frozen=True)
+class SampledDrop:
+    """A document that was left out: a line of ``dropped.jsonl``."""
+
+    reason: str
+    detail: str
+    place: str
+    text: str
+
+
+def read_dropped(folder: Path, manifest: Manifest | None) -> tuple[dict[str, list[SampledDrop]], list[Problem]]:
+    """Return the sample of a token dataset by reason, and what is wrong with it; a dataset may have none."""
+    file = folder / DROPPED_FILE
+    if not file.exists():
+        return {}, []
+    try:
+        with open_regular(file, "tokenize again") as opened:
+            content = opened.read(_MOST_BYTES + 1)
+    except (InputError, OSError) as error:
+        return {}, [Problem(DROPPED_FILE, f"cannot be read: {error}")]
+    if len(content) > _MOST_BYTES:
+        return {}, [Problem(DROPPED_FILE, f"larger than {_MOST_BYTES >> 20} MiB, so it is not what its name says")]
+    by_reason: dict[str, list[SampledDrop]] = {}
+    problems = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            document = parse_json(line, SampledDrop)
+        except ValueError as error:
+            problems.append(Problem(DROPPED_FILE, f"line {number:,} is damaged: {error}"))
+            break
+        by_reason.setdefault(document.reason, []).append(document)
+    return by_reason, problems + _disagreements(by_reason, manifest)
+
+
+def _disagreements(by_reason: dict[str, list[SampledDrop]], manifest: Manifest | None) -> list[Problem]:
+    """Return a problem for each reason that the ledger has less often than the sample."""
+    skipped = Counter(manifest.ledger.documents_skipped if manifest else {})
+    return [
+        Problem(
+            DROPPED_FILE, f"{len(documents):,} documents are skipped as {reason}, in the ledger {skipped[reason]:,}"
+        )
+        for reason, documents in by_reason.items()
+        if len(documents) > skipped[reason]
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Encoded documents to rows of equal length, and rows to the folder of a split and back.
 
-Read ``rows.py`` first: it plans the rows. ``spooled.py`` reads the documents, ``arrow_folder.py`` writes a split and
+Read ``rows.py`` first: it plans the rows. ``arrow_folder.py`` writes a split and
 ``token_folder.py`` reads a token dataset.
 """

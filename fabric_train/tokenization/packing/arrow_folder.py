@@ -1,10 +1,12 @@
 """Write planned rows as a folder for ``datasets.load_from_disk``, without the slow import of ``datasets``."""
 
 import json
+import mmap
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +14,120 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.packing.row_checksums import CHECKSUM, row_checksums
 from fabric_train.tokenization.packing.rows import RowPlan, joined_ranges
-from fabric_train.tokenization.packing.spooled import PiecesToCopy, SpooledDocuments, SpoolReader
-from fabric_train.tokenization.progress import ThrottledLog
-from fabric_train.tokenization.workers import WorkerPool
+from fabric_train.tokenization.packing.token_folder import CHECKSUM, row_checksums
+from fabric_train.tokenization.workers import ThrottledLog, WorkerPool
 
 if TYPE_CHECKING:
     import pyarrow
 
+_TOKEN_BYTES = 4
+_MAX_OPEN_FILES = 128
+_Runs = tuple[list[int], list[int], list[int]]  # first positions in the file, lengths, first positions in the target
 _IGNORED_LABEL = -100
 _TOKENS_PER_BATCH = 1 << 18
 _BYTES_PER_FILE = 512 << 20
 _TICK_SECONDS = 1.0
+_TOKENS_PER_READ = 1 << 22
+
+
+@dataclass(frozen=True)
+class SpooledFile:
+    """Files with the joined documents.
+
+    ``tokens`` holds one int32 per token. ``supervised`` holds one byte per token, 1 if it is a target and 0 if not; it
+    is None if all are.
+    """
+
+    tokens: Path
+    supervised: Path | None = None
+
+
+@dataclass(frozen=True)
+class SpooledDocuments:
+    """The documents of all files, numbered in the order of the files; each document is in one file.
+
+    There may be any number of files of any size. Reading in random order is fast for up to 128 files.
+
+    Args:
+        lengths: int64 [documents], tokens in each document; 0 is allowed.
+        files: in order; together they hold as many tokens as ``lengths`` adds up to.
+    """
+
+    lengths: np.ndarray
+    files: tuple[SpooledFile, ...]
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some tokens may not be supervised."""
+        return any(file.supervised is not None for file in self.files)
+
+
+@dataclass(frozen=True)
+class PiecesToCopy:
+    """One or more pieces of documents and where to copy them, int64 [pieces] each.
+
+    ``starts`` are the first positions in the documents, ``targets`` the first positions in the target array.
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    targets: np.ndarray
+
+
+class SpoolReader:
+    """A reader that copies pieces of documents from the files, and does not keep them in memory."""
+
+    def __init__(self, documents: SpooledDocuments) -> None:
+        self._begins = np.cumsum(documents.lengths) - documents.lengths
+        self._files = documents.files
+        ends = np.cumsum([0, *(file.tokens.stat().st_size // _TOKEN_BYTES for file in self._files)], dtype=np.int64)
+        assert documents.lengths.sum() == ends[-1], "the files hold more or less than the documents"
+        self._file_begins = ends[:-1]
+        self._map = lru_cache(_MAX_OPEN_FILES)(_map)
+
+    def read(self, pieces: PiecesToCopy, input_ids: np.ndarray, supervised: np.ndarray | None) -> None:
+        """Copy pieces.
+
+        Args:
+            pieces: what to copy, and where.
+            input_ids: int32, receives the tokens.
+            supervised: uint8, receives 1 for targets and 0 for other tokens. It is not changed for the tokens of a file
+                without masks. None if it is not needed.
+        """
+        for index, runs in self._runs_by_file(pieces):
+            file = self._files[index]
+            self._copy(file.tokens, runs, input_ids)
+            if supervised is not None and file.supervised is not None:
+                self._copy(file.supervised, runs, supervised)
+
+    def _runs_by_file(self, pieces: PiecesToCopy) -> Iterator[tuple[int, _Runs]]:
+        """Join pieces that are adjacent in a file and in the target, and yield the runs of each file."""
+        sources = self._begins[pieces.documents] + pieces.starts
+        files = np.searchsorted(self._file_begins, sources, side="right") - 1
+        follows = (np.diff(files) == 0) & (np.diff(sources) == pieces.lengths[:-1])
+        follows &= np.diff(pieces.targets) == pieces.lengths[:-1]
+        firsts = np.flatnonzero(np.concatenate([[True], ~follows]))
+        files = files[firsts]
+        begins = sources[firsts] - self._file_begins[files]
+        lengths = np.add.reduceat(pieces.lengths, firsts)
+        targets = pieces.targets[firsts]
+        by_file = np.argsort(files, kind="stable")
+        for group in np.split(by_file, np.flatnonzero(np.diff(files[by_file])) + 1):
+            yield int(files[group[0]]), (begins[group].tolist(), lengths[group].tolist(), targets[group].tolist())
+
+    def _copy(self, file: Path, runs: _Runs, into: np.ndarray) -> None:
+        mapped, target = self._map(file), into.data
+        with memoryview(mapped) as content, content.cast("i" if into.itemsize == _TOKEN_BYTES else "B") as source:
+            for begin, length, at in zip(*runs, strict=True):  # slicing memoryviews takes half as long as numpy arrays
+                target[at : at + length] = source[begin : begin + length]
+        mapped.madvise(mmap.MADV_DONTNEED)  # otherwise the pages of the file count as memory of this process
+
+
+def _map(file: Path) -> mmap.mmap:
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @dataclass(frozen=True)
@@ -264,3 +367,29 @@ def _state(split: str, names: list[str], fingerprint: str) -> dict[str, Any]:
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def count_severed_chats(documents: SpooledDocuments, plan: RowPlan, is_chat: np.ndarray) -> int:
+    """Return the number of chats with a supervised token in a row that does not hold the chat's beginning.
+
+    The model learns these tokens without the turns before them. Only ``concat`` cuts chats.
+
+    Args:
+        documents: the documents of the plan.
+        plan: the rows.
+        is_chat: bool [documents].
+    """
+    new = plan.starts + plan.repeated  # the first token of each piece that is not repeated
+    pieces = np.flatnonzero(is_chat[plan.order][plan.entries] & (new > 0))
+    is_severed = np.zeros(len(is_chat), dtype=bool)
+    reader = SpoolReader(documents)
+    step = max(1, _TOKENS_PER_READ // plan.max_length)
+    for begin in range(0, len(pieces), step):
+        batch = pieces[begin : begin + step]
+        lengths = (plan.lengths[batch] - plan.repeated[batch]).astype(np.int64)
+        targets = np.cumsum(lengths) - lengths
+        supervised = np.ones(int(lengths.sum()), dtype=np.uint8)
+        tokens = np.empty(len(supervised), dtype=np.int32)
+        reader.read(PiecesToCopy(plan.documents(batch), new[batch], lengths, targets), tokens, supervised)
+        is_severed[plan.documents(batch)[np.maximum.reduceat(supervised, targets) > 0]] = True
+    return int(is_severed.sum())

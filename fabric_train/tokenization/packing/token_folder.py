@@ -1,20 +1,111 @@
 """Read the rows of a token dataset's splits as batches of flat arrays, without importing ``datasets``."""
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from xxhash import xxh3_64
 
 from fabric_train.cli.errors import InputError, first_line, missing_folder, raise_reached_limit
-from fabric_train.files.mapped_arrow import map_table
-from fabric_train.files.safe_paths import check_file_name
+from fabric_train.files.regular_file import check_file_name
 from fabric_train.files.typed_json import read_json
 
+CHECKSUM = np.dtype("<u8")
 _TOKENS_PER_BATCH = 1 << 20  # bounds memory, however large the record batches in the files are
+
+
+@contextmanager
+def without_read_ahead() -> Iterator[None]:
+    """Let ``datasets`` map files by :func:`map_table` here, and the kernel read ahead again afterwards.
+
+    pyarrow's own memory map tells the kernel that it will need every batch (``madvise``), so a dataset of 1 TB would be
+    read as a whole when it is opened. ``datasets`` offers no other way to open a file.
+    """
+    from datasets import table as tables  # slow, and not needed for ``map_table``
+
+    maps: list[mmap.mmap] = []
+
+    def map_file(file: str) -> pa.Table:
+        table, mapped = map_table(file)
+        maps.append(mapped)
+        return table
+
+    theirs = tables._memory_mapped_arrow_table_from_file
+    tables._memory_mapped_arrow_table_from_file = map_file
+    try:
+        yield
+    finally:
+        tables._memory_mapped_arrow_table_from_file = theirs
+        for mapped in maps:
+            mapped.madvise(mmap.MADV_NORMAL)
+
+
+def map_table(file: str | Path) -> tuple[pa.Table, mmap.mmap]:
+    """Return the table of an Arrow stream file, and its memory map, of which only what is used is read.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is empty, or its content is not an Arrow stream.
+    """
+    with open(file, "rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+    mapped.madvise(mmap.MADV_RANDOM)
+    return pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all(), mapped
+
+
+def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray | None) -> int:
+    """Return the XXH3-64 hash of a row's tokens, its labels and the positions at which its documents begin.
+
+    Labels count only if some differ from ``input_ids``. So a split whose tokens are all supervised has the same
+    checksums with and without the column, which a merge may add.
+
+    Args:
+        input_ids: int32 [T].
+        labels: int32 [T]; None if each token is its own label.
+        document_starts: int32 [any number]; None if the split has no such column.
+    """
+    digest = xxh3_64(np.ascontiguousarray(input_ids).data)
+    if labels is not None and not np.array_equal(input_ids, labels):
+        digest.update(np.ascontiguousarray(labels).data)
+    if document_starts is not None:
+        digest.update(np.ascontiguousarray(document_starts).data)
+    return digest.intdigest()
+
+
+def altered_rows(
+    rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
+) -> np.ndarray:
+    """Return the indices of the rows that do not have their checksum, int64 [any number].
+
+    Args:
+        rows: what :func:`row_checksum` takes, for each row.
+        checksums: CHECKSUM [rows], those that they were written with.
+    """
+    return np.flatnonzero(np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM) != checksums)
+
+
+def row_checksums(
+    input_ids: np.ndarray, labels: np.ndarray | None, document_starts: np.ndarray, offsets: np.ndarray
+) -> np.ndarray:
+    """Return the checksums of rows of equal length, CHECKSUM [R].
+
+    Args:
+        input_ids: int32 [R * T], the rows joined.
+        labels: int32 [R * T]; None if each token is its own label.
+        document_starts: int32 [any number], positions within a row.
+        offsets: integers [R + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
+    """
+    num_rows = len(offsets) - 1
+    rows = input_ids.reshape(num_rows, -1)
+    of_labels = [None] * num_rows if labels is None else labels.reshape(num_rows, -1)
+    starts = (document_starts[begin:end] for begin, end in pairwise(offsets))
+    return np.array([row_checksum(*row) for row in zip(rows, of_labels, starts, strict=True)], dtype=CHECKSUM)
 
 
 @dataclass(frozen=True)

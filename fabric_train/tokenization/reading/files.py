@@ -18,17 +18,16 @@ from typing import Any
 import orjson
 
 from fabric_train.cli.errors import InputError, RunError, first_line
-from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.columns import (
+from fabric_train.tokenization.documents import (
+    BadRowError,
     Row,
     check_not_repeated,
     check_text_columns,
     missing_column,
     name_in,
 )
-from fabric_train.tokenization.reading.file_parts import FilePart
-from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, changed, read_file
-from fabric_train.tokenization.reading.opened_text import (
+from fabric_train.tokenization.reading.listing import NO_SHA256, FilePart, ListedFile, changed, read_file
+from fabric_train.tokenization.reading.text_file import (
     COMPRESSIONS,
     file_suffix,
     is_compressed,

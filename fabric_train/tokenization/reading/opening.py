@@ -1,24 +1,18 @@
 """Open what --dataset names: files, folders, globs, URLs, save_to_disk folders, datasets on the hub."""
 
 import glob
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.cli.redaction import redact
+from fabric_train.cli.output import redact
 from fabric_train.tokenization.reading.files import is_readable, readable_suffixes
-from fabric_train.tokenization.reading.hub_names import (
-    DatasetName,
-    errors_of_datasets,
-    hub_fault,
-    is_hub_name,
-    parse_dataset_name,
-)
 from fabric_train.tokenization.reading.listing import (
     ListedFiles,
     Listing,
@@ -27,13 +21,125 @@ from fabric_train.tokenization.reading.listing import (
     list_folder,
     list_pattern,
 )
-from fabric_train.tokenization.reading.sources import DatasetSource, FileSource, Source, StreamSource
+from fabric_train.tokenization.reading.sources import (
+    DatasetName,
+    DatasetSource,
+    FileSource,
+    Source,
+    StreamSource,
+    errors_of_datasets,
+    hub_fault,
+    is_hub_name,
+    parse_dataset_name,
+)
+from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
+_NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
+PART = ".part"
+"""The suffix of a file whose download has not finished."""
 _SAVED = ("dataset_dict.json", "state.json")
 _SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
+
+
+def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Return the name and the place (path, pattern, URL or hub name) of each source that ``option`` gives.
+
+    What is before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like a
+    name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
+    name are one source.
+
+    Raises:
+        InputError: what is given as a whole is a path that exists, so that it is not known what is meant; or the name
+            is ``all``, which is that of the whole wherever losses are shown by source.
+    """
+    faults = []
+    named = []
+    for value in given:
+        found = _NAMED.fullmatch(value)
+        if found and (os.path.lexists(value) or (glob.has_magic(value) and next(glob.iglob(value), None))):
+            faults.append(f"{option} {value}: a path, and also {found[2]} with the name {found[1]}; give ./{value}")
+        name, place = (found[1], found[2]) if found else (redact(value), value)
+        if name == "all":
+            faults.append(f"{option} {value}: losses of all sources together have the name all; give NAME={place}")
+        named.append((name, place))
+    if faults:
+        raise InputError(*faults)
+    return named
+
+
+def place_of(value: str) -> str:
+    """Return the place of a source that was accepted by :func:`split_names`."""
+    found = _NAMED.fullmatch(value)
+    return found[2] if found else value
+
+
+def download(url: str, option: str, folder: Path) -> tuple[Path, ...]:
+    """Download the file, or the readable files that a URL with a pattern names, into ``folder``.
+
+    Files are downloaded before they are read, so that several processes can read parts of one file, the file can be
+    hashed, and a restart does not download it again. A file that is in ``folder`` already is not downloaded.
+
+    Args:
+        url: of one file, or with a glob pattern.
+        option: the command-line option that gives it, for error messages.
+        folder: made if it does not exist.
+
+    Returns:
+        The local files.
+
+    Raises:
+        InputError: the protocol's package is not installed, there is no readable file, or the download fails.
+    """
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
+    try:
+        is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
+        is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
+        paths = sorted(system.glob(path)) if is_pattern else [path]
+        named = [path for path in paths if not is_pattern or is_about_data(url) or not is_about_data(path)]
+        readable = [path for path in named if is_readable(_name(path))]
+        if not readable:
+            raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
+        return tuple(_fetch(system, path, folder) for path in readable)
+    except OSError as error:
+        raise InputError(f"{option} {url}: cannot be fetched: {_reason(error, url)}") from None
+
+
+def _reason(error: BaseException, url: str) -> str:
+    """Return why a file cannot be fetched: most of fsspec's errors only repeat the address, and their cause says it."""
+    reason = first_line(error)
+    if not url.endswith(reason):
+        return reason
+    return "there is no such file" if error.__cause__ is None else _reason(error.__cause__, url)
+
+
+def _fetch(system: Any, path: str, folder: Path) -> Path:
+    details = system.info(path)
+    version = f"{path} {details.get('size')} {details.get('ETag') or details.get('mtime') or ''}"
+    target = folder / f"{hashlib.sha256(version.encode()).hexdigest()[:16]}-{_name(path).name}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}{PART}")
+    log = ThrottledLog()
+    with system.open(path, "rb") as remote, part.open("wb") as local:
+        while piece := remote.read(1 << 22):
+            local.write(piece)
+            log(f"fetching {redact(path)}: {local.tell() / 1e6:,.0f} MB")
+    part.rename(target)
+    return target
+
+
+def _name(path: str) -> Path:
+    """Return a remote path's file name, without a query."""
+    return Path(Path(path.split("?")[0]).name)
 
 
 def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
@@ -126,7 +232,6 @@ def _is_copy_of_hub(folder: Path) -> bool:
 
 
 def _open_url(name: str, option: str, downloads: Path) -> FileSource:
-    from fabric_train.tokenization.reading.url_download import download
 
     files = ListedFiles(map(list_file, download(name, option, downloads)))
     return FileSource(name=redact(name), root=downloads, files=files)

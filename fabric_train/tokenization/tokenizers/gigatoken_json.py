@@ -8,16 +8,19 @@ Three things are rewritten. Texts for which the result would be another one are 
   does so for the digits 0 to 9; other characters that are numbers are left to ``tokenizers``. (SmolLM2, StarCoder2.)
 """
 
+import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
-from fabric_train.tokenization.tokenizers.character_finder import CharacterFinder
-from fabric_train.tokenization.tokenizers.tokenizer_json import AddedToken, TokenizerJson, read_tokenizer_json
+from fabric_train.tokenization.tokenizers.tokenizer_folder import AddedToken, TokenizerJson, read_tokenizer_json
 
 # gigatoken 0.10 knows Unicode 17, tokenizers 0.23 knows Unicode 16: the letters, digits and marks that are new in 17
 _NEW_CHARACTERS = (
@@ -53,6 +56,38 @@ _NEWER_NUMBERS = (
     *(*range(0x1E4F0, 0x1E4FA), *range(0x1E5F1, 0x1E5FB)),
 )
 _SPLITS_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+class CharacterFinder:
+    """A search for ``characters``, code points from 128 on, in UTF-8.
+
+    The first two bytes of a character decide for most texts; only the others are searched with a regular expression,
+    which takes longer.
+    """
+
+    def __init__(self, characters: Iterable[int]) -> None:
+        codes = sorted(set(characters))
+        self._expression = re.compile(f"[{''.join(_ranges(codes))}]")
+        self._seconds: dict[
+            int, np.ndarray
+        ] = {}  # by the first byte: whether the second one may be that of a character
+        for first, second in {tuple(chr(code).encode()[:2]) for code in codes}:
+            self._seconds.setdefault(first, np.zeros(256, dtype=bool))[second] = True
+
+    def is_in(self, text: bytes) -> bool:
+        """Return whether a text in UTF-8 has one of the characters."""
+        if text.isascii():
+            return False
+        codes = np.frombuffer(text, np.uint8)
+        for first, seconds in self._seconds.items():
+            if first in text and seconds[codes[np.flatnonzero(codes == first) + 1]].any():
+                return self._expression.search(text.decode()) is not None
+        return False
+
+
+def _ranges(codes: list[int]) -> list[str]:
+    runs = (list(run) for _, run in groupby(enumerate(codes), key=lambda numbered: numbered[1] - numbered[0]))
+    return [f"{re.escape(chr(run[0][1]))}-{re.escape(chr(run[-1][1]))}" for run in runs]
 
 
 @dataclass(frozen=True)

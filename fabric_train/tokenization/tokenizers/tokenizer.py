@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_train.cli.errors import InputError, first_line
-from fabric_train.files.git_lfs import check_not_pointer
-from fabric_train.files.rust_panic import panics_as_errors
+from fabric_train.files.regular_file import check_not_pointer
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.reading.hub_names import hub_fault, is_hub_name
-from fabric_train.tokenization.tokenizers import chat_template_file
-from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.reading.sources import hub_fault, is_hub_name
+from fabric_train.tokenization.tokenizers import tokenizer_folder
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast, panics_as_errors
 from fabric_train.tokenization.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
 
 if TYPE_CHECKING:
@@ -220,12 +219,12 @@ def _check_named_tokens(folder: Path, fast: "PreTrainedTokenizerFast") -> None:
 
 def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
     """Return the tokenizer of a ``tokenizer.model``, and whether the text of special tokens is plain text to it."""
-    from fabric_train.tokenization.tokenizers.llama3_ranks import is_rank_file, load_llama3_ranks
+    from fabric_train.tokenization.tokenizers.tokenizer_model import is_rank_file, load_llama3_ranks
 
     chat_template = _chat_template(file.parent)
     if is_rank_file(file):
         return load_llama3_ranks(file, chat_template), False
-    from fabric_train.tokenization.tokenizers.sentencepiece_bpe import load_sentencepiece_bpe
+    from fabric_train.tokenization.tokenizers.tokenizer_model import load_sentencepiece_bpe
 
     fast = load_sentencepiece_bpe(file, chat_template)
     extra = _added_tokens(file.parent, fast.vocab_size)
@@ -238,9 +237,9 @@ def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
 
 
 def _chat_template(folder: Path) -> str | None:
-    file = folder / chat_template_file.FILE_NAME
+    file = folder / tokenizer_folder.FILE_NAME
     if file.is_file():
-        return chat_template_file.read_chat_template(file)
+        return tokenizer_folder.read_chat_template(file)
     template = _read_json(folder / "tokenizer_config.json").get("chat_template")
     return template if isinstance(template, str) else None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
+from fabric_train.tokenization.tokenizers.text_encoder import load_fast
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -19,10 +19,17 @@ from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning import language
 from fabric_train.tokenization.cleaning.language import identify
 from fabric_train.tokenization.inspect import __main__ as inspect
-from fabric_train.tokenization.inspect import document_sample
-from fabric_train.tokenization.inspect.comparison import Comparison, OpenCorpus, amount_of_work, compare, open_corpora
+from fabric_train.tokenization.inspect import comparison
+from fabric_train.tokenization.inspect.comparison import (
+    Comparison,
+    OpenCorpus,
+    SampledDocument,
+    amount_of_work,
+    compare,
+    open_corpora,
+    sample_documents,
+)
 from fabric_train.tokenization.inspect.comparison_tables import amount
-from fabric_train.tokenization.inspect.document_sample import SampledDocument, sample_documents
 from fabric_train.tokenization.inspect.word_ngrams import WordStream, over_represented
 from fabric_train.tokenization.packing.token_folder import open_splits
 from tests.support.token_datasets import tokenize, write_jsonl
@@ -123,8 +130,8 @@ def test_sample_is_bounded_and_spread_over_the_corpus(
     corpus, _ = open_corpora([first, second], "train")
     texts = [one.text for one in sampled(corpus)]
     assert corpus.sample_size == 60
-    monkeypatch.setattr(document_sample, "FEWEST_DOCUMENTS", 12)
-    monkeypatch.setattr(document_sample, "NUM_TOKENS", 500)
+    monkeypatch.setattr(comparison, "FEWEST_DOCUMENTS", 12)
+    monkeypatch.setattr(comparison, "NUM_TOKENS", 500)
     found = sampled(corpus)
     assert found == sampled(corpus)
     assert len(found) == 12

@@ -11,7 +11,7 @@ import pytest
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.cleaning.dropped_sample import FILE_NAME, DroppedDocument, write_sample
+from fabric_train.tokenization.cleaning.dropped_sample import DROPPED_FILE, DroppedDocument, write_sample
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing.document_index import SourceTable
 from tests.support.token_datasets import manifest_of
@@ -60,10 +60,10 @@ def test_merge_joins_the_samples_of_dropped_documents(
     other = shutil.copytree(cleaned, cleaned.parent / "other")
     target = cleaned.parent / "merged"
     merge.main([*map(str, (cleaned, tiny_tokens_dir, other)), "--output_dir", str(target)])
-    reasons = [json.loads(line)["reason"] for line in (target / FILE_NAME).read_bytes().splitlines()]
+    reasons = [json.loads(line)["reason"] for line in (target / DROPPED_FILE).read_bytes().splitlines()]
     assert Counter(reasons) == {"low_quality: few_words": 4, "other_language": 20}
     assert shown(target, capsys)[2] == []
-    (other / FILE_NAME).write_text('{"reason": "duplicate"}\n["duplicate"]\n', encoding="utf-8")
+    (other / DROPPED_FILE).write_text('{"reason": "duplicate"}\n["duplicate"]\n', encoding="utf-8")
     with pytest.raises(InputError, match=r"other/dropped\.jsonl: line 2 is damaged; "):
         merge.main([*map(str, (cleaned, other)), "--output_dir", str(cleaned.parent / "none")])
 
@@ -113,9 +113,9 @@ def test_dataset_without_dropped_documents_shows_no_section(
 def test_damaged_sample_is_a_problem(
     change: Any, problem: str, cleaned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = cleaned / FILE_NAME
+    file = cleaned / DROPPED_FILE
     file.write_text("\n".join(change(file.read_text(encoding="utf-8").splitlines())), encoding="utf-8")
     code, _, problems = shown(cleaned, capsys)
     assert code == 1
     assert len(problems) == 1
-    assert problems[0].startswith(f"{FILE_NAME}: {problem}")
+    assert problems[0].startswith(f"{DROPPED_FILE}: {problem}")

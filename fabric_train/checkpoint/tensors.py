@@ -1,0 +1,352 @@
+"""Describe this rank's part of the weights and the optimizer state, without gathering or copying parameters.
+
+FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal shard of it. FSDP2 gives every
+rank some rows of each parameter, and the other strategies give every rank all parameters. So a rank's part of a tensor
+is always one contiguous range of the flattened tensor.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import Fabric
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fabric_train.checkpoint.trainer_json import read_trainer_json
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.collectives import exchange_bytes
+from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
+from fabric_train.model.load_weights import read_local_part
+from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
+from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype, restore_moments
+
+_FULL = {"model": "model.safetensors", "optimizer": "optimizer/optimizer.safetensors"}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8  # of the start of the data, as in the safetensors library
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A tensor of the checkpoint, and this rank's part of it.
+
+    ``shape`` is that of the full tensor. ``parts`` are flat tensors; joined, they are the elements of the flattened
+    full tensor from ``begin``. They are empty if the rank has no part. ``num_copies`` ranks have the same part, and
+    this rank is number ``copy`` of them. ``cut`` is set if the part may begin or end within a row (FSDP1).
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    begin: int
+    parts: tuple[torch.Tensor, ...]
+    num_copies: int
+    copy: int
+    cut: FlatShard | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in ``parts``."""
+        return sum(part.numel() for part in self.parts)
+
+
+def local_weights(model: Any) -> list[LocalTensor]:
+    """Return the parameters and persistent buffers of a set-up model. A tied weight appears once."""
+    cuts = flat_shards(model)
+    weights = [_local(original_name(name), parameter, cuts) for name, parameter in named_parameters(model)]
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                # a copy, because a forward pass may change the buffer during the save
+                weights.append(_replicated(original_name(f"{prefix}.{name}"), buffer.detach().clone()))
+    return weights
+
+
+def local_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> list[LocalTensor]:
+    """Return AdamW's moments and step counts. They are zero for a parameter that has not had a gradient."""
+    cuts = flat_shards(model)
+    moments: dict[str, list[LocalTensor]] = {key: [] for key in MOMENTS}
+    counts = []
+    for name, parameter in named_parameters(model):
+        state, name = optimizer.state.get(parameter, {}), original_name(name)
+        weight, dtype = _local(name, parameter, cuts), moments_dtype(optimizer, parameter)
+        zeros = torch.zeros(0 if state else weight.numel, dtype=dtype, device=parameter.device)
+        stored = local_moments(optimizer, parameter)
+        for key in MOMENTS:
+            moment = _flat_rows(stored[key], parameter) if key in stored else zeros
+            parts = (moment,) if weight.numel else ()
+            moments[key].append(replace(weight, name=f"{name}.{key}", dtype=dtype, parts=parts))
+        count = state["step"].reshape(1) if "step" in state else torch.zeros(1)
+        has_first = weight.begin == 0 and weight.numel > 0
+        counts.append(
+            replace(
+                weight,
+                name=f"{name}.step",
+                shape=torch.Size(),
+                dtype=torch.float32,
+                begin=0,
+                parts=(count,) if has_first else (),
+                cut=None,
+            )
+        )
+    return [*moments["exp_avg"], *moments["exp_avg_sq"], *counts]
+
+
+def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
+    """Make every part begin and end at a row of its tensor. All ranks call it together.
+
+    A row belongs to the rank that has its first element; the other ranks send their elements of the row to it, over
+    ``device``: NCCL does not take what ``--cpu_offload`` keeps in host memory. This concerns a few rows per FSDP1 unit.
+    """
+    outgoing: dict[int, list[torch.Tensor]] = {}
+    incoming: dict[int, list[tuple[int, int]]] = {}  # rank → (index of the tensor, number of elements)
+    completed = list(tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.cut is None or not tensor.parts:
+            continue
+        cut, row = tensor.cut, tensor.shape[1:].numel()
+        (local,), begin, end = tensor.parts, tensor.begin, tensor.begin + tensor.numel
+        num_sent = min(-begin % row, end - begin)
+        if num_sent:
+            outgoing.setdefault(cut.owner(begin // row * row), []).append(local[:num_sent])
+        kept = (local[num_sent:],) if num_sent < end - begin else ()
+        completed[index] = replace(tensor, begin=begin + num_sent, parts=kept)
+        for rank, count in _owners(cut, -end % row if kept else 0):
+            incoming.setdefault(rank, []).append((index, count))
+    for rank, message in _exchange(outgoing, incoming, tensors, device).items():
+        for index, count in incoming[rank]:
+            num_bytes = count * tensors[index].dtype.itemsize
+            part, message = message[:num_bytes].clone().view(tensors[index].dtype), message[num_bytes:]
+            completed[index] = replace(completed[index], parts=(*completed[index].parts, part))
+    return completed
+
+
+def _owners(cut: FlatShard, count: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranks after this one that have the next ``count`` elements, each with its number of them."""
+    rank = cut.rank
+    while count:
+        rank += 1
+        first, last = cut.range(rank)
+        num_owned = min(last - first, count)
+        if num_owned:
+            yield rank, num_owned
+        count -= num_owned
+
+
+def _exchange(
+    outgoing: dict[int, list[torch.Tensor]],
+    incoming: dict[int, list[tuple[int, int]]],
+    tensors: list[LocalTensor],
+    device: torch.device,
+) -> dict[int, torch.Tensor]:
+    """Exchange elements between ranks, one message of bytes per pair of ranks, and return the received messages."""
+    group = next((tensor.cut.group for tensor in tensors if tensor.cut), None)  # the same for all units
+    messages = {
+        rank: torch.cat([part.view(torch.uint8).to(device) for part in parts]) for rank, parts in outgoing.items()
+    }
+    sizes = {
+        rank: sum(count * tensors[index].dtype.itemsize for index, count in places) for rank, places in incoming.items()
+    }
+    return exchange_bytes(messages, sizes, group, device)
+
+
+def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalTensor:
+    """Describe this rank's part of a parameter."""
+    if id(parameter) in cuts:
+        cut = cuts[id(parameter)]
+        begin, end = cut.range(cut.rank)
+        first = max(cut.start - cut.rank * cut.size, 0)
+        local = cut.local[first : first + end - begin]  # the parameter itself may be a view of the gathered weights
+        num_copies = dist.get_world_size() // cut.num_ranks
+        parts = (local.detach().flatten(),) if end > begin else ()
+        copy = dist.get_rank() // cut.num_ranks  # the groups of HYBRID_SHARD are consecutive ranks
+        return LocalTensor(name, cut.shape, cut.local.dtype, begin, parts, num_copies, copy, cut)
+    if isinstance(parameter, DTensor):
+        shape, mesh = parameter.shape, parameter.device_mesh
+        _, offsets = compute_local_shape_and_global_offset(shape, mesh, _by_rows(parameter.placements))
+        full: Any = parameter.detach()
+        local = _flat_rows(full.to_local().flatten(), parameter)
+        begin = offsets[0] * shape[1:].numel() if offsets else 0
+        return LocalTensor(name, shape, parameter.dtype, begin, (local,) if local.numel() else (), *_copies(parameter))
+    return _replicated(name, parameter.detach())
+
+
+def _by_rows(placements: Sequence[Placement]) -> Sequence[Placement]:
+    """Return placements that shard by rows, which are contiguous, where tensor parallelism shards by columns."""
+    if not any(isinstance(placement, Shard) and placement.dim for placement in placements):
+        return placements
+    return [Shard(0) if isinstance(placement, Shard) else placement for placement in placements]
+
+
+def _flat_rows(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a flat tensor, sharded like ``parameter``, as the rows that this rank saves.
+
+    If tensor parallelism has sharded it by columns, the ranks of the mesh exchange their parts. All of them call it
+    together. What ``--cpu_offload`` keeps in host memory is exchanged on the device, one tensor at a time.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements, rows = parameter.device_mesh, parameter.placements, _by_rows(parameter.placements)
+    if rows is placements:
+        return local
+    block = local.view(parameter.to_local().shape).to(mesh.device_type)
+    shape, stride = parameter.shape, parameter.stride()
+    full = DTensor.from_local(block, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return full.redistribute(placements=rows).to_local().flatten().to(local.device)
+
+
+def _copies(tensor: DTensor) -> tuple[int, int]:
+    """Return the number of ranks that have the same part, and the number of this rank among them.
+
+    The ranks of one copy are ``stride`` apart in the order of all ranks.
+    """
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    ranks, num_parts = tensor.device_mesh.mesh, math.prod(tensor.device_mesh.shape[dim] for dim in sharded)
+    strides = [int(ranks.select(dim, 1).min() - ranks.min()) for dim in sharded if ranks.shape[dim] > 1]
+    stride, rank = min(strides, default=1), dist.get_rank()
+    return dist.get_world_size() // num_parts, rank // (stride * num_parts) * stride + rank % stride
+
+
+def _replicated(name: str, tensor: torch.Tensor) -> LocalTensor:
+    ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return LocalTensor(name, tensor.shape, tensor.dtype, 0, (tensor.flatten(),) if tensor.numel() else (), *ranks)
+
+
+@dataclass(frozen=True)
+class Write:
+    """A flat tensor on any device, and the file and byte offset to write it to."""
+
+    file: str
+    offset: int
+    data: torch.Tensor
+
+
+def full_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
+    """Return this rank's writes into the file of ``part``, "model" or "optimizer". Rank 0 also writes the header."""
+    file = _FULL[part]
+    header, offsets = safetensors_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], {"format": "pt"}
+    )
+    writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))] if rank == 0 else []
+    for tensor in select_owned(tensors):
+        writes += _consecutive(file, offsets[tensor.name] + tensor.begin * tensor.dtype.itemsize, tensor.parts)
+    return writes
+
+
+def sharded_writes(part: str, tensors: list[LocalTensor], rank: int) -> list[Write]:
+    """Return this rank's writes into its own file of ``part``; its parts of ``tensors`` are whole rows."""
+    blocks = {tensor.name: tensor for tensor in select_owned(tensors)}
+    if not blocks:
+        return []
+    file = f"{part}/shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    begins = {name: {"saved_offsets": _block(tensor)[0]} for name, tensor in blocks.items()}
+    entries = [(name, tensor.dtype, _block(tensor)[1]) for name, tensor in blocks.items()]
+    header, offsets = safetensors_header(
+        entries, {SHARDING_INFO: json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
+    )
+    writes = [Write(file, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))]
+    for name, tensor in blocks.items():
+        writes += _consecutive(file, offsets[name], tensor.parts)
+    return writes
+
+
+def select_owned(tensors: Iterable[LocalTensor]) -> list[LocalTensor]:
+    """Return the tensors whose parts this rank writes.
+
+    If several ranks have the same part, one of them writes it. The bytes are spread evenly over these ranks.
+    """
+    written: dict[int, list[int]] = {}  # number of copies → bytes assigned to each copy
+    owned = []
+    for tensor in tensors:
+        loads = written.setdefault(tensor.num_copies, [0] * tensor.num_copies)
+        chosen = loads.index(min(loads))
+        loads[chosen] += tensor.numel * tensor.dtype.itemsize
+        if tensor.parts and chosen == tensor.copy:
+            owned.append(tensor)
+    return owned
+
+
+def _consecutive(file: str, offset: int, parts: Iterable[torch.Tensor]) -> list[Write]:
+    writes = []
+    for part in parts:
+        writes.append(Write(file, offset, part))
+        offset += part.nbytes
+    return writes
+
+
+def _block(tensor: LocalTensor) -> tuple[list[int], list[int]]:
+    """Return the offsets in the full tensor of this rank's rows, and their shape."""
+    if not tensor.shape:
+        return [], []
+    row = tensor.shape[1:].numel()
+    return [tensor.begin // row, *[0] * (len(tensor.shape) - 1)], [tensor.numel // row, *tensor.shape[1:]]
+
+
+def safetensors_header(
+    entries: Iterable[tuple[str, torch.dtype, Iterable[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file and the offset of each tensor in the file.
+
+    Tensors keep their order, so that each flat vector of FSDP1 is contiguous in the file. But larger dtypes come first,
+    so that all tensors are aligned.
+    """
+    content: dict[str, object] = {"__metadata__": dict(metadata)}
+    begins, begin = {}, 0
+    for name, dtype, shape in sorted(entries, key=lambda entry: -entry[1].itemsize):
+        shape = list(shape)
+        end = begin + math.prod(shape) * dtype.itemsize
+        content[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        begins[name], begin = begin, end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}
+
+
+def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
+    """Restore AdamW's state and the gradient scaler's. The number of ranks and the parallelism may have changed.
+
+    Each rank reads only its part, one tensor at a time.
+
+    Raises:
+        InputError: A tensor is missing or of another shape.
+    """
+    tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
+    cuts = flat_shards(model)
+    for name, parameter in named_parameters(model):
+        name = original_name(name)
+        try:
+            moments = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in MOMENTS}
+            count = tensors.read(f"{name}.step")
+        except KeyError as error:
+            raise InputError(
+                f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
+            ) from error
+        restore_moments(optimizer.optimizer, parameter, count, moments)
+    fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint).content["grad_scaler"])
+
+
+def _local_part(
+    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]
+) -> torch.Tensor:
+    """Read this rank's part of a stored tensor that is sharded like ``parameter``."""
+    _check_shape(tensors.shape(name), cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape, name)
+    part = read_local_part(tensors, name, parameter, cuts)
+    # on the parameter's device, which is not its mesh's with --cpu_offload
+    restored: Any = torch.empty_like(parameter, dtype=part.dtype)
+    local = restored.to_local() if isinstance(restored, DTensor) else restored
+    local.copy_(part)
+    return restored
+
+
+def _check_shape(stored: torch.Size, expected: torch.Size, name: str) -> None:
+    if stored != expected:
+        raise InputError(
+            f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(expected)}; use another checkpoint"
+        )

@@ -1,0 +1,306 @@
+"""The scores of a model on tasks: one JSON file for each model, which gains a task at a time."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric_train.evaluation.tasks_file import LanguageTask, TaskSettings
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ACCURACIES = ("acc_norm", "acc", "exact_match", "f1")
+"""Shares of right answers, whose mean over tasks has a meaning."""
+_USUAL_METRICS = (*_ACCURACIES, "bits_per_byte", "byte_perplexity", "word_perplexity", "perplexity")
+"""Of a task's metrics, the first of these is shown."""
+_PANELS_PER_ROW = 3
+_LINE_STYLES = ("--", ":", "-.", (0, (5, 1)), (0, (1, 1)))
+
+
+@dataclass(frozen=True)
+class MetricScore:
+    """The value of a metric of lm_eval and its standard error; None if it has none, or is not finite."""
+
+    value: float | None
+    stderr: float | None
+    higher_is_better: bool
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The scores of a task by metric, such as ``acc,none``: metric and filter.
+
+    ``num_fewshot`` is the number of examples in each prompt, of which a task may allow none.
+    """
+
+    settings: TaskSettings
+    metrics: dict[str, MetricScore]
+    num_documents: int
+    num_fewshot: int
+    seconds: float
+    lm_eval: str
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """The scores of a model. ``identity`` changes with its weights; ``step`` is None for a model of ``--models``."""
+
+    name: str
+    step: int | None
+    identity: str
+    scores: list[TaskScore]
+
+    def of(self, settings: TaskSettings) -> TaskScore | None:
+        """Return the scores of a task with these settings, None if it has not been evaluated."""
+        return next((score for score in self.scores if score.settings == settings), None)
+
+    def missing(self, settings: Sequence[TaskSettings]) -> list[TaskSettings]:
+        """Return those that have not been evaluated, each once."""
+        return [one for one in dict.fromkeys(settings) if self.of(one) is None]
+
+
+def read_scores(path: Path, unscored: ModelScores) -> ModelScores:
+    """Return the scores of a model so far; those of a file with other weights do not count.
+
+    Args:
+        path: its file, which need not exist.
+        unscored: the model without scores.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    if not path.exists():
+        return unscored
+    found = read_score_file(path)
+    return replace(found, name=unscored.name) if found.identity == unscored.identity else unscored
+
+
+def read_score_file(path: Path) -> ModelScores:
+    """Return the content of a file of scores.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    return read_json(path, ModelScores, "remove it to evaluate the model again")
+
+
+def add_score(path: Path, scores: ModelScores, score: TaskScore) -> ModelScores:
+    """Return the scores with those of a further task, after writing them."""
+    extended = replace(scores, scores=[*scores.scores, score])
+    write_atomically(path, json.dumps(asdict(extended), indent=1, allow_nan=False) + "\n")
+    return extended
+
+
+def finite(value: float) -> float | None:
+    """Return the number, None if it is infinite or no number."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A language and what is averaged over its tasks: accuracy, or one other metric."""
+
+    language: str
+    quantity: str
+    higher_is_better: bool
+
+    @property
+    def title(self) -> str:
+        """The words above the column."""
+        return f"{self.language} {self.quantity}"
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """The mean score of each model in each column.
+
+    A cell is None until the model has been evaluated on all tasks of the language. ``models`` are the rows.
+    """
+
+    columns: list[Column]
+    models: list[ModelScores]
+    cells: Mapping[tuple[str, Column], MetricScore]
+
+    def cell(self, model: ModelScores, column: Column) -> MetricScore | None:
+        """Return a mean score, None if it is not complete."""
+        return self.cells.get((model.name, column))
+
+
+def build_table(tasks: Sequence[LanguageTask], models: Iterable[ModelScores]) -> ScoreTable:
+    """Return the table: first the models without a step, in their order, then the checkpoints by step."""
+    rows = sorted(models, key=lambda model: -1 if model.step is None else model.step)
+    columns: list[Column] = []
+    cells = {}
+    for language in dict.fromkeys(task.language for task in tasks):
+        for model in rows:
+            found = _metrics_of(model, [task for task in tasks if task.language == language])
+            if found is None:
+                continue
+            for column, parts in _by_column(language, found).items():
+                if column not in columns:
+                    columns.append(column)
+                cells[model.name, column] = mean_score(parts)
+    return ScoreTable(columns, rows, cells)
+
+
+def main_metric(score: TaskScore, wanted: str | None = None) -> str:
+    """Return the key of the metric to show: the wanted one, or the usual one of such a task.
+
+    A task with several filters has each metric more than once; the first counts, unless ``wanted`` has the filter too.
+    """
+    for name in (wanted,) if wanted else _USUAL_METRICS:
+        for key in score.metrics:
+            if name in (key, key.partition(",")[0]):
+                return key
+    return next(iter(score.metrics))
+
+
+def mean_score(parts: Sequence[MetricScore]) -> MetricScore:
+    """Return the mean of independent scores, each with the same weight, and its standard error."""
+    values = [part.value for part in parts if part.value is not None]
+    errors = [part.stderr for part in parts if part.stderr is not None]
+    value = sum(values) / len(values) if len(values) == len(parts) else None
+    stderr = math.sqrt(sum(error**2 for error in errors)) / len(errors) if len(errors) == len(parts) else None
+    return MetricScore(value, stderr, parts[0].higher_is_better)
+
+
+def to_csv(table: ScoreTable, tasks: Sequence[LanguageTask]) -> str:
+    """Return a row for each task and metric of each model, and for each mean over a language's tasks."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["model", "step", "language", "task", "metric", "value", "stderr", "num_documents", "num_fewshot"])
+    for model in table.models:
+        start = [model.name, model.step]
+        for task in tasks:
+            score = model.of(task.settings)
+            for name, metric in score.metrics.items() if score else ():
+                assert score is not None
+                numbers = [metric.value, metric.stderr, score.num_documents, score.num_fewshot]
+                lines.writerow([*start, task.language, task.settings.task, name.removesuffix(",none"), *numbers])
+        for column in table.columns:
+            if mean := table.cell(model, column):
+                row = [column.language, "mean", column.quantity, mean.value, mean.stderr, None, None]
+                lines.writerow([*start, *row])
+    return text.getvalue()
+
+
+def to_markdown(table: ScoreTable) -> str:
+    """Return the table of means as markdown."""
+    head = ["model", *(column.title for column in table.columns)]
+    lines = [head, ["---", *("---:" for _ in table.columns)]]
+    lines += [[model.name, *_texts(table, model)] for model in table.models]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+
+
+def to_rich(table: ScoreTable) -> "Table":
+    """Return the table of means for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table("model", title="mean score over the tasks of each language, ± its standard error")
+    for column in table.columns:
+        shown.add_column(Text(column.title), justify="right")
+    for model in table.models:
+        shown.add_row(Text(model.name), *_texts(table, model))
+    return shown
+
+
+def _metrics_of(model: ModelScores, tasks: Iterable[LanguageTask]) -> list[tuple[str, MetricScore]] | None:
+    """Return the main metric of each task; None if one has not been evaluated."""
+    found = []
+    for task in tasks:
+        score = model.of(task.settings)
+        if score is None:
+            return None
+        key = main_metric(score, task.metric)
+        found.append((key.partition(",")[0], score.metrics[key]))
+    return found
+
+
+def _by_column(language: str, found: Iterable[tuple[str, MetricScore]]) -> dict[Column, list[MetricScore]]:
+    """Return the scores that are averaged together."""
+    parts: dict[Column, list[MetricScore]] = {}
+    for metric, score in found:
+        quantity = "accuracy" if metric in _ACCURACIES else metric
+        parts.setdefault(Column(language, quantity, score.higher_is_better), []).append(score)
+    return parts
+
+
+def _texts(table: ScoreTable, model: ModelScores) -> list[str]:
+    return [_text(table.cell(model, column)) for column in table.columns]
+
+
+def _text(score: MetricScore | None) -> str:
+    if score is None:
+        return "–"
+    if score.value is None:
+        return "not finite"
+    return f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
+
+
+def write_picture(table: ScoreTable, path: Path) -> None:
+    """Write a PNG, complete or unchanged: a line with errors for the checkpoints, a level one for each other model."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow
+    from matplotlib.figure import Figure
+
+    num_rows = -(-len(table.columns) // _PANELS_PER_ROW)
+    num_columns = min(len(table.columns), _PANELS_PER_ROW)
+    figure = Figure(figsize=(4.2 * num_columns, 3.2 * num_rows + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
+    for panel, column in zip(panels, table.columns, strict=False):
+        _draw(panel, table, column)
+    for panel in panels[len(table.columns) :]:
+        panel.set_visible(False)
+    entries = {
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    legend = figure.legend(
+        entries.values(), entries, loc="outside lower center", ncols=min(len(entries), 4), frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may have a dollar sign
+    temporary = path.with_name(f".{path.stem}.new.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.replace(path)
+
+
+def points_of(table: ScoreTable, column: Column) -> list[tuple[int, float, float]]:
+    """Return step, value and standard error (0 if it has none) of each checkpoint that has the score."""
+    points = []
+    for model in table.models:
+        score = table.cell(model, column)
+        if model.step is not None and score is not None and score.value is not None:
+            points.append((model.step, score.value, score.stderr or 0.0))
+    return points
+
+
+def levels_of(table: ScoreTable, column: Column) -> list[tuple[ModelScores, float]]:
+    """Return the value of each model without a step that has the score."""
+    levels = []
+    for model in table.models:
+        score = table.cell(model, column)
+        if model.step is None and score is not None and score.value is not None:
+            levels.append((model, score.value))
+    return levels
+
+
+def _draw(panel: Any, table: ScoreTable, column: Column) -> None:
+    steps, values, errors = zip(*points_of(table, column), strict=True) if points_of(table, column) else ((), (), ())
+    panel.errorbar(steps, values, yerr=errors, marker="o", markersize=4, capsize=2, label="checkpoints")
+    for number, (model, value) in enumerate(levels_of(table, column)):
+        style = _LINE_STYLES[number % len(_LINE_STYLES)]
+        panel.axhline(value, color=f"C{number + 1}", linestyle=style, label=model.name)
+    better = "higher" if column.higher_is_better else "lower"
+    panel.set_title(column.title, parse_math=False)
+    panel.set_ylabel(f"{column.quantity} ({better} is better)")
+    panel.set_xlabel("step")
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.grid(alpha=0.3)

@@ -1,0 +1,248 @@
+"""Block-wise 8-bit quantization of optimizer states (arXiv:2110.02861).
+
+Each number is stored as the index of one of 256 levels. A block of 256 consecutive numbers has one scale, its largest
+magnitude.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.shards import FlatShard
+
+BLOCK = 256
+CHUNK = 2**15
+"""Elements that one program of the kernel updates. Its 245,000 programs for 8 billion elements take 1 MB of owners."""
+_VECTOR_BYTES = 16  # of the widest load of a GPU's thread
+
+
+class Blockwise8Bit:
+    """A vector stored as one byte per number and one fp32 scale per block; zeros at first.
+
+    Writing back what was read, into the same blocks, does not change the bytes.
+    """
+
+    def __init__(self, count: int, signed: bool, device: torch.device) -> None:
+        """Store ``count`` zeros on a device. Without ``signed``, numbers are not negative and levels are finer."""
+        self._levels, self._midpoints = levels_and_midpoints(signed, device)
+        zero = int((_levels(signed) == 0).nonzero())
+        self.codes = torch.full((count,), zero, dtype=torch.uint8, device=device)
+        """uint8 [count], indices of the levels."""
+        self.scales = torch.zeros(-(-count // BLOCK), device=device)
+        """fp32 [blocks], the largest magnitude of each block."""
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def read(self, begin: int, count: int) -> torch.Tensor:
+        """Return fp32 [count], the elements from ``begin``, which is the start of a block."""
+        codes = self.codes[begin : begin + count]
+        numbers = _blocks(self._levels[codes.int()])
+        numbers *= self.scales[begin // BLOCK :][: len(numbers), None]
+        return numbers.flatten()[: len(codes)]
+
+    def write(self, begin: int, numbers: torch.Tensor) -> None:
+        """Store finite fp32 numbers from element ``begin``. They fill whole blocks, or reach to the end."""
+        blocks = _blocks(numbers)
+        scales = blocks.abs().amax(1)
+        self.scales[begin // BLOCK :][: len(blocks)] = scales
+        normalized = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
+        codes = torch.bucketize(normalized, self._midpoints[:-1], out_int32=True).flatten()[: len(numbers)]
+        self.codes[begin : begin + len(numbers)] = codes.to(torch.uint8)
+
+
+@functools.cache
+def levels_and_midpoints(signed: bool, device: torch.device) -> torch.Tensor:
+    """Return the 256 levels and the 255 midpoints between them, the last of which is repeated: fp32 [2, 256]."""
+    levels = _levels(signed)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    return torch.stack([levels, torch.cat([midpoints, midpoints[-1:]])]).to(device)
+
+
+def _blocks(numbers: torch.Tensor) -> torch.Tensor:
+    """Return [blocks, BLOCK], with the last block padded with zeros."""
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
+
+
+@functools.cache
+def _levels(signed: bool) -> torch.Tensor:
+    """Return the 256 levels of the paper's dynamic tree quantization, fp32, ascending.
+
+    They cover the decades from 1e-7 to 1, and each decade has twice as many levels as the one below. Unlike in the
+    paper, the lowest signed level is -1. So a block's largest magnitude is exact, and writing the block again finds the
+    same scale.
+    """
+    levels = [torch.tensor([0.0, 1.0])]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        midpoints = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        levels += [midpoints.float(), -midpoints.float()] if signed else [midpoints.float()]
+    ascending = torch.cat(levels).sort().values
+    if signed:
+        ascending[0] = -1.0
+    assert len(ascending) == 256
+    return ascending
+
+
+@dataclass(frozen=True)
+class LocalElements:
+    """The elements of a flattened full tensor that a rank has.
+
+    They are runs of ``width`` consecutive elements. The first run begins at ``begin``, and each following one
+    ``stride`` elements after the previous one.
+    """
+
+    begin: int
+    width: int
+    stride: int
+
+    def indices(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return the indices modulo 2³² of ``count`` local elements from number ``first`` on: int32 [count]."""
+        if self.width == self.stride:
+            return torch.arange(count, dtype=torch.int32, device=device).add_(_wrapped(self.begin + first))
+        local = torch.arange(first, first + count, device=device)
+        indices = local // self.width * (self.stride - self.width) + local + self.begin
+        return indices.to(torch.int32)
+
+
+def local_elements(parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalElements:
+    """Return the elements of a parameter that this rank has; ``cuts`` are FSDP1's, from ``shards.flat_shards``."""
+    if id(parameter) in cuts:
+        cut = cuts[id(parameter)]
+        begin, end = cut.range(cut.rank)
+        return LocalElements(begin, max(end - begin, 1), max(end - begin, 1))
+    full = parameter.shape
+    if not isinstance(parameter, DTensor):
+        return LocalElements(0, full.numel(), full.numel())
+    shape, offsets = compute_local_shape_and_global_offset(full, parameter.device_mesh, parameter.placements)
+    begin = sum(offset * math.prod(full[axis + 1 :]) for axis, offset in enumerate(offsets))
+    sharded_dims = [dim for dim, (local, size) in enumerate(zip(shape, full, strict=True)) if dim and local != size]
+    dim = sharded_dims[-1] if sharded_dims else 0
+    assert len(sharded_dims) < 2, f"a parameter is sharded along {len(sharded_dims)} dimensions besides its first"
+    width = math.prod(shape[dim:])
+    return LocalElements(begin, width, math.prod(full[dim:]) if sharded_dims else width)
+
+
+def salt(seed: int, name: str) -> int:
+    """Return a hash of a seed and a parameter's name, in the range of int32."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
+    """Return 32 random bits for each of the int32 ``indices``, with the same shape and dtype.
+
+    The hash is Chris Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31). int32 products wrap. Right shifts
+    copy the sign bit, so the result is masked.
+    """
+    bits = indices ^ key
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits *= 0x7FEB352D
+    bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
+    bits *= _wrapped(0x846CA68B)
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    return bits
+
+
+def round_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Round finite fp32 ``values`` in place to one of the two nearest bfloat16 numbers, and return them.
+
+    The mean of many roundings is the value. bfloat16 keeps the upper 16 of the 32 bits; the lower 16 bits, divided by
+    2¹⁶, are the probability of rounding away from zero. ``random`` is int32, uniform from 0 to 2¹⁶ - 1.
+    """
+    return values.view(torch.int32).add_(random).bitwise_and_(-0x10000).view(torch.float32)
+
+
+def _wrapped(number: int) -> int:
+    """Return the int32 that is equal to ``number`` modulo 2³²."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+class Row(NamedTuple):
+    """A parameter in the table: addresses in bytes, and where its elements lie in the full tensor.
+
+    Local element ``i`` is element ``begin + i + i // width * gap`` of the full tensor. The addresses of scales are 0 if
+    moments are not in 8 bits. ``first_program`` is the number of the parameter's first program; each following one
+    updates the next ``CHUNK`` elements.
+    """
+
+    weights: int
+    gradient: int
+    first: int
+    second: int
+    first_scales: int
+    second_scales: int
+    numel: int
+    first_program: int
+    begin: int
+    width: int
+    gap: int
+    key: int
+
+
+class Storage(NamedTuple):
+    """What the parameters of a table have in common, which the kernel is compiled for.
+
+    ``moments`` is uint8 for moments in 8 bits. ``is_aligned``: all addresses are multiples of 16 bytes.
+    """
+
+    weights: torch.dtype
+    gradient: torch.dtype
+    moments: torch.dtype
+    rounds_stochastically: bool
+    is_aligned: bool
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """The parameters of one launch, on the device.
+
+    Attributes:
+        storage: See :class:`Storage`.
+        rows: int64 [parameters, fields of Row].
+        factors: fp32 [parameters, 7], each row from ``compiled_adamw.step_factors``.
+        owners: int32 [programs], the parameter of each program.
+        numel: Number of elements of all parameters together.
+    """
+
+    storage: Storage
+    rows: torch.Tensor
+    factors: torch.Tensor
+    owners: torch.Tensor
+    numel: int
+
+
+def tensor_table(
+    storage: Storage, parameters: Sequence[tuple[Row, Sequence[float]]], device: torch.device
+) -> TensorTable:
+    """Return the table of a kernel launch. The host does not wait for the device.
+
+    Args:
+        storage: See :class:`Storage`.
+        parameters: One or more rows, whose ``first_program`` is set here, each with the factors of its step, from
+            ``compiled_adamw.step_factors``.
+        device: That the kernel runs on.
+    """
+    rows = np.array([row for row, _ in parameters], dtype=np.int64)
+    factors = np.array([factors for _, factors in parameters], dtype=np.float32)
+    numels = rows[:, Row._fields.index("numel")]
+    programs = (numels + CHUNK - 1) // CHUNK
+    rows[:, Row._fields.index("first_program")] = programs.cumsum() - programs
+    owners = np.arange(len(rows), dtype=np.int32).repeat(programs)
+    first, second, third = (to_device_async(torch.from_numpy(each), device) for each in (rows, factors, owners))
+    return TensorTable(storage, first, second, third, int(numels.sum()))
+
+
+def is_aligned(addresses: Sequence[int]) -> bool:
+    """Return whether the kernel can use the widest loads for tensors at these addresses."""
+    return not any(address % _VECTOR_BYTES for address in addresses)

@@ -1,0 +1,257 @@
+"""Load a SentencePiece BPE ``tokenizer.model`` (as Llama-2's) as a fast tokenizer with the sentencepiece library's ids.
+
+transformers' own conversion orders merges by id and so gives other ids for some words. Here merges have the order in
+which sentencepiece applies them, and the result is compared with the library before it is used.
+"""
+
+import base64
+import binascii
+import re
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from fabric_train.cli.errors import InputError
+
+BPE_MODEL = 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "▁"
+# Where conversions go wrong: spaces, control characters, bytes, combining marks, the text of control pieces. Easier
+# than ``hard_strings``: on some of those the libraries' normalizers differ, which is no reason to reject a model.
+HARD_STRINGS = (
+    "",
+    " ",
+    "     ",
+    "a",
+    " a",
+    "  a",
+    "a ",
+    "a  b   c    d     e",
+    "one\ntwo\n\nthree\n\n\n four\r\n\tfive\t\t six",
+    "\n",
+    "\n a",
+    "<s>",
+    "</s>",
+    "<s>a</s> <s> b </s>",
+    "<unk><pad><0x0A><0x41>",
+    "▁",
+    "▁▁a▁ b",
+    "é e\u0301 ﬁ ﬀ ① Å Ω ½ 한글 ｆｕｌｌ",
+    "日本語のテキスト、中文文本。العربية עברית ไทย हिन्दी",
+    "😀😃 👩‍👩‍👧 🇫🇷 \U0001f9ff\U000e0041",
+    "\x00\x01\x02 \x7f\x1b[0m \u200b\u200d\ufeff\u00a0\u3000\u2028x",
+    "\U0010ffff\ue000\ufffd",
+    "erere anana texttext ababababa papapapa 1234567890 1,000.00 aaaaaaaaaaaaaaaa ----------- ======",
+    "def f(x):\n    return {'a': [x ** 2 for _ in range(10)]}  # note\n",
+)
+NUM_RANKS = 128_000
+NUM_SPECIAL_TOKENS = 256
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+# as in Meta's llama-models, llama3/tokenizer.py; the file itself has neither the names nor the split pattern
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NAMED_SPECIAL_TOKENS = (
+    BOS,
+    EOS,
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+SPECIAL_TOKENS = _NAMED_SPECIAL_TOKENS + tuple(
+    f"<|reserved_special_token_{3 + i}|>" for i in range(NUM_SPECIAL_TOKENS - len(_NAMED_SPECIAL_TOKENS))
+)
+
+
+def load_sentencepiece_bpe(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of the SentencePiece model at ``path``. It adds BOS to each text, if the model has one.
+
+    Raises:
+        InputError: the file is not a SentencePiece model, or no fast tokenizer can reproduce its ids.
+    """
+    content = path.read_bytes()
+    try:
+        library = sentencepiece.SentencePieceProcessor()
+        library.LoadFromSerializedProto(content)
+    except RuntimeError:
+        raise InputError(
+            f"{path} is neither a SentencePiece model nor Llama-3's list of ranks; fetch the file again"
+        ) from None
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # protobuf creates it at import
+    model.ParseFromString(content)
+    _check_supported(path, model)
+    tokenizer = _build(model)
+    _check_ids(path, model, tokenizer, library)
+    names = {name: piece for name, piece in _special_pieces(model).items() if piece is not None}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=chat_template, **names
+    )
+
+
+def _check_supported(path: Path, model: Any) -> None:
+    letters = {piece.piece for piece in model.pieces if len(piece.piece) == 1}
+    faults = {
+        "is not a BPE model": model.trainer_spec.model_type != BPE_MODEL,
+        "keeps spaces as suffixes": model.trainer_spec.treat_whitespace_as_suffix,
+        "does not escape spaces": not model.normalizer_spec.escape_whitespaces,
+        "has unused pieces": any(piece.type == UNUSED for piece in model.pieces),
+        "has pieces with characters that are no pieces": any(
+            not letters.issuperset(piece.piece) for piece in model.pieces if piece.type == NORMAL
+        ),
+    }
+    found = [fault for fault, present in faults.items() if present]
+    if found:
+        raise InputError(
+            f"{path} {' and '.join(found)}, so no fast tokenizer can give its ids; give a folder with tokenizer.json"
+        )
+
+
+def _build(model: Any) -> Tokenizer:
+    """Return the tokenizer: the model's normalizer, BPE by score, bytes for unknown characters."""
+    spec = model.normalizer_spec
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+
+    vocabulary = {piece.piece: index for index, piece in enumerate(model.pieces)}
+    special = _special_pieces(model)
+    tokenizer = Tokenizer(
+        BPE(
+            vocabulary,
+            _merges(model),
+            unk_token=special["unk_token"],
+            fuse_unk=True,
+            byte_fallback=model.trainer_spec.byte_fallback,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else [])
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(p.piece, normalized=False, special=True) for p in model.pieces if p.type in (UNKNOWN, CONTROL)]
+    )
+    bos = special["bos_token"]
+    if bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
+        )
+    return tokenizer
+
+
+def _merges(model: Any) -> list[tuple[str, str]]:
+    """Return the merges in order: the piece with the best score first, and for one piece the longer left half first.
+
+    sentencepiece merges the pair with the best score and, among equal ones, the leftmost. A list of merges cannot say
+    "leftmost". But two pairs of one piece compete only where they overlap: in ``er|e|re``, the piece ``ere`` is
+    ``er + e`` on the left and ``e + re`` on the right. There the left pair has the longer left half, unless the piece
+    repeats itself.
+    """
+    pieces = {piece.piece: piece.score for piece in model.pieces if piece.type in (NORMAL, USER_DEFINED)}
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(pieces, key=lambda piece: -pieces[piece])
+        for cut in range(len(piece) - 1, 0, -1)
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+
+
+def _special_pieces(model: Any) -> dict[str, str | None]:
+    spec = model.trainer_spec
+    ids = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
+    return {name: model.pieces[id].piece if 0 <= id < len(model.pieces) else None for name, id in ids.items()}
+
+
+def _check_ids(path: Path, model: Any, tokenizer: Tokenizer, library: sentencepiece.SentencePieceProcessor) -> None:
+    """Raise InputError unless both give the same ids for hard strings, each piece's text, and pairs of pieces."""
+    own = [piece.piece.replace(SPACE, " ") for piece in model.pieces]
+    texts = [*HARD_STRINGS, *own, *(first + second for first, second in zip(own, reversed(own), strict=True))]
+    tokenizer.encode_special_tokens = True  # as in the library, where "<s>" in a text is never the control piece
+    for text, encoding in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+        if encoding.ids != library.encode(text):
+            raise InputError(
+                f"{path}: no fast tokenizer can give its ids ({text!r} gets others); give a folder with tokenizer.json"
+            )
+    tokenizer.encode_special_tokens = False
+
+
+def is_rank_file(path: Path) -> bool:
+    """Return whether the first line of ``path`` is base64 text, a space and a number."""
+    with path.open("rb") as file:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\s*", file.readline(4096)) is not None
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return each token's rank, from 0 to 127,999.
+
+    Raises:
+        InputError: a line is not base64 text and a rank, or the ranks are not Llama-3's.
+    """
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise InputError(f"{path}, line {number}: not a base64 token and its rank; fetch the file again") from None
+    if sorted(ranks.values()) != list(range(NUM_RANKS)) or not all(bytes([byte]) in ranks for byte in range(256)):
+        raise InputError(
+            f"{path} has {len(ranks):,} ranks, but in this format only Llama-3's {NUM_RANKS:,} are supported "
+            "(the file has no split pattern and no special tokens); give a folder with tokenizer.json"
+        )
+    return ranks
+
+
+def load_llama3_ranks(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer: the ranks, then Llama-3's 256 special tokens. Like Meta's, it adds BOS to each text.
+
+    Raises:
+        InputError: as in ``read_ranks``.
+    """
+    from tokenizers import processors
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    class Converter(TikTokenConverter):  # the parent class reads with tiktoken, which copies the file into a cache
+        @staticmethod
+        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+            return read_ranks(Path(tiktoken_url))
+
+    tokenizer = Converter(str(path), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)).converted()
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A",
+                pair=f"{BOS}:0 $A:0 {BOS}:1 $B:1",
+                special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+            ),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token="<|finetune_right_pad_id|>",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
+    )
