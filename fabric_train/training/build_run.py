@@ -29,7 +29,7 @@ from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.optim.triton_adamw import use_triton
+from fabric_train.optim.triton_trial import use_triton
 from fabric_train.training.evaluation import SampleFile, evaluate, generate_samples
 from fabric_train.training.loggers import Outputs, open_loggers
 from fabric_train.training.loop import LoopParts
