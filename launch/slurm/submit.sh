@@ -66,7 +66,7 @@ check_each() { # the arguments of one of this project's programs; of others, tha
     program+=("$1")
     shift
   done
-  [[ ${program[*]} =~ (tokenize_dataset|convert_to_hf|generate|evaluate|download_model)\.py|-m\ fabric_train ]] || return 0
+  [[ ${program[*]} =~ (tokenize_dataset|convert_to_hf|generate|evaluate|download_model)\.py|-m\ fabric_train|(^|/)fabric-train\  ]] || return 0
   known=$("${inside[@]}" "${program[@]}" --help) || fail "${program[*]} --help does not work, see above"
   for word; do
     [[ $word == --* ]] || continue

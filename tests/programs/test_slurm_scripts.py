@@ -10,6 +10,7 @@ import pytest
 from tests.support.programs import ROOT
 
 SCRIPTS = ROOT / "launch" / "slurm"
+COMMAND = [str(Path(sys.executable).with_name("fabric-train"))]  # what the programs show after "next"
 EXPORT = [sys.executable, str(ROOT / "convert_to_hf.py")]
 
 
@@ -49,6 +50,7 @@ def submit(folder: Path, sbatch: Path, *words: str, settings: str = "") -> "subp
         (["train"], "MOUNTS=(/nowhere)\n", "MOUNTS has /nowhere, which is not there"),
         (["each", "a", "--", sys.executable, "nothing.py"], "", "nothing.py: no such file"),
         (["each", "a", "--", *EXPORT, "--chekpoint", "{}"], "", "--chekpoint: no such argument; "),
+        (["each", "a", "--", *COMMAND, "convert", "--chekpoint", "{}"], "", "--chekpoint: no such argument; "),
         ([], "", "error: give train or each: "),
         (["--print", "trian"], "", "error: give train or each: "),
         (["each", "a", "b"], "", "error: each needs items, -- and a command: "),
