@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fabric_train.cli.errors import first_line
+from fabric_train.cli.errors import InputError, first_line
+
+_SHOWN_CHARACTERS = 60
 
 
 class RustPanicError(ValueError):
@@ -19,3 +21,9 @@ def panics_as_errors() -> Iterator[None]:
         if type(error).__name__ == "PanicException":
             raise RustPanicError(f"tokenizers fails: {first_line(error)}") from None
         raise
+
+
+def refuse_text(panic: RustPanicError, text: str) -> InputError:
+    """Return the error of a tokenizer that cannot encode a text, such as by a pattern that takes too many steps."""
+    start = f"{text[:_SHOWN_CHARACTERS]!r}"
+    return InputError(f"{panic}, in the text that begins with {start}; leave it out, or use another tokenizer")

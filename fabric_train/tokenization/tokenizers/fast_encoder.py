@@ -6,12 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError
-from fabric_train.files.rust_panic import RustPanicError, panics_as_errors
+from fabric_train.files.rust_panic import RustPanicError, panics_as_errors, refuse_text
 from fabric_train.tokenization.tokenizers.borders import Borders, join_documents
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
-
-_SHOWN_CHARACTERS = 60
 
 
 class FastEncoder:
@@ -42,9 +39,7 @@ class FastEncoder:
         except RustPanicError as panic:
             if len(texts) > 1:
                 return [self.encode_batch([text])[0] for text in texts]  # one of them is at fault
-            start = f"{texts[0][:_SHOWN_CHARACTERS]!r}"
-            advice = "leave it out, or use another tokenizer"
-            raise InputError(f"{panic}, in the text that begins with {start}; {advice}") from None
+            raise refuse_text(panic, texts[0]) from None
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fabric_train.files.rust_panic import RustPanicError, panics_as_errors, refuse_text
 from fabric_train.tokenization.tokenizers.borders import Borders, add_borders
 from fabric_train.tokenization.tokenizers.fast_tokenizer import load_fast
 from fabric_train.tokenization.tokenizers.hard_strings import HARD_STRINGS, special_token_strings
@@ -34,8 +35,19 @@ class Reference:
         return [*HARD_STRINGS, *special_token_strings(own)]
 
     def encode(self, texts: Iterable[str]) -> "list[Encoding]":
-        """Return the texts' encodings, without added BOS or EOS."""
-        return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        """Return the texts' encodings, without added BOS or EOS.
+
+        Raises:
+            InputError: the tokenizer cannot encode one.
+        """
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> "Encoding":
+        try:
+            with panics_as_errors():
+                return self._tokenizer.encode(text, add_special_tokens=False)
+        except RustPanicError as panic:
+            raise refuse_text(panic, text) from None
 
 
 def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "Iterable[np.ndarray]") -> str | None:
