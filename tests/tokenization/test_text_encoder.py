@@ -333,8 +333,10 @@ def test_a_text_that_the_tokenizer_cannot_take_is_named(tmp_path: Path, tiny_mod
     whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    encoder = FastEncoder(tmp_path / "tokenizer.json", special_text_is_plain=True)
-    with pytest.raises(
-        InputError, match=r"^tokenizers fails: .*retry-limit.*, in the text that begins with 'x{60}'; leave"
-    ):
-        encoder.encode_batch(["one", "x" * 99, "two"])
+    encode = FastEncoder(tmp_path / "tokenizer.json", special_text_is_plain=True).encode_batch
+    check = Reference(tmp_path / "tokenizer.json", special_text_is_plain=True).encode
+    for encoding in (encode, check):
+        with pytest.raises(
+            InputError, match=r"^tokenizers fails: .*retry-limit.*, in the text that begins with 'x{60}'; leave"
+        ):
+            encoding(["one", "x" * 99, "two"])

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.tokenization.tokenizers.text_encoder import Borders, add_borders, load_fast
+from fabric_train.tokenization.tokenizers.text_encoder import (
+    Borders,
+    RustPanicError,
+    add_borders,
+    load_fast,
+    panics_as_errors,
+    refuse_text,
+)
 from fabric_train.tokenization.tokenizers.tokenizer import find_tokenizer_json
 from fabric_train.tokenization.workers import Worker
 
@@ -150,8 +157,19 @@ class Reference:
         return [*HARD_STRINGS, *special_token_strings(own)]
 
     def encode(self, texts: Iterable[str]) -> "list[Encoding]":
-        """Return the texts' encodings, without added BOS or EOS."""
-        return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        """Return the texts' encodings, without added BOS or EOS.
+
+        Raises:
+            InputError: the tokenizer cannot encode one.
+        """
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> "Encoding":
+        try:
+            with panics_as_errors():
+                return self._tokenizer.encode(text, add_special_tokens=False)
+        except RustPanicError as panic:
+            raise refuse_text(panic, text) from None
 
 
 def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "Iterable[np.ndarray]") -> str | None:

@@ -81,6 +81,12 @@ def panics_as_errors() -> Iterator[None]:
         raise
 
 
+def refuse_text(panic: RustPanicError, text: str) -> InputError:
+    """Return the error of a tokenizer that cannot encode a text, such as by a pattern that takes too many steps."""
+    start = f"{text[:_SHOWN_CHARACTERS]!r}"
+    return InputError(f"{panic}, in the text that begins with {start}; leave it out, or use another tokenizer")
+
+
 def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
     """Load the tokenizer without truncation and padding.
 
@@ -133,9 +139,7 @@ class FastEncoder:
         except RustPanicError as panic:
             if len(texts) > 1:
                 return [self.encode_batch([text])[0] for text in texts]  # one of them is at fault
-            start = f"{texts[0][:_SHOWN_CHARACTERS]!r}"
-            advice = "leave it out, or use another tokenizer"
-            raise InputError(f"{panic}, in the text that begins with {start}; {advice}") from None
+            raise refuse_text(panic, texts[0]) from None
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
