@@ -164,9 +164,9 @@ def test_shares_of_named_sources_are_those_of_the_others_too(mixing: Mixing) -> 
     folder = mixing.folder / "named"
     places = [f"{name}={mixing.folder}/{name}.jsonl" for name in NAMES]
     tokenize(folder, mixing.model, *places)
-    run = mixing.start("alone", 1, "--token_shares", "named:es=0.25", "named=0.75", names=("named",), max_step=1)
+    run = mixing.start("named-run", 1, "--token_shares", "named:es=0.25", "named=0.75", names=("named",), max_step=1)
     run.finish()
-    (stage,) = stages_through(mixing.folder / "alone" / "checkpoints" / "step-00000001")
+    (stage,) = stages_through(mixing.folder / "named-run" / "checkpoints" / "step-00000001")
     tokens = {name: one.tokens_in_rows for name, one in manifest_of(folder).ledger.splits["train"].sources.items()}
     seen = {name: 0.75 * tokens[name] / (tokens["va"] + tokens["en"]) for name in ("va", "en")} | {"es": 0.25}
     assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
