@@ -23,6 +23,7 @@ _CUDA_ON_PYPI = "13.0"
 _PYTORCH_INDEX = "https://download.pytorch.org/whl"
 _NEWEST_GLIBC = 28  # of Debian 11, Ubuntu 20.04 and RHEL 8; torch needs it
 _INSTALLERS = ("pip", "setuptools")  # pip installs pip too, so that ensurepip is not needed
+_WITHOUT_WHEELS = {"eval": ("sqlitedict", "word2number")}  # lm_eval needs them; PyPI has their source
 _PROGRESS = re.compile(r"\s*(?:Collecting|Downloading|Using cached) (\S+)")
 # pip download --python-version chooses wheels for that Python, but evaluates "; python_version < ..." of dependencies
 # for the Python that runs it
@@ -102,7 +103,29 @@ def download_wheels(
     # alone: other packages must not come from that index
     pip_download(target, folder, ["--no-deps", *indexes, exactly], show)
     requirements = [exactly, *_INSTALLERS, *requirements_with(extras)]
+    for name in (name for extra in extras for name in _WITHOUT_WHEELS.get(extra, ())):
+        _build_wheel(name, folder)
     pip_download(target, folder, ["--find-links", str(folder), "-c", str(constraints), *requirements], show)
+
+
+def _build_wheel(name: str, folder: Path) -> None:
+    """Build the wheel of a package in Python alone, which has no wheel on PyPI.
+
+    Raises:
+        InputError: pip has failed.
+    """
+    command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--wheel-dir"]
+    pip = subprocess.run([*command, str(folder), name], capture_output=True, text=True, check=False)
+    if pip.returncode:
+        reason = reason_in([line.strip() for line in (pip.stdout + pip.stderr).splitlines()])
+        raise InputError(f"the wheel of {name} cannot be built: {reason}; check the network")
+
+
+def reason_in(lines: list[str]) -> str:
+    """Return the first error in pip's output that names a cause."""
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    causes = [error for error in errors if not error.startswith("Ignored the following")]
+    return next(iter([*causes, *errors, *lines[-1:]]), "pip has failed")
 
 
 def pip_download(target: Target, folder: Path, words: list[str], show: Callable[[str], None]) -> None:
@@ -132,8 +155,7 @@ def pip_download(target: Target, folder: Path, words: list[str], show: Callable[
             if found := _PROGRESS.match(line):
                 show(found[1])
     if pip.returncode:
-        reasons = [line.removeprefix("ERROR: ") for line in last if line.startswith("ERROR: ")] or [*last][-1:]
-        reason = reasons[0] if reasons else "pip has failed"
+        reason = reason_in([*last])
         raise InputError(f"the wheels for {target} cannot be downloaded: {reason}; check the versions and the network")
 
 

@@ -124,6 +124,7 @@ _OTHERWISE: dict[str, Any] = {
     "phase_schedules": (list[PhaseSchedule], []),
     "device": (str | None, None),
     "mixture_sources": (list[str], []),
+    "mixture_tokens": (list[dict[str, Count]], []),
     "interim": (bool, False),
     "scheduled": (bool, True),
     "sessions": (list[TrainingSession], []),

@@ -344,9 +344,10 @@ class Description:
     ``schedule_steps`` is the length of the learning-rate schedule, see ``StartingPoint``. ``lineage`` are the branch
     points from the first run to this one. ``phase_schedules`` are those of the phases that have their own. ``device``
     is the name of a device of the run, see ``device_name``. ``mixture_sources`` names the sources of a mixture as
-    ``--shares`` does, in the order of their rows. ``sessions`` are those from the first step to the present one, which
-    is the last; a branch has those of the run that it comes from too. ``stages`` are the runs before this one, in their
-    order: each began with the weights of the one before.
+    ``--shares`` does, in the order of their rows. ``mixture_tokens`` are the tokens of each by the source of documents.
+    ``sessions`` are those from the first step to the present one, which is the last; a branch has those of the run that
+    it comes from too. ``stages`` are the runs before this one, in their order: each began with the weights of the one
+    before.
     """
 
     state_dict_type: str
@@ -361,6 +362,7 @@ class Description:
     phase_schedules: tuple[PhaseSchedule, ...] = ()
     device: str | None = None
     mixture_sources: tuple[str, ...] = ()
+    mixture_tokens: tuple[dict[str, int], ...] = ()
     sessions: tuple[TrainingSession, ...] = ()
     stages: tuple[TrainingStage, ...] = ()
 

@@ -237,6 +237,11 @@ class TokenMixture:
         return self.train.source_names
 
     @property
+    def tokens_by_document_source(self) -> list[dict[str, int]]:
+        """The tokens in rows of each source of documents, for each of ``sources``."""
+        return [_tokens_of(source, self.parts) for source in self.sources]
+
+    @property
     def name(self) -> str:
         """The folders, for messages."""
         return ", ".join(str(part.folder) for part in self.parts)
@@ -265,6 +270,18 @@ class TokenMixture:
         """Return a row's token dataset and its number there, for messages."""
         part, number = self.train.place(row)
         return f"{self.parts[part].folder / 'train'}:{number}"
+
+
+def _tokens_of(listed: ListedSource, parts: Sequence[TokenDataset]) -> dict[str, int]:
+    wanted = listed.others if listed.source is None else (listed.source,)
+    tokens: dict[str, int] = {}
+    for part in dict.fromkeys(number for number, _ in listed.slices):
+        manifest = parts[part].manifest
+        train = manifest.ledger.splits["train"].sources if manifest else {}
+        for name, counted in train.items():
+            if name in wanted or not wanted:
+                tokens[name] = tokens.get(name, 0) + counted.tokens_in_rows
+    return tokens
 
 
 def open_mixture(

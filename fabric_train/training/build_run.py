@@ -263,6 +263,7 @@ def _description(
         phase_schedules=run.phase_schedules,
         device=device_name(fabric.device),
         mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
+        mixture_tokens=tuple(data.tokens_by_document_source) if isinstance(data, TokenMixture) else (),
         sessions=(*_earlier_sessions(run), _session(run, fabric)),
         stages=stages,
     )

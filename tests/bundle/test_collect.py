@@ -9,7 +9,7 @@ import yaml
 
 from fabric_train.bundle import collect
 from fabric_train.bundle.__main__ import main
-from fabric_train.bundle.wheels import requirements_with
+from fabric_train.bundle.wheels import Target, pip_download, reason_in, requirements_with
 from fabric_train.cli.errors import InputError
 
 MIXTURE = """
@@ -144,3 +144,12 @@ def test_a_bundle_whose_run_would_not_begin_is_not_written(place: Path, file: st
         main(["--recipe", "mixture.yaml", "--output", "bundle"])  # for GPUs that are not here
     assert fault in str(refused.value)
     assert not (place / "bundle").exists()
+
+
+def test_the_reason_of_pip_is_named_and_not_what_it_ignored(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"cannot be downloaded: Could not find a version that satisfies .*no-such-name"
+    ):
+        pip_download(Target(None, "none"), tmp_path, ["--no-index", "no-such-name"], print)
+    lines = ["ERROR: Ignored the following versions: 3.7", "ERROR: Could not find one", "ERROR: No matching one"]
+    assert reason_in(lines) == "Could not find one"

@@ -31,12 +31,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_
     phases.write_text("- {from: 0.5, shares: [1, 2]}\n")
     mixture = {"train_data_dir": [str(tiny_tokens_dir), str(second)], "phases": str(phases)}
     recipe.write_text(yaml.safe_dump({**SETTINGS, "model_name": str(tiny_model_dir), **mixture}))
-    given = ("--recipe", recipe, "--cuda", "none")
+    (folder / "tasks.yaml").write_text("languages: {es: [xnli_es]}\n")
+    given = ("--recipe", recipe, "--tasks", "tasks.yaml", "--cuda", "none")
     finished = run_python(folder, 900, "-m", "fabric_train.bundle", *given, "--output", folder / "out")
     assert finished.returncode == 0, finished.stderr
     digest = subprocess.check_output(["sha256sum", folder / "out" / "install.sh"], text=True).split()[0]
     assert f"{digest}  install.sh" in finished.stdout
-    assert sorted(path.name for path in folder.iterdir()) == ["out", "phases.yaml", "recipe.yaml", "second"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("out", "phases.yaml", "recipe.yaml", "second", "tasks.yaml")
+    ]
     return folder / "out"
 
 
@@ -71,6 +74,10 @@ def test_it_installs_and_trains_without_a_route(bundle: Path, tmp_path: Path) ->
     assert "Phases" in trained.stdout
     assert [row[0] for row in metrics(there / "runs" / "1")] == [str(step) for step in range(1, 9)]
     assert checkpoints(there / "runs" / "1")[-1] == 8
+    python = there / ".venv" / "bin" / "python"
+    assert (
+        subprocess.run([python, "-c", "import lm_eval, sqlitedict, word2number"], cwd="/", check=False).returncode == 0
+    )
 
 
 def test_a_flipped_bit_and_a_lost_file_are_named(bundle: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fabric_train.cli.argument_types import Shares
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.token_mixture import TokenMixture, open_mixture
-from fabric_train.export.model_card import CardFacts, write_model_card
+from fabric_train.export.model_card import CardFacts, stages_through, write_model_card
 from fabric_train.optim.lr_schedule import learning_rate
 from fabric_train.preflight.step_plan import plan_phases, read_phases
 from tests.support.forked_runs import ForkedRun, ForkedRuns
@@ -30,16 +30,24 @@ class Mixing:
     """Trains on three token datasets in the folder of the runs."""
 
     def __init__(self, folder: Path, model: Path, runs: ForkedRuns) -> None:
-        self.folder, self._model, self._runs = folder, model, runs
+        self.folder, self.model, self._runs = folder, model, runs
         for name, texts in zip(NAMES, (TEXTS[:20], TEXTS * 4, TEXTS[:10]), strict=True):
             documents = write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in texts])
             tokenize(folder / name, model, documents, validation_split=0.1)
 
-    def start(self, run: str, num_ranks: int, *shares: object, before: str = "", **options: Any) -> ForkedRun:
-        words = argv(self._model, Path("TOKENS"), Path(run), **{**OPTIONS, **options})
+    def start(
+        self,
+        run: str,
+        num_ranks: int,
+        *shares: object,
+        before: str = "",
+        names: tuple[str, ...] = NAMES,
+        **options: Any,
+    ) -> ForkedRun:
+        words = argv(self.model, Path("TOKENS"), Path(run), **{**OPTIONS, **options})
         place = words.index("TOKENS")
         return self._runs.start(
-            [*words[:place], *NAMES, *map(str, shares), *words[place + 1 :]], num_ranks, cwd=self.folder, before=before
+            [*words[:place], *names, *map(str, shares), *words[place + 1 :]], num_ranks, cwd=self.folder, before=before
         )
 
     def state(self, run: str, step: int) -> dict[str, Any]:
@@ -135,6 +143,33 @@ def test_token_shares_are_those_of_every_step(mixing: Mixing) -> None:
     run.finish()
     assert [mixing.state("tokens", step)["rows_of_sources"] for step in (1, 2, 3)] == [[4, 2, 2], [8, 4, 4], [12, 6, 6]]
     assert mixing.state("tokens", 3)["mixture_sources"] == list(NAMES)
+    (stage,) = stages_through(mixing.folder / "tokens" / "checkpoints" / "step-00000003")
+    seen = {f"{name}.jsonl": share for name, share in zip(NAMES, (0.5, 0.25, 0.25), strict=True)}
+    assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
+
+
+def test_sources_of_a_folder_share_what_was_seen_of_it(mixing: Mixing) -> None:
+    merged = mixing.folder / "merged"
+    tokenize(merged, mixing.model, mixing.folder / "va.jsonl", mixing.folder / "es.jsonl")
+    run = mixing.start("parts", 1, "--token_shares", 0.5, 0.5, names=("en", "merged"), max_step=1, save_step_interval=1)
+    run.finish()
+    (stage,) = stages_through(mixing.folder / "parts" / "checkpoints" / "step-00000001")
+    tokens = manifest_of(merged).ledger.splits["train"].sources
+    of_merged = {Path(name).name: one.tokens_in_rows for name, one in tokens.items()}
+    seen = {name: 0.5 * number / sum(of_merged.values()) for name, number in of_merged.items()}
+    assert {source.name: source.share for source in stage.sources} == pytest.approx(seen | {"en.jsonl": 0.5})
+
+
+def test_shares_of_named_sources_are_those_of_the_others_too(mixing: Mixing) -> None:
+    folder = mixing.folder / "named"
+    places = [f"{name}={mixing.folder}/{name}.jsonl" for name in NAMES]
+    tokenize(folder, mixing.model, *places)
+    run = mixing.start("named-run", 1, "--token_shares", "named:es=0.25", "named=0.75", names=("named",), max_step=1)
+    run.finish()
+    (stage,) = stages_through(mixing.folder / "named-run" / "checkpoints" / "step-00000001")
+    tokens = {name: one.tokens_in_rows for name, one in manifest_of(folder).ledger.splits["train"].sources.items()}
+    seen = {name: 0.75 * tokens[name] / (tokens["va"] + tokens["en"]) for name in ("va", "en")} | {"es": 0.25}
+    assert {source.name: source.share for source in stage.sources} == pytest.approx(seen)
 
 
 def test_share_of_less_than_a_row_is_refused(mixing: Mixing) -> None:

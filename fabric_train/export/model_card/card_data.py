@@ -117,7 +117,7 @@ def all_stages(record: ModelRecord) -> tuple[TrainingStage, ...]:
 
     Its shares are of the tokens that were seen, of those in the token dataset if that is not known.
     """
-    seen = dict(seen_shares(record))
+    seen = _seen_of_sources(record) or dict(seen_shares(record))
     sources = source_rows(record) or [
         StageSource(place.name, place.share, None, None, [], [place.dataset] if place.dataset else [])
         for place in record.stream_places()
@@ -162,6 +162,21 @@ def seen_shares(record: ModelRecord) -> list[tuple[str, float]]:
     return [(name, number / total) for name, number in pairs] if total else []
 
 
+def _seen_of_sources(record: ModelRecord) -> dict[str, float]:
+    """Return the share of the tokens seen of each source of documents in a mixture, by its public name.
+
+    A token dataset gives tokens of its sources as it has them. Nothing is returned if the checkpoint does not say.
+    """
+    rows, tokens = record.state.rows_of_sources, record.trainer.get("mixture_tokens") or ()
+    if not rows or len(rows) != len(tokens) or not all(map(bool, tokens)):
+        return {}
+    seen: dict[str, float] = dict.fromkeys((record.names[name] for one in tokens for name in one), 0.0)
+    for count, one in zip(rows, tokens, strict=True):
+        for name, number in one.items():
+            seen[record.names[name]] += count / sum(rows) * number / max(sum(one.values()), 1)
+    return seen
+
+
 def training_data(record: ModelRecord) -> str:
     """Return the section of the training data."""
     if record.stream or record.trainer["arguments"].get("streaming_dataset"):
@@ -203,7 +218,10 @@ def earlier_data(record: ModelRecord) -> str:
         for number, stage in enumerate(record.stages, start=1)
         for source in stage.sources
     ]
-    text = "What the earlier stages read: shares of the tokens seen, tokens and documents of the token dataset."
+    text = (
+        "What the earlier stages read: shares of the tokens seen (of a stream, the share of a pass), tokens and "
+        "documents of the token dataset."
+    )
     return f"{text}\n\n{table(f'stage | {_COLUMNS}', cells)}" if cells else ""
 
 
