@@ -109,7 +109,7 @@ class Trace:
             yield
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             hook.remove()
 
     def _updated(self, *_: Any) -> None:
