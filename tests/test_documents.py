@@ -2,9 +2,15 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
+
+from tests import reading_list
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -21,7 +27,7 @@ FOREIGN_OPTIONS = {
     "sandbox", "strict", "follow", "selector", "max-restarts", "nproc-per-node", "nnodes", "node-rank", "master-addr",
     "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-conf", "local-addr", "num-nodes", "main-address",
     "main-port", "ntasks-per-node", "pty", "signal", "exclude", "allow-run-as-root", "oversubscribe", "hostfile",
-    "dependency", "print",
+    "dependency", "print", "write",
 }  # fmt: skip
 """Of other programs."""
 
@@ -109,3 +115,17 @@ def test_the_page_of_the_rehearsal_counts_its_own_cases() -> None:
     assert found is not None
     rows = [line for line in page.splitlines() if line.endswith((" passed |", " failed |"))]
     assert (int(found[1]), int(found[2])) == (len(rows), len(rows))
+
+
+@pytest.mark.slow
+def test_the_reading_list_is_that_of_the_code_and_each_way_is_short() -> None:
+    run = subprocess.run([sys.executable, "-m", "tests.reading_list"], cwd=ROOT, text=True, capture_output=True)
+    assert run.returncode == 0, run.stderr
+    written = reading_list.written_list(reading_list.DOCUMENT.read_text(encoding="utf-8"))
+    listed, found = (
+        sorted(re.sub(r"^\d+\.", "", text.strip(), flags=re.M).split("\n")) for text in (written, run.stdout)
+    )
+    assert listed == found, "run python -m tests.reading_list --write"
+    number_of_files = [int(number) for number in re.findall(r"\*\*: (\d+) files", run.stdout)]
+    limits = [way.limit for way in reading_list.WAYS.values()]
+    assert all(number <= limit for number, limit in zip(number_of_files, limits, strict=True)), number_of_files
