@@ -18,7 +18,7 @@ import xxhash
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 
 MIN_LETTERS = 15
 """Letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 
 PIECES, PIECE_CHARACTERS, CERTAIN = 3, (150, 300), 0.95
 """At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.tokenization.cleaning.dropped_sample import PER_REASON, TEXT_CHARACTERS, DroppedDocument
+from fabric_train.tokenization.cleaning.dropped import PER_REASON, TEXT_CHARACTERS, DroppedDocument
 from fabric_train.tokenization.cleaning.minhash import (
     NO_WORDS,
     NUM_HASHES,

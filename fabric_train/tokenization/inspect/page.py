@@ -1,24 +1,27 @@
-"""Write the report as one HTML page without other files."""
+"""Write the report, or a comparison, as one HTML page without other files."""
 
 import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from fabric_train.tokenization.inspect.comparison import Comparison
+from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
 from fabric_train.tokenization.inspect.report import (
     DatasetReport,
     TextTable,
     dropped_title,
     facts,
+    histogram,
     ledger_table,
+    length_facts,
     length_notes,
     source_table,
     success_line,
 )
 from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
-from fabric_train.tokenization.inspect.terminal import histograms, length_facts
 
 
-def to_html(report: DatasetReport) -> str:
+def report_to_html(report: DatasetReport) -> str:
     """Return the page, with every text of the dataset escaped."""
     title = f"token dataset {escape(report.folder.name or str(report.folder))}"
     return html_page(
@@ -35,6 +38,17 @@ def to_html(report: DatasetReport) -> str:
             *_rows(report),
         ],
     )
+
+
+def comparison_to_html(comparison: Comparison) -> str:
+    """Return the page, with every text of the datasets escaped."""
+    folders = (corpus.folder.name or str(corpus.folder) for corpus in comparison.corpora)
+    body = [*html_facts((name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True))]
+    for section in sections(comparison):
+        body += [f"<h2>{section.title}</h2>"]
+        body += html_table(section.table) if section.table else []
+        body += [f'<p class="note">{escape(section.note)}</p>'] if section.note else []
+    return html_page(f"{' and '.join(escape(visible(name)) for name in folders)} compared", body)
 
 
 def html_page(title: str, body: Iterable[str], further_style: str = "") -> str:
@@ -108,7 +122,7 @@ def _lengths(report: DatasetReport) -> Iterator[str]:
     if counts.lengths is None:
         yield "<p>Unknown: this dataset does not store where documents begin.</p>"
         return
-    (bars,) = histograms(counts.lengths)
+    bars = histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
     yield '<div class="bars">'
     for bar in bars:

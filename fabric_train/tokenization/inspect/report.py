@@ -2,71 +2,26 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular
-from fabric_train.files.typed_json import parse_json
-from fabric_train.tokenization.cleaning.dropped_sample import DROPPED_FILE
+from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, SampledDrop, read_sample
 from fabric_train.tokenization.inspect.index_check import IndexCheck
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
 from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
 from fabric_train.tokenization.manifest import Manifest, Settings, SourceRecord, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
-from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.tokenization.packing.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
-_MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
-
-
-@dataclass(frozen=True)
-class SampledDrop:
-    """A document that was left out: a line of ``dropped.jsonl``."""
-
-    reason: str
-    detail: str
-    place: str
-    text: str
-
-
-def read_dropped(folder: Path, manifest: Manifest | None) -> tuple[dict[str, list[SampledDrop]], list[Problem]]:
-    """Return the sample of a token dataset by reason, and what is wrong with it; a dataset may have none."""
-    file = folder / DROPPED_FILE
-    if not file.exists():
-        return {}, []
-    try:
-        with open_regular(file, "tokenize again") as opened:
-            content = opened.read(_MOST_BYTES + 1)
-    except (InputError, OSError) as error:
-        return {}, [Problem(DROPPED_FILE, f"cannot be read: {error}")]
-    if len(content) > _MOST_BYTES:
-        return {}, [Problem(DROPPED_FILE, f"larger than {_MOST_BYTES >> 20} MiB, so it is not what its name says")]
-    by_reason: dict[str, list[SampledDrop]] = {}
-    problems = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            document = parse_json(line, SampledDrop)
-        except ValueError as error:
-            problems.append(Problem(DROPPED_FILE, f"line {number:,} is damaged: {error}"))
-            break
-        by_reason.setdefault(document.reason, []).append(document)
-    return by_reason, problems + _disagreements(by_reason, manifest)
-
-
-def _disagreements(by_reason: dict[str, list[SampledDrop]], manifest: Manifest | None) -> list[Problem]:
-    """Return a problem for each reason that the ledger has less often than the sample."""
-    skipped = Counter(manifest.ledger.documents_skipped if manifest else {})
-    return [
-        Problem(
-            DROPPED_FILE, f"{len(documents):,} documents are skipped as {reason}, in the ledger {skipped[reason]:,}"
-        )
-        for reason, documents in by_reason.items()
-        if len(documents) > skipped[reason]
-    ]
+_SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
+_PERCENTILES = (5, 25, 50, 75, 95)
+_BARS = 10
 
 
 @dataclass(frozen=True)
@@ -110,16 +65,15 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
             document index is damaged.
     """
     splits = open_splits(folder)
-    shown = next((name for name in SPLIT_NAMES[split] if name in splits), None)
-    if shown is None:
-        raise InputError(f"{folder}: no {split} split, only {', '.join(splits)}; give --split")
+    shown = shown_split(folder, splits, split).name
     if rows and rows.start >= splits[shown].num_rows:
         raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
     manifest = load_manifest(folder)
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
-    dropped, problems = read_dropped(folder, manifest)
+    dropped, sample_faults = read_sample(folder, manifest.ledger.documents_skipped if manifest else {})
+    problems = [Problem(DROPPED_FILE, fault) for fault in sample_faults]
     problems += _file_problems(folder, manifest)
     views: list[RowView] = []
     and_next = range(rows.start, rows.stop + 1) if rows else rows
@@ -150,6 +104,18 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         problems += _ledger_problems(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
     return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views, dropped)
+
+
+def shown_split(folder: Path, splits: Mapping[str, Split], wanted: str) -> Split:
+    """Return the split "train" or "validation"; older folders have "valid".
+
+    Raises:
+        InputError: the dataset does not have it.
+    """
+    name = next((name for name in _SPLIT_NAMES[wanted] if name in splits), None)
+    if name is None:
+        raise InputError(f"{folder}: no {wanted} split, only {', '.join(splits)}; give --split")
+    return splits[name]
 
 
 def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[DocumentIndex | None, list[Problem]]:
@@ -350,6 +316,50 @@ def source_table(manifest: Manifest) -> TextTable:
         for source in manifest.sources
     )
     return TextTable(columns, lines, (0,) * len(lines), num_words=2)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of the histogram: the number of documents of ``low`` to ``high`` tokens."""
+
+    low: int
+    high: int
+    count: int
+
+
+def histogram(lengths: Mapping[int, int]) -> list[Bar]:
+    """Return bars for numbers of documents by length: powers of two if lengths differ widely, else ten equal steps."""
+    if not lengths:
+        return []
+    low, high = min(lengths), max(lengths)
+    if high >= 32 * max(low, 1):
+        edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
+        edges = edges if low else [0, *edges]
+    else:
+        width = -(-(high - low + 1) // _BARS)
+        edges = list(range(low, high + 1 + width, width))
+    found, _ = np.histogram(list(lengths), bins=edges, weights=list(lengths.values()))
+    bars = zip(edges, edges[1:], found, strict=False)
+    return [Bar(first, min(stop - 1, high), int(count)) for first, stop, count in bars if first <= high]
+
+
+def length_facts(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
+    """Return shortest, percentiles, longest and mean of numbers of documents by length."""
+    documents = sum(lengths.values())
+    if not documents:
+        return []
+    numbers = np.array(sorted(lengths))
+    running = np.cumsum([lengths[int(number)] for number in numbers])
+    ranks = [max(1, -(-documents * percentile // 100)) for percentile in _PERCENTILES]
+    at = [int(numbers[np.searchsorted(running, rank)]) for rank in ranks]
+    total = sum(length * count for length, count in lengths.items())
+    names = [f"{percentile} %" for percentile in _PERCENTILES]
+    return [
+        ("shortest", int(numbers[0])),
+        *zip(names, at, strict=True),
+        ("longest", int(numbers[-1])),
+        ("mean", round(total / documents)),
+    ]
 
 
 def length_notes(report: DatasetReport) -> list[str]:
