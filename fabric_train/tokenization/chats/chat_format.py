@@ -29,17 +29,11 @@ TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the form that chat templates take.
+    """A conversation in the form that chat templates take."""
 
-    Attributes:
-        messages: ``role`` is one of ROLES, ``content`` is text; other keys are kept as given.
-        num_given: number of messages at the start that are a prompt, in which no turn of the assistant is supervised.
-        tools: JSON schemas of the tools that may be called; None if there are none.
-    """
-
-    messages: list[Message]
-    num_given: int = 0
-    tools: list[Any] | None = None
+    messages: list[Message]  # ``role`` is one of ROLES, ``content`` is text; other keys are kept as given
+    num_given: int = 0  # messages at the start that are a prompt, in which no turn of the assistant is supervised
+    tools: list[Any] | None = None  # JSON schemas of the tools that may be called
 
 
 def detect_format(record: Mapping[str, Any]) -> str | None:

@@ -76,29 +76,22 @@ class _Separator:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation and its text.
-
-    Attributes:
-        messages: the conversation.
-        tools: JSON schemas of tools.
-        text: what the template makes of them.
-        generated: the parts of the text that the template marks with ``{% generation %}``.
-    """
+    """A conversation with its tools, and the text that the template makes of them."""
 
     messages: list[Message]
     tools: list[Any] | None
     text: str
-    generated: list[Span]
+    generated: list[Span]  # the parts that the template marks with ``{% generation %}``
 
 
 class ChatTemplate:
-    """A chat template.
+    """A chat template of a tokenizer.
 
     Args:
-        source: the Jinja source, which runs in transformers' sandbox.
+        source: in Jinja; it runs in transformers' sandbox.
         variables: special tokens by the names that templates use (``bos_token``).
-        added_tokens: the texts of all added tokens of the tokenizer.
-        special_tokens: the texts of those added tokens that are special.
+        added_tokens: the texts of all added tokens.
+        special_tokens: those that are special.
 
     Attributes:
         control_tokens: the special tokens, and the added tokens that the template writes between turns.
@@ -139,7 +132,6 @@ class ChatTemplate:
         _tried.add(self.source)
 
     def _learn(self, added_tokens: Collection[str]) -> None:
-        """Learn from renderings what is around the turns of a conversation."""
         self._find_control_tokens(added_tokens)
         question = _speak(["user"])
         begin, prompt = self.render(question), self.render(question, generation_prompt=True)
@@ -154,11 +146,7 @@ class ChatTemplate:
         return self._render(messages, tools, generation_prompt, False)[0]
 
     def render_to_mark(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
-        """Render a conversation whose turns may be marked.
-
-        Raises:
-            BadRowError: the template refuses the conversation, fails on it or does not end.
-        """
+        """Render a conversation whose turns may be marked; raises as ``render``."""
         return Rendering(messages, tools, *self._render(messages, tools, False, self._has_generation))
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
@@ -233,9 +221,10 @@ class ChatTemplate:
         except MemoryError:
             raise BadRowError(f"the chat template takes more than {MEMORY >> 20} MiB of memory") from None
         except TemplateError as error:
-            raise BadRowError(f"the chat template refuses it: {_reason(error)}") from None
+            raise BadRowError(f"the chat template refuses it: {first_line(error)[:_LONGEST_REASON]}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
-            raise BadRowError(f"the chat template fails with {type(error).__name__}: {_reason(error)}") from None
+            reason = f"{type(error).__name__}: {first_line(error)[:_LONGEST_REASON]}"
+            raise BadRowError(f"the chat template fails with {reason}") from None
         (text,), spans = rendered
         if len(text) > _MOST_CHARACTERS and len(text) > _MOST_TIMES * len(json.dumps([messages, tools], default=str)):
             raise BadRowError(f"the chat template makes {len(text):,} characters of it, far more than it has")
@@ -257,7 +246,6 @@ class ChatTemplate:
         )
 
     def _mark_turn(self, messages: list[Message], tools: list[Any] | None, turn: int, text: str) -> Span:
-        """Mark a turn by rendering the conversation up to its start and up to its end."""
         until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
         if turn:
             prompt = self.render(messages[:turn], tools, generation_prompt=True)
@@ -338,10 +326,6 @@ class ChatTemplate:
         return "".join(text), spans
 
 
-def _reason(error: Exception) -> str:
-    return first_line(error)[:_LONGEST_REASON]
-
-
 _SPOKEN = re.compile(r"turn\d+said")
 
 
@@ -368,7 +352,6 @@ def read_chosen_template(file: str, tokenizer: "CorpusTokenizer") -> str:
     Raises:
         InputError: there is no such file, it is no template, or it cannot render a question with an answer.
     """
-
     template = read_chat_template(Path(file).expanduser())
     if not template.strip():
         raise InputError(f"--chat_template {file}: the file is empty; give a Jinja template")

@@ -6,8 +6,8 @@ everything that looks like a control token in the rendering was written by the t
     content      write <|eot_id|>!
     rendering    <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
 
-The text between two control tokens is encoded on its own (see ``text_parts``), and once for all renderings in which it
-occurs. Where that is not possible, the ``tokenizers`` library encodes each rendering whole (see ``aliased_tokenizer``).
+The text between two control tokens is encoded on its own, and once for all renderings in which it occurs. Where that is
+not possible, the ``tokenizers`` library encodes each rendering whole (``AliasedTokenizer``).
 """
 
 import re
@@ -29,12 +29,9 @@ Span = tuple[int, int]
 
 
 class AliasedTokenizer:
-    """A tokenizer that matches its control tokens only by their aliases.
+    """A tokenizer that matches its control tokens only by aliases, which no message contains.
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        control: the control tokens' ids by text; they are added tokens of the file.
-        aliases: the alias by text; no message contains one.
+    ``control`` has their ids by text, ``aliases`` the alias by text; they are added tokens of the file.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], aliases: Mapping[str, str]) -> None:
@@ -48,10 +45,8 @@ class AliasedTokenizer:
         tokenizer.add_special_tokens(own)
         tokenizer.add_tokens(
             [
-                AddedToken(
-                    aliases[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized
-                )
-                for token in own
+                AddedToken(aliases[one.content], lstrip=one.lstrip, rstrip=one.rstrip, normalized=one.normalized)
+                for one in own
             ]
         )
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets include the space of a token
@@ -89,10 +84,8 @@ class _NeedsWholeTextError(Exception):
 class ControlTokens:
     """An encoder of renderings in which only the template's control tokens become tokens.
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        control: the control tokens' ids by text.
-        encoder: gives the ids of the texts between control tokens; None encodes each rendering whole.
+    ``control`` has their ids by text. ``encoder`` gives the ids of the texts between them; None encodes each rendering
+    whole.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], encoder: TextEncoder | None) -> None:
@@ -264,11 +257,7 @@ def _alternatives(texts: list[str]) -> str:
 
 
 def check_surrogates(text: str) -> None:
-    """Check that a text can be encoded.
-
-    Raises:
-        BadRowError: it has half of a surrogate pair.
-    """
+    """Raise BadRowError if a text has half of a surrogate pair, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Identify the language of a text with py3langid, whose model is part of its package.
+"""Identify the language of a text with py3langid, and drop documents and paragraphs in other languages.
 
-It is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005; py3langid has a model of
-its own). ``docs/cleaning.md`` compares it with other identifiers.
+py3langid is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005), with a model of its
+own in its package. ``docs/cleaning.md`` compares it with other identifiers.
 """
 
 import math
@@ -77,11 +77,6 @@ def identify(text: str) -> tuple[str, float]:
 def language_probabilities(text: str) -> dict[str, float]:
     """Return the probability of each language that the identifier knows."""
     return dict(_identifier().rank(_sample(_words(text), PIECE_CHARACTERS[-1])))
-
-
-def known_languages() -> list[str]:
-    """Return the codes that ``identify`` can return."""
-    return sorted(_identifier().labels)
 
 
 def identifier_settings() -> dict[str, Any]:
@@ -166,7 +161,7 @@ class LanguageFilter:
         if probability >= self.threshold and not self._accepts(language):
             return Dropped(OTHER, found)
         if probability < self.threshold:
-            to_keep = self._probability_to_keep(text)
+            to_keep = sum(value for code, value in language_probabilities(text).items() if self._accepts(code))
             if to_keep < self.threshold:
                 return Dropped(UNCERTAIN, self._margin(found, to_keep))
         if language != "ca" or "ca" in self.languages or "va" not in self.languages:
@@ -208,9 +203,6 @@ class LanguageFilter:
     def _num_decimals(self) -> int:
         return max(2, len(f"{self.threshold:g}".partition(".")[2]))
 
-    def _probability_to_keep(self, text: str) -> float:
-        return sum(value for code, value in language_probabilities(text).items() if self._accepts(code))
-
     def _accepts(self, language: str) -> bool:
         return language in self.languages or (language == "ca" and "va" in self.languages)
 
@@ -224,7 +216,7 @@ def open_language_filter(given: str, by: Literal["document", "paragraph"]) -> La
     load_identifier("--language")
     codes, _, threshold = given.partition(":")
     languages = tuple(dict.fromkeys(codes.split(",")))
-    known = known_languages()
+    known = sorted(_identifier().labels)
     unknown = [code for code in languages if code not in (*known, "va")]
     if unknown:
         raise InputError(

@@ -1,4 +1,8 @@
-"""Split a document into lines and words once for all rules."""
+"""Drop documents of low quality by the published rules of Gopher, C4 and FineWeb.
+
+``docs/cleaning.md`` lists the rules
+with their sources.
+"""
 
 import re
 from collections import Counter
@@ -90,17 +94,15 @@ class MeasuredText:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Return the lines that are not blank, without white space at their ends."""
+        """The lines that are not blank, without white space at their ends."""
         return [line for line in map(str.rstrip, self.text.split("\n")) if line]
 
     @cached_property
     def words(self) -> list[str]:
-        """Return the words in their order, without punctuation marks."""
         return _WORDS.findall(self.text)
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Return how often each word occurs."""
         return Counter(self.words)
 
 
@@ -287,7 +289,7 @@ def clean_lines(text: str, edits: Counter[str]) -> str | Fault:
 
 
 def count_sentences(line: str) -> int:
-    """Return the number of sentences in a line that is not blank."""
+    """Return the number of sentences in a line that is not blank, at least one."""
     return max(1, len(_SENTENCE_END.findall(line)))
 
 
