@@ -84,21 +84,18 @@ class ChatEncoder:
 
     Args:
         tokenizer_folder: a Hugging Face tokenizer folder with ``tokenizer.json``.
-        data_format: format of the rows: messages, conversations, alpaca or prompt_completion; auto detects it in each
-            row.
+        data_format: messages, conversations, alpaca or prompt_completion; auto detects it in each row.
         train_on: what is supervised: ``assistant`` (its turns), ``all`` tokens, or ``last`` (the assistant's last
             turn). The assistant's turns in a prompt are not supervised, except with ``all``.
-        too_long: what happens to a chat of more than ``max_length`` tokens.
+        too_long: what happens to a chat of more than ``max_length`` tokens (None is no limit).
             cut_end: it loses turns at the end; the last turn left is the assistant's, unless all are supervised.
             cut_start: it loses turns after the system message; the first turn left is the user's.
             drop: it is left out.
-        max_length: in tokens; None is no limit.
         by_parts: encode the texts between control tokens one by one, with the fastest encoder, if a trial shows that
             this gives the tokenizer's ids. Otherwise ``tokenizers`` encodes each chat whole, which takes longer.
         is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
 
     Attributes:
-        chat_template: the source of the template in use; ``chat_template_sha256`` is its hash.
         end_of_turn_token_id: the token that ends the assistant's turns; None if the template writes none.
         notes: lines that a user should read.
 
@@ -197,10 +194,6 @@ class ChatEncoder:
         encoded = self._encode_part(rendered, *part)
         return replace(encoded, num_tokens_cut=num_tokens - len(encoded.input_ids))
 
-    def _count(self, rendering: Rendering) -> int:
-        """Return the number of tokens, with EOS if it is added."""
-        return self._tokens.count(rendering.text) + (not self._template.ends_with_control_token(rendering.text))
-
     def _encode_part(self, rendered: "_RenderedChat", kept: Sequence[int], rendering: Rendering) -> EncodedDocument:
         """Encode ``rendering``, which is of the messages ``kept``; those that are to be supervised are."""
         spans: list[Span] = []
@@ -246,7 +239,8 @@ class ChatEncoder:
 
         def fits(number: int) -> bool:
             rendering = self._render_shielded([messages[index] for index in parts[number]], tools)
-            if self._count(rendering) > max_length:
+            num_eos = not self._template.ends_with_control_token(rendering.text)
+            if self._tokens.count(rendering.text) + num_eos > max_length:
                 return False
             fitting[number] = rendering
             return True

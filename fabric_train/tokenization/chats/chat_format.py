@@ -92,11 +92,8 @@ def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
     """Return the indices of the messages that are supervised with ``--train_on``."""
     if train_on == "all":
         return frozenset(range(len(chat.messages)))
-    spoken = [
-        index
-        for index, message in enumerate(chat.messages)
-        if message["role"] == "assistant" and index >= chat.num_given
-    ]
+    roles = [message["role"] for message in chat.messages]
+    spoken = [index for index, role in enumerate(roles) if role == "assistant" and index >= chat.num_given]
     return frozenset(spoken[-1:] if train_on == "last" else spoken)
 
 
@@ -107,7 +104,7 @@ def excerpt(value: Any) -> str:
 
 
 def unexpected_format(record: Mapping[str, Any], data_format: str, reason: str) -> str:
-    """Return the error message of a row: the reason, the formats that ``data_format`` accepts, and the row."""
+    """Return the message for a row: the reason, the formats that ``data_format`` accepts, and the row."""
     accepted = "; ".join(_FORMATS.values()) if data_format == "auto" else _FORMATS[data_format]
     return f"{reason}; accepted: {accepted}; the row: {excerpt(dict(record))}"
 

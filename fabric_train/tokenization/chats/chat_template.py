@@ -58,20 +58,16 @@ _SECONDS = 5.0  # of processor time for one rendering; an ordinary one takes les
 _MOST_CHARACTERS = 1 << 24  # of a rendering; more only if the conversation itself is so long
 _MOST_TIMES = 16  # as long as its conversation is such a rendering at most
 _LONGEST_REASON = 300  # characters of a template's own message
-_tried: set[str] = set()
-"""The sources that have been tried in a process of their own."""
+_tried: set[str] = set()  # the sources that have been tried in a process of their own
 
 
 @dataclass(frozen=True)
 class _Separator:
-    """The text between two contents, or before the first, or after the last.
-
-    Its first ``before`` characters belong to the assistant's turn before it, its last ``after`` to the one after it.
-    """
+    """The text between two contents, or before the first, or after the last."""
 
     text: str
-    before: int
-    after: int
+    before: int  # its first characters that belong to the assistant's turn before it
+    after: int  # its last ones that belong to the assistant's turn after it
 
 
 @dataclass(frozen=True)
@@ -93,10 +89,6 @@ class ChatTemplate:
         added_tokens: the texts of all added tokens.
         special_tokens: those that are special.
 
-    Attributes:
-        control_tokens: the special tokens, and the added tokens that the template writes between turns.
-        end_of_turn: the control token that follows the assistant's content; None if none does.
-
     Raises:
         BadRowError: the template is invalid, or refuses a question with an answer, fails on it, does not end, or takes
             too much memory.
@@ -115,8 +107,9 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._has_generation = _GENERATION.search(source) is not None
         self._separators: dict[tuple[str | None, str | None], _Separator | None] = {}
+        # the special tokens, and the added tokens that the template writes between turns
         self.control_tokens: tuple[str, ...] = tuple(special_tokens)
-        self.end_of_turn: str | None = None
+        self.end_of_turn: str | None = None  # the control token that follows the assistant's content
         self._generation_prompt = ""
         self._try_in_child(added_tokens)
         self._learn(added_tokens)
@@ -197,7 +190,7 @@ class ChatTemplate:
         return textwrap.shorten(own.removeprefix("system").strip(), 120, placeholder=" …")
 
     def ends_with_control_token(self, text: str) -> bool:
-        """Return whether a rendering ends with a control token; whitespace may follow."""
+        """Return whether a rendering ends with a control token and perhaps white space."""
         return text.rstrip().endswith(self.control_tokens)
 
     def _render(

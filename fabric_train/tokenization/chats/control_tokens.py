@@ -15,7 +15,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class AliasedTokenizer:
 
 
 class _NeedsWholeTextError(Exception):
-    """An error for a rendering that must be encoded as a whole."""
+    """A rendering must be encoded as a whole."""
 
 
 class ControlTokens:
@@ -196,7 +196,10 @@ class ControlTokens:
             if first_characters[index] == border:
                 return first_tokens[index]
             part = parts[index - 1]
-            head = self._encode_head(part, border - first_characters[index - 1])
+            if part in self._control:
+                raise _NeedsWholeTextError
+            self._encode_new([beginning := part[: border - first_characters[index - 1]]])
+            head = self._ids[beginning]
             if ids[index - 1][: len(head)].tobytes() != head.tobytes():
                 raise _NeedsWholeTextError  # the border is within a token
             return first_tokens[index - 1] + len(head)
@@ -206,14 +209,6 @@ class ControlTokens:
             inside[token_at(begin) : token_at(end)] = True
         return np.concatenate(ids), inside
 
-    def _encode_head(self, part: str, length: int) -> np.ndarray:
-        """Return the ids of the first ``length`` characters of a text."""
-        if part in self._control:
-            raise _NeedsWholeTextError
-        head = part[:length]
-        self._encode_new([head])
-        return self._ids[head]
-
     def _unshield(self, text: str) -> str:
         if self._number not in text:
             return text
@@ -221,8 +216,12 @@ class ControlTokens:
 
     def _encode_whole(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         borders = list(chain.from_iterable(spans))
-        pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
-        ids, inside, has_made_control = self._as_whole.encode([self._with_aliases(piece) for piece in pieces])
+        whole = self._as_whole
+        with_aliases = [
+            self._unshield(self._control_token.sub(lambda match: whole.aliases[match[0]], text[begin:end]))
+            for begin, end in pairwise([0, *borders, len(text)])
+        ]
+        ids, inside, has_made_control = whole.encode(with_aliases)
         if has_made_control:
             raise BadRowError("the tokenizer makes a control token from text; leave the row out")
         return ids, inside
@@ -231,9 +230,6 @@ class ControlTokens:
     def _as_whole(self) -> AliasedTokenizer:
         aliases = {text: f"{self._number}a{token_id}a" for text, token_id in self._control.items()}
         return AliasedTokenizer(self._tokenizer_file, self._control, aliases)
-
-    def _with_aliases(self, text: str) -> str:
-        return self._unshield(self._control_token.sub(lambda match: self._as_whole.aliases[match[0]], text))
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -26,8 +26,7 @@ _COUNTS = re.compile(rf"(?:[\W_]*[^\W_]){{{MIN_LETTERS}}}")
 _EDIT = "boilerplate lines"
 _REASON = "only_boilerplate"
 _SHOWN_CHARACTERS = 100
-FORMAT = 1
-"""Of the hashes, the rule, and the files of counts; raise it when one of them changes."""
+FORMAT = 1  # of the hashes, the rule, and the files of counts; raise it when one of them changes
 _RECORD, _HASHES = "lines.json", "hashes"
 _MAKE_AGAIN = "count the lines again, with --shard and this version, and merge the slices"
 
@@ -78,7 +77,7 @@ class Boilerplate:
         return set(hashed[is_repeated, 0].tolist())
 
     def redacted(self, redact: Callable[[str], str]) -> "Boilerplate":
-        """Return the step with lines to be shown from which ``redact`` has taken personal data."""
+        """Return the step with ``redact`` of the lines to be shown."""
         return replace(self, most_frequent=tuple((redact(line), count) for line, count in self.most_frequent))
 
     def shown(self) -> list[str]:
@@ -86,7 +85,6 @@ class Boilerplate:
         return [f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)" for line, count in self.most_frequent]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings, the SHA-256 of the lines' hashes, and some of the lines."""
         return {
             "num_documents": self.num_documents,
             "min_letters": MIN_LETTERS,

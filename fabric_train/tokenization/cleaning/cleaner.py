@@ -41,19 +41,12 @@ class CleaningStep(Protocol):
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A document that is kept.
-
-    Args:
-        text: what the steps have left of it.
-        edits: the number of changes by kind, such as ``redacted email``.
-        signature: its MinHash signature, uint32 [112]; None without --near_duplicates.
-        hits: what it shares with evaluation tasks.
-    """
+    """A document that is kept, with the text that the steps have left of it."""
 
     text: str
-    edits: dict[str, int]
-    signature: np.ndarray | None
-    hits: tuple[TaskHit, ...] = ()
+    edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
+    signature: np.ndarray | None  # of MinHash, uint32 [112]; None without --near_duplicates
+    hits: tuple[TaskHit, ...] = ()  # what it shares with evaluation tasks
 
 
 @dataclass(frozen=True)
@@ -68,13 +61,10 @@ class CleanedChat:
 
 @dataclass(frozen=True)
 class Cleaner:
-    """Steps by the names of their switches, in the order in which they are applied; then documents get a signature.
-
-    ``near_duplicates`` is the smallest similarity of near duplicates; None for no signatures.
-    """
+    """Steps by the names of their switches, in the order in which they are applied; then documents get a signature."""
 
     steps: dict[str, CleaningStep]
-    near_duplicates: float | None
+    near_duplicates: float | None  # the smallest similarity of near duplicates; None for no signatures
 
     def clean(self, text: str) -> Cleaned | Dropped:
         """Return the text that all steps leave, or why one of them drops it; the first that does decides."""
@@ -204,13 +194,11 @@ def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> 
         return [_changed(part, change, kept) for part in value]
     if isinstance(value, Mapping):
         return {
-            key: part if key in kept else _changed(part, change, _kept_in(key, kept)) for key, part in value.items()
+            # an argument may be called id or name
+            key: part if key in kept else _changed(part, change, frozenset() if key == "arguments" else kept)
+            for key, part in value.items()
         }
     return value
-
-
-def _kept_in(key: str, kept: frozenset[str]) -> frozenset[str]:
-    return frozenset() if key == "arguments" else kept  # an argument may be called id or name
 
 
 def all_text(chat: Chat) -> str:

@@ -25,33 +25,20 @@ _MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters a
 
 @dataclass(frozen=True)
 class TaskHit:
-    """What a document shares with an item of an evaluation task.
-
-    Args:
-        task: the task's name.
-        item: the item's ``id``, or its line in the file of the task.
-        num_shared: n-grams that both have.
-        words: the longest stretch of shared words, normalized, and cut after some words.
-    """
+    """What a document shares with an item of an evaluation task."""
 
     task: str
-    item: str
-    num_shared: int
-    words: str
+    item: str  # the item's ``id``, or its line in the file of the task
+    num_shared: int  # n-grams that both have
+    words: str  # the longest stretch of shared words, normalized, and cut after some words
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a cleaning step returns for a document that is left out.
+    """What a cleaning step returns for a document that is left out."""
 
-    Args:
-        reason: the key in the ledger's ``documents_skipped``, such as ``other_language``.
-        detail: what was found in this document, such as ``ca 0.91``.
-        hits: what it shares with evaluation tasks.
-    """
-
-    reason: str
-    detail: str
+    reason: str  # the key in the ledger's ``documents_skipped``, such as ``other_language``
+    detail: str  # what was found in this document, such as ``ca 0.91``
     hits: tuple[TaskHit, ...] = ()
 
 
@@ -65,20 +52,13 @@ class Marked:
 
 @dataclass(frozen=True)
 class DroppedDocument:
-    """A document that was left out, for the sample.
-
-    Args:
-        reason: see ``Dropped``; so is detail.
-        file: number of its file, as in the document index.
-        row: its row there, from 1.
-        text: its first 500 characters.
-    """
+    """A document that was left out, for the sample; ``file`` and ``row`` are those of the document index."""
 
     reason: str
     detail: str
     file: int
     row: int
-    text: str
+    text: str  # its first 500 characters
 
 
 @dataclass(frozen=True)

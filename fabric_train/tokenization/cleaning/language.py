@@ -53,8 +53,7 @@ vulguin estigui estiguin sàpiga
 _WORD = re.compile(r"\w+")
 VALENCIAN, GENERAL = frozenset(_VALENCIAN.split()), frozenset(_GENERAL.split())
 OTHER, UNCERTAIN = "other_language", "uncertain_language"  # reasons in the ledger
-DEFAULT_THRESHOLD = 0.65
-"""As in FineWeb (arXiv:2406.17557), which has another identifier."""
+DEFAULT_THRESHOLD = 0.65  # as in FineWeb (arXiv:2406.17557), which has another identifier
 _BLANK_LINES = re.compile(r"(\n\s*\n)")
 _LINES = re.compile(r"(\n)")
 
@@ -125,12 +124,6 @@ def _evenly_spaced(text: str, num_characters: int) -> list[str]:
     return [text[start : start + num_characters] for start in range(0, PIECES * step, step)]
 
 
-def count_forms(text: str) -> tuple[int, int]:
-    """Return how many words of a Catalan text have a Valencian form, and how many a form of general Catalan."""
-    words = _WORD.findall(text.lower())
-    return sum(word in VALENCIAN for word in words), sum(word in GENERAL for word in words)
-
-
 @dataclass(frozen=True)
 class LanguageFilter:
     """Drop the documents that are in another language, or of which the identifier is not certain.
@@ -166,13 +159,13 @@ class LanguageFilter:
                 return Dropped(UNCERTAIN, self._margin(found, to_keep))
         if language != "ca" or "ca" in self.languages or "va" not in self.languages:
             return text
-        valencian, general = count_forms(text)
+        words = _WORD.findall(text.lower())
+        valencian, general = (sum(word in forms for word in words) for forms in (VALENCIAN, GENERAL))
         if valencian > general:
             return text
         return Dropped(OTHER, f"{found}, forms: {valencian} Valencian, {general} of general Catalan")
 
     def settings(self) -> dict[str, Any]:
-        """Return the languages, the threshold and the identifier."""
         chosen = {"languages": list(self.languages), "threshold": self.threshold, "by": self.by}
         return chosen | identifier_settings()
 

@@ -75,7 +75,7 @@ class _Clusters:
         return roots
 
     def all_roots(self) -> np.ndarray:
-        """Return the first document of every document's cluster, int64 [documents]; it is not a copy."""
+        """Return the first document of every document's cluster, int64 [documents], not a copy."""
         for start in range(0, len(self._parents), _RECORDS_AT_ONCE):
             self.roots(np.arange(start, min(start + _RECORDS_AT_ONCE, len(self._parents))))
         return self._parents
@@ -92,9 +92,9 @@ class _Clusters:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """The first document of each document's cluster, int64 [documents]; of most documents it is itself."""
+    """Which documents nearly repeat each other."""
 
-    firsts: np.ndarray
+    firsts: np.ndarray  # int64 [documents], the first document of each one's cluster; mostly it is itself
     signatures: SignatureFiles
 
     def repeats(self, first: int, count: int) -> np.ndarray:

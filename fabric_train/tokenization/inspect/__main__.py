@@ -21,7 +21,7 @@ from arguments import InspectArguments, parse
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.files.regular_file import open_to_write
-from fabric_train.tokenization.cleaning.language import identify, load_identifier
+from fabric_train.tokenization.cleaning.language import load_identifier
 from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_work, compare, open_corpora
 from fabric_train.tokenization.inspect.page import comparison_to_html, report_to_html
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
@@ -74,7 +74,7 @@ def _compare(folders: Sequence[str], split: str) -> Comparison:
         no_languages = str(error)
     with _progress("comparing", TaskProgressColumn(), TimeRemainingColumn()) as (progress, task):
         progress.update(task, total=amount_of_work(corpora))
-        return compare(corpora, None if no_languages else identify, no_languages, lambda n: progress.advance(task, n))
+        return compare(corpora, no_languages, lambda n: progress.advance(task, n))
 
 
 @contextmanager

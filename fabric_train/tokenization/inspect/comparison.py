@@ -14,7 +14,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split as SplitText
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD
+from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, find_rows, num_records, open_index
@@ -29,8 +29,6 @@ _SAMPLE_RECORDS = 1000  # progress of a sampled document, in records of the inde
 UNCERTAIN_LANGUAGE = "uncertain"
 TIMES_MORE, IN_DOCUMENTS = 2, 3  # a word is listed if it is so many times as frequent, and in so many documents
 _MOST_WORDS = 15
-Identify = Callable[[str], tuple[str, float]]
-"""Return the ISO 639-1 code of a text's language and its probability."""
 
 # a character of a script without spaces is a word; a mark belongs to the letter before it
 _WORD = SplitText(
@@ -142,19 +140,12 @@ def _open_corpus(folder: Path, split: str) -> OpenCorpus:
 
 @dataclass(frozen=True)
 class SampledDocument:
-    """A document of the sample.
+    """A document of the sample; tokens are with BOS and EOS."""
 
-    Args:
-        tokens: of the whole document, BOS and EOS included.
-        bytes: of the whole document's text.
-        text: its beginning, without special tokens.
-        tokens_read: tokens of that beginning, BOS and EOS included.
-    """
-
-    tokens: int
-    bytes: int
-    text: str
-    tokens_read: int
+    tokens: int  # of the whole document
+    bytes: int  # of the whole document's text
+    text: str  # its beginning, without special tokens
+    tokens_read: int  # of that beginning
 
 
 def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iterator[SampledDocument]:
@@ -310,15 +301,12 @@ class Comparison:
         return first == second
 
 
-def compare(
-    corpora: Sequence[OpenCorpus], identify: Identify | None, no_languages: str | None, advance: Callable[[int], None]
-) -> Comparison:
+def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Callable[[int], None]) -> Comparison:
     """Compare two opened corpora; the result depends on their content alone.
 
     Args:
         corpora: the first and the second.
-        identify: finds the language of a text; None finds none, and ``no_languages`` says why.
-        no_languages: see ``Comparison``.
+        no_languages: why languages cannot be identified; None if they can.
         advance: called with how far it came since the last call, of ``amount_of_work`` in all.
 
     Raises:
@@ -328,7 +316,7 @@ def compare(
     summaries = []
     for corpus, words in zip(corpora, counts, strict=True):
         try:
-            summaries.append(_summarize(corpus, words, identify, advance))
+            summaries.append(_summarize(corpus, words, advance, with_languages=no_languages is None))
         except InputError as error:  # some do not name the folder, and there are two
             name = str(corpus.folder)
             raise InputError(*(one if name in one else f"{name}: {one}" for one in error.faults)) from None
@@ -342,7 +330,7 @@ def amount_of_work(corpora: Sequence[OpenCorpus]) -> int:
 
 
 def _summarize(
-    corpus: OpenCorpus, words: WordCounts, identify: Identify | None, advance: Callable[[int], None]
+    corpus: OpenCorpus, words: WordCounts, advance: Callable[[int], None], *, with_languages: bool
 ) -> CorpusSummary:
     """Return the totals of a corpus, and add the words of its sample to ``words``."""
     totals = sum_up(corpus.index, advance)
@@ -350,7 +338,7 @@ def _summarize(
     for document in sample_documents(corpus, advance):
         num_words = words.add(document.text)
         sample = sample.plus(document, num_words)
-        if identify is not None:
+        if with_languages:
             language, probability = identify(document.text)
             language = language if probability >= DEFAULT_THRESHOLD else UNCERTAIN_LANGUAGE
             languages[language] = languages.get(language, _NOTHING).plus(document, num_words)

@@ -23,7 +23,7 @@ from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token,
 
 def report_to_html(report: DatasetReport) -> str:
     """Return the page, with every text of the dataset escaped."""
-    title = f"token dataset {escape(report.folder.name or str(report.folder))}"
+    title, manifest = f"token dataset {escape(report.folder.name or str(report.folder))}", report.manifest
     return html_page(
         title,
         [
@@ -31,7 +31,7 @@ def report_to_html(report: DatasetReport) -> str:
             *html_facts(facts(report)),
             "<h2>Ledger</h2>",
             *html_table(ledger_table(report)),
-            *_sources(report),
+            *(["<h2>Sources</h2>", *html_table(source_table(manifest))] if manifest and manifest.sources else []),
             *_dropped(report),
             f"<h2>Document lengths in {escape(report.split)}</h2>",
             *_lengths(report),
@@ -81,12 +81,6 @@ def html_facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield '<dl class="facts">'
     yield from (f"<dt>{escape(name)}</dt><dd>{escape(visible(value))}</dd>" for name, value in lines)
     yield "</dl>"
-
-
-def _sources(report: DatasetReport) -> Iterator[str]:
-    if report.manifest and report.manifest.sources:
-        yield "<h2>Sources</h2>"
-        yield from html_table(source_table(report.manifest))
 
 
 def html_table(table: TextTable) -> Iterator[str]:

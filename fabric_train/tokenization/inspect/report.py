@@ -55,9 +55,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     """Read all splits of a token dataset.
 
     Args:
-        folder: the token dataset.
-        split: "train" or "validation", the split to show.
-        rows: the rows of it to show.
+        split: "train" or "validation", of which ``rows`` are to be shown.
         advance: called with the number of rows read so far and the number of all rows.
 
     Raises:
@@ -80,21 +78,21 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     done = 0
     for name, entry in splits.items():
         parts = _expectations(name, manifest, vocabulary)
-        examination = SplitCheck(name, parts[0])
+        check = SplitCheck(name, parts[0])
         index, faults = _open_index(folder, manifest, name)
         problems += faults
         index_check = IndexCheck(name, index) if index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
-                examination.begin_part(parts[batch.first_row])
-            examination.add(batch)
+                check.begin_part(parts[batch.first_row])
+            check.add(batch)
             if index_check:
-                index_check.add(batch, content_ends(batch, examination.expected))
+                index_check.add(batch, content_ends(batch, check.expected))
             if name == shown:
-                views += view_rows(batch, and_next, vocabulary, examination.expected)
+                views += view_rows(batch, and_next, vocabulary, check.expected)
             done += len(batch.offsets) - 1
             advance(done, total)
-        counts[name], found = examination.finish()
+        counts[name], found = check.finish()
         problems += found
         if manifest and index_check:
             problems += index_check.finish(manifest.ledger.splits[name].sources)
@@ -182,17 +180,16 @@ def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary 
 
 def _expectation(settings: Settings | None, manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
     tokenizer = manifest.tokenizer if manifest else None
-    bos, eos, pad, unk = (
-        (vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.pad_token_id, vocabulary.unk_token_id)
-        if vocabulary
-        else (None, None, None, None)
-    )
+    bos = eos = pad = unk = None
     size = tokenizer.vocab_size if tokenizer else None
+    if vocabulary:
+        bos, eos, size = vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.size
+        pad, unk = vocabulary.pad_token_id, vocabulary.unk_token_id
     return Expectation(
         max_length=settings.max_length if settings else None,
         overlap=settings.overlap if settings else 0,
         in_sequence=settings is None or settings.packing != "best_fit",
-        vocab_size=vocabulary.size if vocabulary else size,
+        vocab_size=size,
         bos_token_id=tokenizer.bos_token_id if tokenizer else bos,
         unk_token_id=None if unk in (bos, eos, pad) else unk,
         ends=tokenizer.stop_token_ids if tokenizer else _known(eos),
@@ -202,7 +199,7 @@ def _expectation(settings: Settings | None, manifest: Manifest | None, vocabular
 
 
 def success_line(report: DatasetReport) -> str:
-    """Return the line for a report without problems."""
+    """Return the line of a report without problems."""
     counted = f"{sum(count.rows for count in report.counts.values()):,} rows counted"
     if report.manifest is None:
         return f"no problems found, {counted}; there is no ledger to compare them with"
@@ -265,25 +262,25 @@ def ledger_table(report: DatasetReport) -> TextTable:
         names = tuple(name for name in names if name in ledger.splits)
         line(0, "documents read", ledger.documents_read)
         for reason, count in ledger.documents_skipped.items():
-            line(1, f"skipped: {words_of(reason)}", count)
-            for name, of_source in skipped_by_source(report.manifest.sources, reason).items():
+            line(1, f"skipped: {_words_of(reason)}", count)
+            for name, of_source in _skipped_by_source(report.manifest.sources, reason).items():
                 line(2, name, of_source)
         line(1, "kept", ledger.documents_kept)
         if ledger.documents_repeated or ledger.documents_unsampled:
             line(1, "repeated by --weights", ledger.documents_repeated)
             line(1, "left out by --weights", ledger.documents_unsampled)
         for kind, count in ledger.edits.items():
-            line(0, f"changed by cleaning: {words_of(kind)}", count)
+            line(0, f"changed by cleaning: {_words_of(kind)}", count)
         for task, count in ledger.contaminated.items():
             line(0, f"share words with the task {task}", count)
         for reason, count in ledger.tokens_cut.items():
-            line(0, f"tokens cut off chats: {words_of(reason)}", count)
+            line(0, f"tokens cut off chats: {_words_of(reason)}", count)
         summed(0, "documents in the split", [split.documents for split in splits])
         summed(0, "characters", [split.characters for split in splits])
         summed(0, "tokens in", [split.tokens_in for split in splits])
         summed(1, "repeated for --overlap", [split.tokens_repeated for split in splits])
         for reason in sorted({reason for split in splits for reason in split.tokens_dropped}):
-            summed(1, f"dropped: {words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
+            summed(1, f"dropped: {_words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
         summed(0, "tokens in rows", [split.tokens_in_rows for split in splits])
         summed(1, "supervised", [split.tokens_supervised for split in splits])
         summed(0, "padding", [split.tokens_padding for split in splits])
@@ -291,7 +288,7 @@ def ledger_table(report: DatasetReport) -> TextTable:
     return TextTable(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
 
 
-def skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
+def _skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
     """Return the documents of each source that were skipped for a reason; none if there is one source."""
     counts: Counter[str] = Counter()
     for source in sources:
@@ -305,7 +302,7 @@ def source_table(manifest: Manifest) -> TextTable:
     lines = tuple(
         (
             source.name,
-            words_of(source.kind),
+            _words_of(source.kind),
             f"{len(source.files):,}" if source.files else "",
             "" if source.documents_read is None else f"{source.documents_read:,}",
             f"{source.documents:,}",
@@ -379,21 +376,20 @@ def dropped_title(report: DatasetReport, reason: str) -> str:
     """Return a reason with how many documents were left out for it, and how many of them are shown."""
     shown = len(report.dropped[reason])
     total = report.manifest.ledger.documents_skipped.get(reason, 0) if report.manifest else 0
-    return f"{words_of(reason)}: {shown:,} of {total:,} documents"
+    return f"{_words_of(reason)}: {shown:,} of {total:,} documents"
 
 
 def _setting_text(settings: Any) -> str:
     """Return the settings of a cleaning step in one line: names with numbers, words or lists of them."""
     if isinstance(settings, dict):
-        return ", ".join(f"{words_of(str(name))} {_setting_text(value)}" for name, value in settings.items())
+        return ", ".join(f"{_words_of(str(name))} {_setting_text(value)}" for name, value in settings.items())
     if isinstance(settings, list):
         return " ".join(map(_setting_text, settings))
     return str(settings)
 
 
-def words_of(reason: str) -> str:
-    """Return a reason, or another key of the manifest, as words."""
-    return reason.replace("_", " ")
+def _words_of(key: str) -> str:
+    return key.replace("_", " ")
 
 
 def _known(*ids: int | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Print the report or a comparison on a terminal. Every colour has a sign next to it, for readers without colours."""
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from rich import box
 from rich.console import Console
@@ -123,24 +124,17 @@ def _print_lengths(report: DatasetReport, console: Console) -> None:
 
 def _print_legend(console: Console) -> None:
     console.rule(Text("rows as the model sees them"), align="left", style="dim")
-    console.print(
-        Text.assemble(
-            ("supervised", _SUPERVISED),
-            "  ",
-            ("‹not supervised›", _UNSUPERVISED),
-            "  ",
-            ("┃", _BORDER),
-            " document border  ",
-            ("┆", _BORDER),
-            " continued from or in another row  ",
-            ("<bos or eos>", _STYLES["bos"]),
-            "  ",
-            ("<other special>", _STYLES["special"]),
-            "  ",
-            ("░ padding", _PADDING),
-            "  ↵ line break  ⇥ tab  ⋯ left out here",
-        )
-    )
+    signs = [
+        Text("supervised", _SUPERVISED),
+        Text("‹not supervised›", _UNSUPERVISED),
+        Text.assemble(("┃", _BORDER), " document border"),
+        Text.assemble(("┆", _BORDER), " continued from or in another row"),
+        Text("<bos or eos>", _STYLES["bos"]),
+        Text("<other special>", _STYLES["special"]),
+        Text("░ padding", _PADDING),
+        Text("↵ line break  ⇥ tab  ⋯ left out here"),
+    ]
+    console.print(Text("  ").join(signs))
 
 
 def _print_row(row: RowView, split: str, console: Console) -> None:
@@ -165,8 +159,8 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
 
 
 def _append_piece(shown: Text, piece: RowPiece) -> None:
-    for stretch in _stretches(piece.tokens):
-        is_supervised = stretch[0].is_supervised
+    for is_supervised, tokens in groupby(piece.tokens, lambda token: token.is_supervised):
+        stretch = list(tokens)
         shown.append("" if is_supervised else "‹", _UNSUPERVISED)
         for token in stretch if len(stretch) <= _LONGEST_STRETCH else stretch[:_SHOWN_BEFORE]:
             _append_token(shown, token)
@@ -181,13 +175,3 @@ def _append_piece(shown: Text, piece: RowPiece) -> None:
 def _append_token(shown: Text, token: Token) -> None:
     plain = _SUPERVISED if token.is_supervised else _UNSUPERVISED
     shown.append(visible(token.text), _STYLES.get(token.role, plain))
-
-
-def _stretches(tokens: Iterable[Token]) -> list[list[Token]]:
-    """Split the tokens where supervision begins or ends."""
-    stretches: list[list[Token]] = []
-    for token in tokens:
-        if not stretches or stretches[-1][-1].is_supervised != token.is_supervised:
-            stretches.append([])
-        stretches[-1].append(token)
-    return stretches

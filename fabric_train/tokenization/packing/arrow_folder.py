@@ -203,6 +203,7 @@ class _SplitFiles:
         import pyarrow
 
         schema, max_length = _schema(self.features), self.plan.max_length
+        row_list, rows = pyarrow.FixedSizeListArray, schema.field("input_ids").type
         first, last = index * self.rows_per_file, min((index + 1) * self.rows_per_file, self.plan.num_rows)
         rows_per_batch = max(1, _TOKENS_PER_BATCH // max_length)
         num_supervised = 0
@@ -212,7 +213,12 @@ class _SplitFiles:
             for begin in range(first, last, rows_per_batch):
                 end = min(begin + rows_per_batch, last)
                 input_ids, labels, document_starts, offsets = self._fill(begin, end)
-                writer.write_batch(_record_batch(input_ids, labels, document_starts, offsets, schema))
+                columns = [
+                    row_list.from_arrays(_int32(input_ids), type=rows),
+                    pyarrow.ListArray.from_arrays(_int32(offsets), _int32(document_starts)),
+                    *([] if labels is None else [row_list.from_arrays(_int32(labels), type=rows)]),
+                ]
+                writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
                 checksums[begin - first : end - first] = row_checksums(input_ids, labels, document_starts, offsets)
                 num_ignored = 0 if labels is None else int(np.count_nonzero(labels == _IGNORED_LABEL))
                 num_supervised += len(input_ids) - num_ignored
@@ -267,25 +273,6 @@ def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
 
 def _has_labels(documents: SpooledDocuments, plan: RowPlan) -> bool:
     return documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
-
-
-def _record_batch(
-    input_ids: np.ndarray,
-    labels: np.ndarray | None,
-    document_starts: np.ndarray,
-    offsets: np.ndarray,
-    schema: "pyarrow.Schema",
-) -> "pyarrow.RecordBatch":
-    from pyarrow import FixedSizeListArray, ListArray, RecordBatch
-
-    rows = schema.field("input_ids").type
-    columns = [
-        FixedSizeListArray.from_arrays(_int32(input_ids), type=rows),
-        ListArray.from_arrays(_int32(offsets), _int32(document_starts)),
-    ]
-    if labels is not None:
-        columns.append(FixedSizeListArray.from_arrays(_int32(labels), type=rows))
-    return RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _int32(values: np.ndarray) -> "pyarrow.Array":

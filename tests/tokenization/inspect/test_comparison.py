@@ -16,7 +16,6 @@ from arguments import InspectArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning import language
-from fabric_train.tokenization.cleaning.language import identify
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect import comparison
 from fabric_train.tokenization.inspect.comparison import (
@@ -60,7 +59,7 @@ def compared(*folders: Path) -> Comparison:
     """Compare two folders, and check the progress."""
     done: list[int] = []
     corpora = open_corpora(folders, "train")
-    found = compare(corpora, None, "none", done.append)
+    found = compare(corpora, "none", done.append)
     assert sum(done) == amount_of_work(corpora)
     return found
 
@@ -223,7 +222,7 @@ def test_languages_are_those_of_the_documents(
     for folder, texts in ((one, spanish), (other, [*english, *spanish[:5]])):
         file = write_jsonl(tmp_path / f"{folder.name}.jsonl", texts)
         tokenize(folder, tiny_model_dir, file, max_length=200, packing="best_fit", validation_split=0)
-    found = compare(open_corpora([one, other], "train"), identify, None, lambda done: None).corpora
+    found = compare(open_corpora([one, other], "train"), None, lambda done: None).corpora
     documents = [{name: language.documents for name, language in corpus.languages.items()} for corpus in found]
     assert documents == [{"es": 20}, {"en": 20, "es": 5}]
     assert found[1].languages["es"].bytes == sum(len(text.encode()) for text in spanish[:5])
