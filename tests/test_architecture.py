@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "fabric_train"
@@ -90,6 +91,16 @@ def test_an_upward_import_is_found_wherever_it_stands() -> None:
     found = ["fabric_train.preflight.prepare", "fabric_train.export"]
     assert sorted(upward_imports(Path("training/loop.py"), source)) == sorted(found)
     assert upward_imports(Path("__main__.py"), source) == []
+
+
+def test_cleaning_steps_do_not_import_the_cleaner_that_imports_them() -> None:
+    own = "fabric_train.tokenization.cleaning"
+    modules = [path for path in MODULES if path.parts[:2] == ("tokenization", "cleaning")]
+    order = TopologicalSorter[str]()
+    for path in modules:
+        found = {name for name, _ in imports(read(path)) if name.startswith(own)}
+        order.add(path.stem, *({part for name in found for part in name.removeprefix(own).split(".")[1:2]}))
+    assert set(order.static_order()) >= {"cleaner", "dropped"}  # a circle raises CycleError
 
 
 def test_every_subpackage_says_what_it_holds() -> None:

@@ -11,11 +11,11 @@ from huggingface_hub import DatasetCardData
 
 from fabric_train.export.model_card.card_data import cleaning
 from fabric_train.export.model_card.record import Markdown, PublicNames, code, last_part, link, public_value, table
-from fabric_train.tokenization.cleaning import dropped_sample
+from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, DROPPED_FILE
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, Settings, SourceRecord, write_manifest
 
 _SHOWN_DIGITS = 12
-_PRIVATE = (dropped_sample.DROPPED_FILE, dropped_sample.CONTAMINATION_FILE)  # texts that were left out, and places
+_PRIVATE = (DROPPED_FILE, CONTAMINATION_FILE)  # texts that were left out, and places
 
 
 def dataset_card(manifest: Manifest, repository: str, license: str | None, languages: list[str] | None) -> str:

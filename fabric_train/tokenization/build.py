@@ -13,7 +13,7 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import redact
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
-from fabric_train.tokenization.cleaning.dropped_sample import count_by_task, write_hits, write_sample
+from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
 from fabric_train.tokenization.corpus import InputSlice, OpenedCorpus, open_corpus

@@ -21,8 +21,7 @@ from fabric_train.cli.output import open_console
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.cleaning import dropped_sample
-from fabric_train.tokenization.cleaning.dropped_sample import join_samples
+from fabric_train.tokenization.cleaning.dropped import CONTAMINATION_FILE, join_samples
 from fabric_train.tokenization.manifest import (
     FILE_NAME,
     Ledger,
@@ -262,7 +261,7 @@ def merge(folders: Sequence[Path], target: Path) -> tuple[Manifest, list[str]]:
             if manifest.has_index:
                 _join_indexes(merged, name, folder / name)
         _write_json(folder / "dataset_dict.json", {"splits": list(manifest.ledger.splits)})
-        _join_lists([dataset.folder for dataset in merged], folder, dropped_sample.CONTAMINATION_FILE)
+        _join_lists([dataset.folder for dataset in merged], folder, CONTAMINATION_FILE)
         join_samples([dataset.folder for dataset in merged], folder)
         write_manifest(folder, manifest)
     notes = [

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.dropped_sample import ContaminatedDocument, DroppedDocument
+from fabric_train.tokenization.cleaning.dropped import ContaminatedDocument, DroppedDocument
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LONG
 from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT

@@ -21,8 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS, TaskHit
+from fabric_train.tokenization.cleaning.dropped import PER_SHARD, TEXT_CHARACTERS, Dropped, TaskHit
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
 

@@ -21,7 +21,8 @@ from fabric_train.tokenization.chats.chat_format import (
     read_chat,
     unexpected_format,
 )
-from fabric_train.tokenization.cleaning.cleaner import Cleaner, Dropped, text_without_system
+from fabric_train.tokenization.cleaning.cleaner import Cleaner, text_without_system
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.documents import BadRowError, LeftOut, missing_column, name_in, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import FilePart, check_unchanged

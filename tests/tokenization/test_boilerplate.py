@@ -14,7 +14,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build, shards, unfinished
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 HEADER, FOOTER = "The Daily News of Sueca", "(c) 2021 Daily News. All rights reserved."

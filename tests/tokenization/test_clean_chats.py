@@ -13,12 +13,12 @@ from fabric_train.tokenization import merge, shards
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat
 from fabric_train.tokenization.cleaning.cleaner import (
     Cleaner,
-    Dropped,
     all_text,
     change_texts,
     spoken_text,
     text_without_system,
 )
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import LanguageFilter, identify
 from fabric_train.tokenization.cleaning.minhash import NO_WORDS, signature, similarities
 from tests.support.dirty_texts import OTHER_LANGUAGES

@@ -14,9 +14,13 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.export.public_dataset import dataset_card, public_copy
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.cleaning.cleaner import Dropped
-from fabric_train.tokenization.cleaning.decontamination import ngram_hashes, open_decontamination, split_words
-from fabric_train.tokenization.cleaning.task_items import read_task_files
+from fabric_train.tokenization.cleaning.decontamination import (
+    ngram_hashes,
+    open_decontamination,
+    read_task_files,
+    split_words,
+)
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 QUESTION = (

@@ -10,7 +10,7 @@ import pytest
 
 from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import (
     LanguageFilter,
     identify,

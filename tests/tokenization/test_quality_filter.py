@@ -14,7 +14,7 @@ from arguments import TokenizeArguments
 from benchmarks.corpora import cut_documents, whole_documents
 from benchmarks.packages import install_packages
 from fabric_train.tokenization.cleaning import quality
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import identify
 from fabric_train.tokenization.cleaning.quality import STOP_WORDS, Fault, MeasuredText, open_quality_filter
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl

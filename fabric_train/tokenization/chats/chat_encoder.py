@@ -1,4 +1,4 @@
-"""Encode chats and instructions with the chat template, with labels on the assistant's tokens."""
+"""Encode chats and instructions with labels on the assistant's tokens, and shorten those that are too long."""
 
 import hashlib
 from bisect import bisect_left, bisect_right
@@ -41,11 +41,7 @@ _BATCH_CHARACTERS, _BATCH_ROWS = 500_000, 1_000  # passed to the encoder at once
 def open_part_encoder(tokenizer_file: Path, tokenizer: "PreTrainedTokenizerFast") -> TextEncoder | None:
     """Return an encoder of the texts between control tokens; None if they cannot be encoded one by one.
 
-    It encodes the text of a special token as plain text.
-
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        tokenizer: the same, loaded.
+    It encodes the text of a special token as plain text. ``tokenizer`` is ``tokenizer_file``, loaded.
 
     Raises:
         InputError: the file is damaged.
@@ -88,21 +84,18 @@ class ChatEncoder:
 
     Args:
         tokenizer_folder: a Hugging Face tokenizer folder with ``tokenizer.json``.
-        data_format: format of the rows: messages, conversations, alpaca or prompt_completion; auto detects it in each
-            row.
+        data_format: messages, conversations, alpaca or prompt_completion; auto detects it in each row.
         train_on: what is supervised: ``assistant`` (its turns), ``all`` tokens, or ``last`` (the assistant's last
             turn). The assistant's turns in a prompt are not supervised, except with ``all``.
-        too_long: what happens to a chat of more than ``max_length`` tokens.
+        too_long: what happens to a chat of more than ``max_length`` tokens (None is no limit).
             cut_end: it loses turns at the end; the last turn left is the assistant's, unless all are supervised.
             cut_start: it loses turns after the system message; the first turn left is the user's.
             drop: it is left out.
-        max_length: in tokens; None is no limit.
         by_parts: encode the texts between control tokens one by one, with the fastest encoder, if a trial shows that
             this gives the tokenizer's ids. Otherwise ``tokenizers`` encodes each chat whole, which takes longer.
         is_chosen: whether the user has chosen the folder's chat template, so that no other one can replace it.
 
     Attributes:
-        chat_template: the source of the template in use; ``chat_template_sha256`` is its hash.
         end_of_turn_token_id: the token that ends the assistant's turns; None if the template writes none.
         notes: lines that a user should read.
 
@@ -158,8 +151,7 @@ class ChatEncoder:
         batch: list[_RenderedChat | LeftOut | BadRowError] = []
         num_characters = 0
         for chat in chats:
-            rendered = _or_bad_row(self._render, chat)
-            batch.append(rendered)
+            batch.append(rendered := _or_bad_row(self._render, chat))
             num_characters += len(rendered.whole.text) if isinstance(rendered, _RenderedChat) else 0
             if num_characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ROWS:
                 yield from self._encode_batch(batch)
@@ -201,10 +193,6 @@ class ChatEncoder:
             return LeftOut(manifest.NOTHING_SUPERVISED, num_tokens)
         encoded = self._encode_part(rendered, *part)
         return replace(encoded, num_tokens_cut=num_tokens - len(encoded.input_ids))
-
-    def _count(self, rendering: Rendering) -> int:
-        """Return the number of tokens, with EOS if it is added."""
-        return self._tokens.count(rendering.text) + (not self._template.ends_with_control_token(rendering.text))
 
     def _encode_part(self, rendered: "_RenderedChat", kept: Sequence[int], rendering: Rendering) -> EncodedDocument:
         """Encode ``rendering``, which is of the messages ``kept``; those that are to be supervised are."""
@@ -251,7 +239,8 @@ class ChatEncoder:
 
         def fits(number: int) -> bool:
             rendering = self._render_shielded([messages[index] for index in parts[number]], tools)
-            if self._count(rendering) > max_length:
+            num_eos = not self._template.ends_with_control_token(rendering.text)
+            if self._tokens.count(rendering.text) + num_eos > max_length:
                 return False
             fitting[number] = rendering
             return True
@@ -261,14 +250,13 @@ class ChatEncoder:
 
     def _check_tools_rendered(self, whole: Rendering) -> None:
         """Raise BadRowError if the template silently leaves out tools or tool calls."""
+        fault = "the chat template leaves out its {}; use the tokenizer of a model that has tools"
         calls = any("tool_calls" in message for message in whole.messages)
         bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in whole.messages]
         if calls and self._template.render(bare, whole.tools) == whole.text:
-            raise BadRowError(
-                "the chat template leaves out its tool_calls; use the tokenizer of a model that has tools"
-            )
+            raise BadRowError(fault.format("tool_calls"))
         if whole.tools and self._template.render(whole.messages) == whole.text:
-            raise BadRowError("the chat template leaves out its tools; use the tokenizer of a model that has tools")
+            raise BadRowError(fault.format("tools"))
 
 
 @dataclass(frozen=True)
@@ -301,10 +289,7 @@ def _places_of_contents(rendering: Rendering) -> list[Span]:
 
 
 def _count_first(holds: Callable[[int], bool], number: int, guess: int) -> int:
-    """Return how many of ``range(number)``, from 0 on, ``holds`` is true of; it is false of all others.
-
-    If ``guess`` is right, two calls show it.
-    """
+    """Return how many of ``range(number)``, the first ones, ``holds`` is true of; a right ``guess`` takes two calls."""
     low, high = 0, number
     for probe in (guess - 1, guess):
         if low <= probe < high:
@@ -315,7 +300,7 @@ def _count_first(holds: Callable[[int], bool], number: int, guess: int) -> int:
 def _choose_template(
     tokenizer: "PreTrainedTokenizerFast", train_on: str, is_chosen: bool
 ) -> tuple[ChatTemplate, tuple[str, ...]]:
-    """Return the tokenizer's own template or, if none is chosen, Llama-3's; and notes about the choice."""
+    """Return the tokenizer's own template or, if the user chose none, Llama-3's; and notes about the choice."""
     own = own_template(tokenizer)
     fault = "has a chat template that cannot mark the assistant's tokens" if own else "has no chat template"
     turns = {"assistant": [1, 3], "last": [3], "all": []}[train_on]

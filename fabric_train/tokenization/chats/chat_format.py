@@ -29,17 +29,11 @@ TOO_DEEP = "its objects are nested too deeply; leave the row out"
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the form that chat templates take.
+    """A conversation in the form that chat templates take."""
 
-    Attributes:
-        messages: ``role`` is one of ROLES, ``content`` is text; other keys are kept as given.
-        num_given: number of messages at the start that are a prompt, in which no turn of the assistant is supervised.
-        tools: JSON schemas of the tools that may be called; None if there are none.
-    """
-
-    messages: list[Message]
-    num_given: int = 0
-    tools: list[Any] | None = None
+    messages: list[Message]  # ``role`` is one of ROLES, ``content`` is text; other keys are kept as given
+    num_given: int = 0  # messages at the start that are a prompt, in which no turn of the assistant is supervised
+    tools: list[Any] | None = None  # JSON schemas of the tools that may be called
 
 
 def detect_format(record: Mapping[str, Any]) -> str | None:
@@ -98,11 +92,8 @@ def supervised_turns(chat: Chat, train_on: str) -> frozenset[int]:
     """Return the indices of the messages that are supervised with ``--train_on``."""
     if train_on == "all":
         return frozenset(range(len(chat.messages)))
-    spoken = [
-        index
-        for index, message in enumerate(chat.messages)
-        if message["role"] == "assistant" and index >= chat.num_given
-    ]
+    roles = [message["role"] for message in chat.messages]
+    spoken = [index for index, role in enumerate(roles) if role == "assistant" and index >= chat.num_given]
     return frozenset(spoken[-1:] if train_on == "last" else spoken)
 
 
@@ -113,7 +104,7 @@ def excerpt(value: Any) -> str:
 
 
 def unexpected_format(record: Mapping[str, Any], data_format: str, reason: str) -> str:
-    """Return the error message of a row: the reason, the formats that ``data_format`` accepts, and the row."""
+    """Return the message for a row: the reason, the formats that ``data_format`` accepts, and the row."""
     accepted = "; ".join(_FORMATS.values()) if data_format == "auto" else _FORMATS[data_format]
     return f"{reason}; accepted: {accepted}; the row: {excerpt(dict(record))}"
 

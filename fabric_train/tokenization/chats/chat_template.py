@@ -58,51 +58,36 @@ _SECONDS = 5.0  # of processor time for one rendering; an ordinary one takes les
 _MOST_CHARACTERS = 1 << 24  # of a rendering; more only if the conversation itself is so long
 _MOST_TIMES = 16  # as long as its conversation is such a rendering at most
 _LONGEST_REASON = 300  # characters of a template's own message
-_tried: set[str] = set()
-"""The sources that have been tried in a process of their own."""
+_tried: set[str] = set()  # the sources that have been tried in a process of their own
 
 
 @dataclass(frozen=True)
 class _Separator:
-    """The text between two contents, or before the first, or after the last.
-
-    Its first ``before`` characters belong to the assistant's turn before it, its last ``after`` to the one after it.
-    """
+    """The text between two contents, or before the first, or after the last."""
 
     text: str
-    before: int
-    after: int
+    before: int  # its first characters that belong to the assistant's turn before it
+    after: int  # its last ones that belong to the assistant's turn after it
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation and its text.
-
-    Attributes:
-        messages: the conversation.
-        tools: JSON schemas of tools.
-        text: what the template makes of them.
-        generated: the parts of the text that the template marks with ``{% generation %}``.
-    """
+    """A conversation with its tools, and the text that the template makes of them."""
 
     messages: list[Message]
     tools: list[Any] | None
     text: str
-    generated: list[Span]
+    generated: list[Span]  # the parts that the template marks with ``{% generation %}``
 
 
 class ChatTemplate:
-    """A chat template.
+    """A chat template of a tokenizer.
 
     Args:
-        source: the Jinja source, which runs in transformers' sandbox.
+        source: in Jinja; it runs in transformers' sandbox.
         variables: special tokens by the names that templates use (``bos_token``).
-        added_tokens: the texts of all added tokens of the tokenizer.
-        special_tokens: the texts of those added tokens that are special.
-
-    Attributes:
-        control_tokens: the special tokens, and the added tokens that the template writes between turns.
-        end_of_turn: the control token that follows the assistant's content; None if none does.
+        added_tokens: the texts of all added tokens.
+        special_tokens: those that are special.
 
     Raises:
         BadRowError: the template is invalid, or refuses a question with an answer, fails on it, does not end, or takes
@@ -122,8 +107,9 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._has_generation = _GENERATION.search(source) is not None
         self._separators: dict[tuple[str | None, str | None], _Separator | None] = {}
+        # the special tokens, and the added tokens that the template writes between turns
         self.control_tokens: tuple[str, ...] = tuple(special_tokens)
-        self.end_of_turn: str | None = None
+        self.end_of_turn: str | None = None  # the control token that follows the assistant's content
         self._generation_prompt = ""
         self._try_in_child(added_tokens)
         self._learn(added_tokens)
@@ -139,7 +125,6 @@ class ChatTemplate:
         _tried.add(self.source)
 
     def _learn(self, added_tokens: Collection[str]) -> None:
-        """Learn from renderings what is around the turns of a conversation."""
         self._find_control_tokens(added_tokens)
         question = _speak(["user"])
         begin, prompt = self.render(question), self.render(question, generation_prompt=True)
@@ -154,11 +139,7 @@ class ChatTemplate:
         return self._render(messages, tools, generation_prompt, False)[0]
 
     def render_to_mark(self, messages: list[Message], tools: list[Any] | None) -> Rendering:
-        """Render a conversation whose turns may be marked.
-
-        Raises:
-            BadRowError: the template refuses the conversation, fails on it or does not end.
-        """
+        """Render a conversation whose turns may be marked; raises as ``render``."""
         return Rendering(messages, tools, *self._render(messages, tools, False, self._has_generation))
 
     def mark(self, rendering: Rendering, turns: Sequence[int]) -> list[Span]:
@@ -209,7 +190,7 @@ class ChatTemplate:
         return textwrap.shorten(own.removeprefix("system").strip(), 120, placeholder=" …")
 
     def ends_with_control_token(self, text: str) -> bool:
-        """Return whether a rendering ends with a control token; whitespace may follow."""
+        """Return whether a rendering ends with a control token and perhaps white space."""
         return text.rstrip().endswith(self.control_tokens)
 
     def _render(
@@ -233,9 +214,10 @@ class ChatTemplate:
         except MemoryError:
             raise BadRowError(f"the chat template takes more than {MEMORY >> 20} MiB of memory") from None
         except TemplateError as error:
-            raise BadRowError(f"the chat template refuses it: {_reason(error)}") from None
+            raise BadRowError(f"the chat template refuses it: {first_line(error)[:_LONGEST_REASON]}") from None
         except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
-            raise BadRowError(f"the chat template fails with {type(error).__name__}: {_reason(error)}") from None
+            reason = f"{type(error).__name__}: {first_line(error)[:_LONGEST_REASON]}"
+            raise BadRowError(f"the chat template fails with {reason}") from None
         (text,), spans = rendered
         if len(text) > _MOST_CHARACTERS and len(text) > _MOST_TIMES * len(json.dumps([messages, tools], default=str)):
             raise BadRowError(f"the chat template makes {len(text):,} characters of it, far more than it has")
@@ -257,7 +239,6 @@ class ChatTemplate:
         )
 
     def _mark_turn(self, messages: list[Message], tools: list[Any] | None, turn: int, text: str) -> Span:
-        """Mark a turn by rendering the conversation up to its start and up to its end."""
         until = text if turn == len(messages) - 1 else self.render(messages[: turn + 1], tools)
         if turn:
             prompt = self.render(messages[:turn], tools, generation_prompt=True)
@@ -338,10 +319,6 @@ class ChatTemplate:
         return "".join(text), spans
 
 
-def _reason(error: Exception) -> str:
-    return first_line(error)[:_LONGEST_REASON]
-
-
 _SPOKEN = re.compile(r"turn\d+said")
 
 
@@ -368,7 +345,6 @@ def read_chosen_template(file: str, tokenizer: "CorpusTokenizer") -> str:
     Raises:
         InputError: there is no such file, it is no template, or it cannot render a question with an answer.
     """
-
     template = read_chat_template(Path(file).expanduser())
     if not template.strip():
         raise InputError(f"--chat_template {file}: the file is empty; give a Jinja template")

@@ -6,8 +6,8 @@ everything that looks like a control token in the rendering was written by the t
     content      write <|eot_id|>!
     rendering    <|start_header_id|>user<|end_header_id|>\\n\\nwrite PLACEHOLDER!<|eot_id|>
 
-The text between two control tokens is encoded on its own (see ``text_parts``), and once for all renderings in which it
-occurs. Where that is not possible, the ``tokenizers`` library encodes each rendering whole (see ``aliased_tokenizer``).
+The text between two control tokens is encoded on its own, and once for all renderings in which it occurs. Where that is
+not possible, the ``tokenizers`` library encodes each rendering whole (``AliasedTokenizer``).
 """
 
 import re
@@ -15,7 +15,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,9 @@ Span = tuple[int, int]
 
 
 class AliasedTokenizer:
-    """A tokenizer that matches its control tokens only by their aliases.
+    """A tokenizer that matches its control tokens only by aliases, which no message contains.
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        control: the control tokens' ids by text; they are added tokens of the file.
-        aliases: the alias by text; no message contains one.
+    ``control`` has their ids by text, ``aliases`` the alias by text; they are added tokens of the file.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], aliases: Mapping[str, str]) -> None:
@@ -48,10 +45,8 @@ class AliasedTokenizer:
         tokenizer.add_special_tokens(own)
         tokenizer.add_tokens(
             [
-                AddedToken(
-                    aliases[token.content], lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized
-                )
-                for token in own
+                AddedToken(aliases[one.content], lstrip=one.lstrip, rstrip=one.rstrip, normalized=one.normalized)
+                for one in own
             ]
         )
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets include the space of a token
@@ -83,16 +78,14 @@ class AliasedTokenizer:
 
 
 class _NeedsWholeTextError(Exception):
-    """An error for a rendering that must be encoded as a whole."""
+    """A rendering must be encoded as a whole."""
 
 
 class ControlTokens:
     """An encoder of renderings in which only the template's control tokens become tokens.
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        control: the control tokens' ids by text.
-        encoder: gives the ids of the texts between control tokens; None encodes each rendering whole.
+    ``control`` has their ids by text. ``encoder`` gives the ids of the texts between them; None encodes each rendering
+    whole.
     """
 
     def __init__(self, tokenizer_file: Path, control: Mapping[str, int], encoder: TextEncoder | None) -> None:
@@ -203,7 +196,10 @@ class ControlTokens:
             if first_characters[index] == border:
                 return first_tokens[index]
             part = parts[index - 1]
-            head = self._encode_head(part, border - first_characters[index - 1])
+            if part in self._control:
+                raise _NeedsWholeTextError
+            self._encode_new([beginning := part[: border - first_characters[index - 1]]])
+            head = self._ids[beginning]
             if ids[index - 1][: len(head)].tobytes() != head.tobytes():
                 raise _NeedsWholeTextError  # the border is within a token
             return first_tokens[index - 1] + len(head)
@@ -213,14 +209,6 @@ class ControlTokens:
             inside[token_at(begin) : token_at(end)] = True
         return np.concatenate(ids), inside
 
-    def _encode_head(self, part: str, length: int) -> np.ndarray:
-        """Return the ids of the first ``length`` characters of a text."""
-        if part in self._control:
-            raise _NeedsWholeTextError
-        head = part[:length]
-        self._encode_new([head])
-        return self._ids[head]
-
     def _unshield(self, text: str) -> str:
         if self._number not in text:
             return text
@@ -228,8 +216,12 @@ class ControlTokens:
 
     def _encode_whole(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         borders = list(chain.from_iterable(spans))
-        pieces = [text[begin:end] for begin, end in zip([0, *borders], [*borders, len(text)], strict=True)]
-        ids, inside, has_made_control = self._as_whole.encode([self._with_aliases(piece) for piece in pieces])
+        whole = self._as_whole
+        with_aliases = [
+            self._unshield(self._control_token.sub(lambda match: whole.aliases[match[0]], text[begin:end]))
+            for begin, end in pairwise([0, *borders, len(text)])
+        ]
+        ids, inside, has_made_control = whole.encode(with_aliases)
         if has_made_control:
             raise BadRowError("the tokenizer makes a control token from text; leave the row out")
         return ids, inside
@@ -238,9 +230,6 @@ class ControlTokens:
     def _as_whole(self) -> AliasedTokenizer:
         aliases = {text: f"{self._number}a{token_id}a" for text, token_id in self._control.items()}
         return AliasedTokenizer(self._tokenizer_file, self._control, aliases)
-
-    def _with_aliases(self, text: str) -> str:
-        return self._unshield(self._control_token.sub(lambda match: self._as_whole.aliases[match[0]], text))
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -264,11 +253,7 @@ def _alternatives(texts: list[str]) -> str:
 
 
 def check_surrogates(text: str) -> None:
-    """Check that a text can be encoded.
-
-    Raises:
-        BadRowError: it has half of a surrogate pair.
-    """
+    """Raise BadRowError if a text has half of a surrogate pair, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

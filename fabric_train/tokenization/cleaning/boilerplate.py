@@ -18,7 +18,7 @@ import xxhash
 
 from fabric_train.cli.errors import InputError
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 
 MIN_LETTERS = 15
 """Letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed."""
@@ -26,20 +26,17 @@ _COUNTS = re.compile(rf"(?:[\W_]*[^\W_]){{{MIN_LETTERS}}}")
 _EDIT = "boilerplate lines"
 _REASON = "only_boilerplate"
 _SHOWN_CHARACTERS = 100
-FORMAT = 1
-"""Of the hashes, the rule, and the files of counts; raise it when one of them changes."""
+FORMAT = 1  # of the hashes, the rule, and the files of counts; raise it when one of them changes
 _RECORD, _HASHES = "lines.json", "hashes"
 _MAKE_AGAIN = "count the lines again, with --shard and this version, and merge the slices"
 
 
 @dataclass(frozen=True)
 class Boilerplate:
-    """The cleaning step.
+    """The cleaning step: removes the lines that ``num_documents`` documents or more have.
 
-    Args:
-        num_documents: a line in as many documents is removed.
-        hashes: uint64 [lines], sorted, of the lines to remove; empty until they are counted.
-        most_frequent: the lines that most documents have, each with the number of documents.
+    ``hashes`` of these lines are uint64 [lines], sorted; empty until they are counted. ``most_frequent`` are those that
+    most documents have, each with the number of documents.
     """
 
     num_documents: int
@@ -72,7 +69,6 @@ class Boilerplate:
         return "\n".join(kept) if kept else Dropped(_REASON, f"{len(places)} lines")
 
     def _find(self, lines: list[str]) -> set[int]:
-        """Return the places of the lines to remove."""
         if not len(self.hashes):
             return set()
         hashed = np.array(list(hash_lines(lines)), dtype=np.uint64).reshape(-1, 2)
@@ -81,15 +77,14 @@ class Boilerplate:
         return set(hashed[is_repeated, 0].tolist())
 
     def redacted(self, redact: Callable[[str], str]) -> "Boilerplate":
-        """Return the step with lines to be shown from which ``redact`` has taken personal data."""
+        """Return the step with ``redact`` of the lines to be shown."""
         return replace(self, most_frequent=tuple((redact(line), count) for line, count in self.most_frequent))
 
     def shown(self) -> list[str]:
-        """Return the beginnings of the most frequent lines, each with the number of documents that have it."""
+        """Return the beginnings of the most frequent lines."""
         return [f"{line[:_SHOWN_CHARACTERS]} ({count:,} documents)" for line, count in self.most_frequent]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings, the SHA-256 of the lines' hashes, and some of the lines."""
         return {
             "num_documents": self.num_documents,
             "min_letters": MIN_LETTERS,
@@ -109,15 +104,7 @@ def hash_lines(lines: list[str]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _LinesRecord:
-    """The content of ``lines.json``.
-
-    Args:
-        format: of hashes and rule.
-        text_column: the column whose lines were counted.
-        num_documents: see ``Boilerplate``.
-        sha256: of the file of hashes.
-        most_frequent: see ``Boilerplate``.
-    """
+    """The content of ``lines.json``; ``sha256`` is of the file of hashes."""
 
     format: int
     text_column: str
@@ -127,7 +114,7 @@ class _LinesRecord:
 
 
 def write_repeated_lines(folder: Path, lines: Boilerplate, text_column: str) -> None:
-    """Write the lines that are in many documents; ``text_column`` is the one whose lines were counted."""
+    """Write the lines that are in many documents; they were counted in ``text_column``."""
     hashes = lines.hashes.astype("<u8").tobytes()
     digest = hashlib.sha256(hashes).hexdigest()
     record = _LinesRecord(FORMAT, text_column, lines.num_documents, digest, list(lines.most_frequent))

@@ -12,7 +12,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning import minhash
-from fabric_train.tokenization.cleaning.dropped_sample import TaskHit
+from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
 from fabric_train.tokenization.documents import BadRowError
 
 if TYPE_CHECKING:
@@ -29,121 +29,24 @@ _NOT_FOR_CHATS = {
 """Switches, and why they are refused for chats."""
 
 
-def change_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
-    """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments.
+class CleaningStep(Protocol):
+    """One switch. It has plain settings only, because processes may get it by pickle; models load on first use."""
 
-    Raises:
-        BadRowError: the chat is nested too deeply.
-    """
-    try:
-        return replace(chat, messages=[_changed(message, change, _NO_TEXT) for message in chat.messages])
-    except RecursionError:
-        raise BadRowError(TOO_DEEP) from None
+    def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
+        """Return the text, changed or not, or why it is marked or dropped; count changes in ``edits`` by kind."""
 
-
-def all_text(chat: Chat) -> str:
-    """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too.
-
-    Raises:
-        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
-    """
-    return _joined(_texts(chat, chat.messages))
-
-
-def text_without_system(chat: Chat) -> str:
-    """Return all texts but those of system messages, which chats share without repeating each other.
-
-    Raises:
-        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
-    """
-    return _joined(_texts(chat, [message for message in chat.messages if message["role"] != "system"]))
-
-
-def spoken_text(chat: Chat) -> str:
-    """Return what the user and the assistant say, whatever the language of system messages and of tools is.
-
-    Raises:
-        BadRowError: it has half of a surrogate pair.
-    """
-    return _joined(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
-
-
-def _texts(chat: Chat, messages: list[Message]) -> list[str]:
-    texts: list[str] = []
-
-    def take(text: str) -> str:
-        texts.append(text)
-        return text
-
-    change_texts(replace(chat, messages=messages), take)
-    return texts
-
-
-def _joined(texts: Iterable[str]) -> str:
-    text = "\n".join(texts)
-    check_surrogates(text)
-    return text
-
-
-def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> Any:
-    """Return the value with all texts changed, but those under a key in ``kept``."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_changed(part, change, kept) for part in value]
-    if isinstance(value, Mapping):
-        return {
-            key: part if key in kept else _changed(part, change, _kept_in(key, kept)) for key, part in value.items()
-        }
-    return value
-
-
-def _kept_in(key: str, kept: frozenset[str]) -> frozenset[str]:
-    return frozenset() if key == "arguments" else kept  # an argument may be called id or name
-
-
-_JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
-"""What a step that leaves out chats judges."""
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A document that is left out.
-
-    Args:
-        reason: the key in the ledger's ``documents_skipped``, such as ``other_language``.
-        detail: what was found in this document, such as ``ca 0.91``.
-        hits: what it shares with evaluation tasks.
-    """
-
-    reason: str
-    detail: str
-    hits: tuple[TaskHit, ...] = ()
-
-
-@dataclass(frozen=True)
-class Marked:
-    """A document that is kept although it shares words with evaluation tasks."""
-
-    text: str
-    hits: tuple[TaskHit, ...]
+    def settings(self) -> dict[str, Any]:
+        """Return everything that decides the result, as JSON: thresholds, versions of packages, hashes of files."""
 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A document that is kept.
-
-    Args:
-        text: what the steps have left of it.
-        edits: the number of changes by kind, such as ``redacted email``.
-        signature: its MinHash signature, uint32 [112]; None without --near_duplicates.
-        hits: what it shares with evaluation tasks.
-    """
+    """A document that is kept, with the text that the steps have left of it."""
 
     text: str
-    edits: dict[str, int]
-    signature: np.ndarray | None
-    hits: tuple[TaskHit, ...] = ()
+    edits: dict[str, int]  # the number of changes by kind, such as ``redacted email``
+    signature: np.ndarray | None  # of MinHash, uint32 [112]; None without --near_duplicates
+    hits: tuple[TaskHit, ...] = ()  # what it shares with evaluation tasks
 
 
 @dataclass(frozen=True)
@@ -156,25 +59,12 @@ class CleanedChat:
     hits: tuple[TaskHit, ...]
 
 
-class CleaningStep(Protocol):
-    """One switch. It has plain settings only, because processes may get it by pickle; models load on first use."""
-
-    def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
-        """Return the text, changed or not, or why it is marked or dropped; count changes in ``edits`` by kind."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return everything that decides the result, as JSON: thresholds, versions of packages, hashes of files."""
-
-
 @dataclass(frozen=True)
 class Cleaner:
-    """Steps by the names of their switches, in the order in which they are applied; then documents get a signature.
-
-    ``near_duplicates`` is the smallest similarity of near duplicates; None for no signatures.
-    """
+    """Steps by the names of their switches, in the order in which they are applied; then documents get a signature."""
 
     steps: dict[str, CleaningStep]
-    near_duplicates: float | None
+    near_duplicates: float | None  # the smallest similarity of near duplicates; None for no signatures
 
     def clean(self, text: str) -> Cleaned | Dropped:
         """Return the text that all steps leave, or why one of them drops it; the first that does decides."""
@@ -217,6 +107,13 @@ class Cleaner:
         others = {name: one for name, one in self.steps.items() if name != "boilerplate"}
         return replace(self, steps={"boilerplate": step.redacted(self.redact), **others})
 
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of each step, by switch."""
+        settings = {name: step.settings() for name, step in self.steps.items()}
+        if self.near_duplicates is not None:
+            settings["near_duplicates"] = minhash.settings(self.near_duplicates)
+        return settings
+
     def _sign(self, text: str) -> np.ndarray | None:
         return None if self.near_duplicates is None else minhash.signature(text)
 
@@ -225,20 +122,11 @@ class Cleaner:
         assert isinstance(result, str), "redaction drops nothing"
         return result
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of each step, by switch."""
-        settings = {name: step.settings() for name, step in self.steps.items()}
-        if self.near_duplicates is not None:
-            settings["near_duplicates"] = minhash.settings(self.near_duplicates)
-        return settings
-
 
 def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleaner | None:
     """Return the cleaner for the switches that are given; None if there are none.
 
-    Args:
-        arguments: the command line of ``tokenize_dataset.py``.
-        kinds: the data format of each source.
+    ``kinds`` has the data format of each source.
 
     Raises:
         InputError: a switch cannot be used, or not for chats and a source has them.
@@ -270,11 +158,7 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
 
 
 def _check_for_chats(arguments: "TokenizeArguments", kinds: Sequence[str]) -> None:
-    """Check that no switch is given that is not for chats, if a source has chats.
-
-    Raises:
-        InputError: one line for each such switch.
-    """
+    """Raise InputError, with a line for each switch that is not for chats, if a source has chats."""
     chats = [kind for kind in kinds if kind != "text"]
     given = {
         "boilerplate": arguments.boilerplate is not None,
@@ -288,3 +172,74 @@ def _check_for_chats(arguments: "TokenizeArguments", kinds: Sequence[str]) -> No
     ]
     if faults:
         raise InputError(*faults)
+
+
+def change_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
+    """Return the chat with ``change`` of each text: contents, and the values of a tool call's arguments.
+
+    Raises:
+        BadRowError: the chat is nested too deeply.
+    """
+    try:
+        return replace(chat, messages=[_changed(message, change, _NO_TEXT) for message in chat.messages])
+    except RecursionError:
+        raise BadRowError(TOO_DEEP) from None
+
+
+def _changed(value: Any, change: Callable[[str], str], kept: frozenset[str]) -> Any:
+    """Return the value with all texts changed, except those under a key in ``kept``."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(part, change, kept) for part in value]
+    if isinstance(value, Mapping):
+        return {
+            # an argument may be called id or name
+            key: part if key in kept else _changed(part, change, frozenset() if key == "arguments" else kept)
+            for key, part in value.items()
+        }
+    return value
+
+
+def all_text(chat: Chat) -> str:
+    """Return all texts, on lines of their own: those of a tool call's arguments and of system messages too.
+
+    Raises:
+        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    """
+    return _joined(_texts(chat, chat.messages))
+
+
+def text_without_system(chat: Chat) -> str:
+    """Return all texts except system messages, which chats share without repeating each other."""
+    return _joined(_texts(chat, [message for message in chat.messages if message["role"] != "system"]))
+
+
+def spoken_text(chat: Chat) -> str:
+    """Return what the user and the assistant say, whatever the language of system messages and of tools is.
+
+    Raises:
+        BadRowError: it has half of a surrogate pair.
+    """
+    return _joined(message["content"] for message in chat.messages if message["role"] in _SPEAKERS)
+
+
+def _texts(chat: Chat, messages: list[Message]) -> list[str]:
+    texts: list[str] = []
+
+    def take(text: str) -> str:
+        texts.append(text)
+        return text
+
+    change_texts(replace(chat, messages=messages), take)
+    return texts
+
+
+def _joined(texts: Iterable[str]) -> str:
+    text = "\n".join(texts)
+    check_surrogates(text)
+    return text
+
+
+_JUDGED_TEXT: dict[str, Callable[[Chat], str]] = {"language": spoken_text, "decontaminate": all_text}
+"""What a step that leaves out chats judges."""

@@ -6,29 +6,34 @@ there too. That paper also ignores 13-grams of more than 10 training documents. 
 ignored are n-grams in more than 10 items and more than 5 % of the items of their task: the instructions of prompts.
 """
 
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.cleaner import Dropped, Marked
-from fabric_train.tokenization.cleaning.dropped_sample import TaskHit
-from fabric_train.tokenization.cleaning.task_items import TaskItem, read_task_files
+from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
+from fabric_train.tokenization.documents import BadRowError, Row
+from fabric_train.tokenization.reading.files import FileReader
+from fabric_train.tokenization.reading.listing import FilePart, list_file, sha256
+from fabric_train.tokenization.reading.text_file import file_suffix
 
-LONGEST = 13
-"""Words of an n-gram, as in Brown et al. 2020 (arXiv:2005.14165), appendix C."""
+LONGEST = 13  # words of an n-gram
+_OF_LM_EVAL = re.compile(r"samples_(.+)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")
+_SUFFIXES = (".jsonl", ".json")
+_NAMES = ("task", "id", "doc_id")  # columns that are not part of an item's text
 _NUM_CODES = 0x110000
 _SEPARATOR, _WORD, _IGNORED = 0, 1, 2
 _SPACE = ord(" ")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # an odd number with well spread bits, of splitmix64
-SHORTEST = 8
-"""Words of the shortest text that is compared as a whole."""
+SHORTEST = 8  # words of the shortest text that is compared as a whole
 _COMMON_ITEMS, _COMMON_SHARE = 10, 0.05
 _SHOWN_WORDS = 40
 _TABLE_SIZE = 16  # places for each n-gram in the table of the first look-up
@@ -39,18 +44,100 @@ _RULES = 1  # the version of the rules; shards that were finished with another a
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of a text, joined by single spaces.
+class TaskItem:
+    """An item of a task: its ``id`` or ``doc_id`` in the file or its line, and its texts."""
 
-    Args:
-        codes: uint32 [characters], the code points, a space after each word but perhaps the last.
-        starts: int64 [words], where each word begins.
-        ends: int64 [words], the character after each word.
+    task: str
+    name: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A file of tasks: its name without folders, its SHA-256 in hexadecimal, and its items, each once."""
+
+    name: str
+    sha256: str
+    items: tuple[TaskItem, ...]
+
+
+def read_task_files(places: Sequence[str]) -> list[TaskFile]:
+    """Return files of JSON lines, such as those that lm_eval writes with --log_samples, in the order given.
+
+    A line is an object. Its texts are ``text`` if there is one, else ``doc`` and ``target`` of lm_eval, else all
+    strings in it with more than one word, also in lists and objects. ``task`` names the task; by default it has the
+    name of the file.
+
+    Raises:
+        InputError: one line for each file that is missing, no file of JSON lines, or has a bad line or no text.
     """
+    files, faults = list[TaskFile](), list[str]()
+    for place in places:
+        try:
+            files.append(_read_task_file(Path(place).expanduser()))
+        except InputError as error:
+            faults += error.faults
+    if faults:
+        raise InputError(*(f"--decontaminate: {fault}" for fault in faults))
+    return files
 
-    codes: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+
+def _read_task_file(path: Path) -> TaskFile:
+    if not path.exists():
+        raise InputError(f"{path}: no such file; give a file with an evaluation task's items as JSON lines")
+    if file_suffix(path) not in _SUFFIXES:
+        raise InputError(
+            f"{path}: expected {' or '.join(_SUFFIXES)}, also with .gz or .zst; write the items as JSON lines"
+        )
+    listed = list_file(path)
+    items = tuple(dict.fromkeys(_items(FileReader(FilePart(listed, listed.size), ("text",)), _task_name(path))))
+    if not items:
+        raise InputError(f"{path}: no text in it; give a file with an evaluation task's items as JSON lines")
+    return TaskFile(path.name, sha256(path), items)
+
+
+def _task_name(path: Path) -> str:
+    """Return the name of a file without suffixes, of lm_eval's files the task in it."""
+    name = path.name[: path.name.lower().rindex(file_suffix(path))]
+    of_lm_eval = _OF_LM_EVAL.fullmatch(name)
+    return of_lm_eval[1] if of_lm_eval else name
+
+
+def _items(reader: FileReader, default_task: str) -> Iterator[TaskItem]:
+    for number, row in reader:
+        if isinstance(row, BadRowError):
+            raise InputError(f"{row}; fix the line, or remove it")
+        given = [row[name] for name in ("id", "doc_id") if isinstance(row.get(name), str | int)]
+        texts = tuple(dict.fromkeys(_texts(_content(row))))
+        if texts:
+            yield TaskItem(str(row.get("task") or default_task), str(given[0] if given else number), texts)
+
+
+def _content(row: Row) -> Any:
+    """Return the part of a row that holds the item; lm_eval's has the model's answers, too."""
+    if isinstance(row.get("text"), str):
+        return row["text"]
+    if isinstance(row.get("doc"), dict | str):
+        return [row["doc"], row.get("target")]
+    return {name: value for name, value in row.items() if name not in _NAMES}
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Yield all strings with white space in them: names, addresses and single words are no text."""
+    if isinstance(content, str) and len(content.split(maxsplit=1)) > 1:
+        yield content
+    elif isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _texts(part)
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of a text, joined by single spaces."""
+
+    codes: np.ndarray  # uint32 [characters], the code points, a space after each word but perhaps the last
+    starts: np.ndarray  # int64 [words], where each word begins
+    ends: np.ndarray  # int64 [words], the character after each word
 
     def text(self, first: int, count: int) -> str:
         """Return the words from number ``first`` on, joined by spaces."""
@@ -59,7 +146,7 @@ class Words:
 
 
 def split_words(text: str) -> Words:
-    """Return the words of ``text``."""
+    """Return the words of ``text``, its runs of letters, digits and marks in Unicode's NFKC and lower case."""
     normal = unicodedata.normalize("NFKC", text).lower()
     codes = np.frombuffer(normal.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     kinds = _kinds()[codes]
@@ -80,9 +167,7 @@ def split_words(text: str) -> Words:
 def ngram_hashes(words: Words, lengths: Sequence[int]) -> dict[int, np.ndarray]:
     """Return 64-bit hashes of all n-grams by their length, uint64 [words - length + 1] each.
 
-    Args:
-        words: of a text.
-        lengths: in ascending order; of those that are longer than the text there is none in the result.
+    ``lengths`` ascend; the result has none that are longer than the text.
     """
     num_words = len(words.starts)
     lengths = [length for length in lengths if length <= num_words]
@@ -123,12 +208,9 @@ def _random_odd(count: int) -> np.ndarray:
 @cache
 def _kinds() -> np.ndarray:
     """Return for each code point whether it is part of a word, a separator or ignored, uint8 [code points]."""
-    kinds = {"L": _WORD, "N": _WORD, "M": _WORD}
-    of_category = {"Cf": _IGNORED}
+    kinds = {"L": _WORD, "N": _WORD, "M": _WORD, "Cf": _IGNORED}
     categories = (unicodedata.category(chr(code)) for code in range(_NUM_CODES))
-    return np.fromiter(
-        (of_category.get(one, kinds.get(one[0], _SEPARATOR)) for one in categories), np.uint8, _NUM_CODES
-    )
+    return np.fromiter((kinds.get(one, kinds.get(one[0], _SEPARATOR)) for one in categories), np.uint8, _NUM_CODES)
 
 
 @dataclass(frozen=True)
@@ -141,19 +223,12 @@ class TaskText:
 
 @dataclass(frozen=True)
 class NgramTable:
-    """The n-grams of one length.
+    """The n-grams of one length."""
 
-    Args:
-        hashes: uint64 [n-grams], in ascending order.
-        texts: uint32 [n-grams], the number of the text that each is in.
-        starts: uint32 [n-grams], its first character there.
-        is_candidate: bool [a power of 2], whether a hash ends with these bits. Most look-ups end here.
-    """
-
-    hashes: np.ndarray
-    texts: np.ndarray
-    starts: np.ndarray
-    is_candidate: np.ndarray
+    hashes: np.ndarray  # uint64 [n-grams], in ascending order
+    texts: np.ndarray  # uint32 [n-grams], the number of the text that each is in
+    starts: np.ndarray  # uint32 [n-grams], its first character there
+    is_candidate: np.ndarray  # bool [a power of 2], whether a hash ends with these bits; most look-ups end here
 
     def find(self, hashes: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """Yield the place in ``hashes`` of each that the table has, with text and start of each n-gram of that hash."""
@@ -170,17 +245,11 @@ class NgramTable:
 
 @dataclass(frozen=True)
 class TaskIndex:
-    """The n-grams of evaluation tasks.
+    """The n-grams of evaluation tasks."""
 
-    Args:
-        texts: the texts of the items that are compared.
-        tables: by the number of words of their n-grams, in ascending order.
-        counts: of each task by name: ``items``, of them ``too_short``, ``ngrams``, and ignored ``common_ngrams``.
-    """
-
-    texts: list[TaskText]
-    tables: dict[int, NgramTable]
-    counts: dict[str, dict[str, int]]
+    texts: list[TaskText]  # of the items that are compared
+    tables: dict[int, NgramTable]  # by the number of words of their n-grams, in ascending order
+    counts: dict[str, dict[str, int]]  # by task: items, of them too_short, ngrams, and ignored common_ngrams
 
     def find(self, text: str) -> tuple[TaskHit, ...]:
         """Return what ``text`` shares with the items, one hit for each item."""
@@ -274,11 +343,11 @@ def _hit(item: TaskItem, ngrams: Sequence[tuple[int, int]], words: Words) -> Tas
 
 @dataclass(frozen=True)
 class Decontamination:
-    """The step that drops or marks documents with n-grams of evaluation tasks; ``description`` has its settings."""
+    """The step that drops or marks documents with n-grams of evaluation tasks."""
 
     action: Literal["drop", "mark"]
     index: TaskIndex
-    description: dict[str, Any]
+    description: dict[str, Any]  # the rules, the files with their SHA-256, and the counts of each task
 
     def clean(self, text: str, edits: Counter[str]) -> str | Marked | Dropped:
         """Return the text if it has no n-gram of a task; else what it shares with which items."""
@@ -291,7 +360,6 @@ class Decontamination:
         return Dropped(CONTAMINATED, f"task {most.task}, item {most.item}: {most.words}", hits)
 
     def settings(self) -> dict[str, Any]:
-        """Return the rules, the files with their SHA-256, and the number of items and n-grams of each task."""
         return self.description
 
 

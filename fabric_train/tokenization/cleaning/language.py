@@ -1,7 +1,7 @@
-"""Identify the language of a text with py3langid, whose model is part of its package.
+"""Identify the language of a text with py3langid, and drop documents and paragraphs in other languages.
 
-It is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005; py3langid has a model of
-its own). ``docs/cleaning.md`` compares it with other identifiers.
+py3langid is naive Bayes on n-grams of bytes for 140 languages (Lui and Baldwin 2012, ACL P12-3005), with a model of its
+own in its package. ``docs/cleaning.md`` compares it with other identifiers.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 
 PIECES, PIECE_CHARACTERS, CERTAIN = 3, (150, 300), 0.95
 """At most this number of pieces of a text are looked at, spaced evenly from its beginning to its end.
@@ -53,8 +53,7 @@ vulguin estigui estiguin sàpiga
 _WORD = re.compile(r"\w+")
 VALENCIAN, GENERAL = frozenset(_VALENCIAN.split()), frozenset(_GENERAL.split())
 OTHER, UNCERTAIN = "other_language", "uncertain_language"  # reasons in the ledger
-DEFAULT_THRESHOLD = 0.65
-"""As in FineWeb (arXiv:2406.17557), which has another identifier."""
+DEFAULT_THRESHOLD = 0.65  # as in FineWeb (arXiv:2406.17557), which has another identifier
 _BLANK_LINES = re.compile(r"(\n\s*\n)")
 _LINES = re.compile(r"(\n)")
 
@@ -77,11 +76,6 @@ def identify(text: str) -> tuple[str, float]:
 def language_probabilities(text: str) -> dict[str, float]:
     """Return the probability of each language that the identifier knows."""
     return dict(_identifier().rank(_sample(_words(text), PIECE_CHARACTERS[-1])))
-
-
-def known_languages() -> list[str]:
-    """Return the codes that ``identify`` can return."""
-    return sorted(_identifier().labels)
 
 
 def identifier_settings() -> dict[str, Any]:
@@ -130,12 +124,6 @@ def _evenly_spaced(text: str, num_characters: int) -> list[str]:
     return [text[start : start + num_characters] for start in range(0, PIECES * step, step)]
 
 
-def count_forms(text: str) -> tuple[int, int]:
-    """Return how many words of a Catalan text have a Valencian form, and how many a form of general Catalan."""
-    words = _WORD.findall(text.lower())
-    return sum(word in VALENCIAN for word in words), sum(word in GENERAL for word in words)
-
-
 @dataclass(frozen=True)
 class LanguageFilter:
     """Drop the documents that are in another language, or of which the identifier is not certain.
@@ -166,18 +154,18 @@ class LanguageFilter:
         if probability >= self.threshold and not self._accepts(language):
             return Dropped(OTHER, found)
         if probability < self.threshold:
-            to_keep = self._probability_to_keep(text)
+            to_keep = sum(value for code, value in language_probabilities(text).items() if self._accepts(code))
             if to_keep < self.threshold:
                 return Dropped(UNCERTAIN, self._margin(found, to_keep))
         if language != "ca" or "ca" in self.languages or "va" not in self.languages:
             return text
-        valencian, general = count_forms(text)
+        words = _WORD.findall(text.lower())
+        valencian, general = (sum(word in forms for word in words) for forms in (VALENCIAN, GENERAL))
         if valencian > general:
             return text
         return Dropped(OTHER, f"{found}, forms: {valencian} Valencian, {general} of general Catalan")
 
     def settings(self) -> dict[str, Any]:
-        """Return the languages, the threshold and the identifier."""
         chosen = {"languages": list(self.languages), "threshold": self.threshold, "by": self.by}
         return chosen | identifier_settings()
 
@@ -208,9 +196,6 @@ class LanguageFilter:
     def _num_decimals(self) -> int:
         return max(2, len(f"{self.threshold:g}".partition(".")[2]))
 
-    def _probability_to_keep(self, text: str) -> float:
-        return sum(value for code, value in language_probabilities(text).items() if self._accepts(code))
-
     def _accepts(self, language: str) -> bool:
         return language in self.languages or (language == "ca" and "va" in self.languages)
 
@@ -224,7 +209,7 @@ def open_language_filter(given: str, by: Literal["document", "paragraph"]) -> La
     load_identifier("--language")
     codes, _, threshold = given.partition(":")
     languages = tuple(dict.fromkeys(codes.split(",")))
-    known = known_languages()
+    known = sorted(_identifier().labels)
     unknown = [code for code in languages if code not in (*known, "va")]
     if unknown:
         raise InputError(

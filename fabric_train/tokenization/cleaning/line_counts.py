@@ -36,9 +36,7 @@ _TICK_SECONDS = 0.2
 def find_boilerplate(corpus: OpenedCorpus, folder: Path) -> Boilerplate:
     """Count the lines of all documents, and return the step that removes those that repeat.
 
-    Args:
-        corpus: has texts, and arguments with the number of documents of --boilerplate.
-        folder: where the counts of shards are written.
+    The counts of shards are written into ``folder``.
 
     Raises:
         InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
@@ -60,7 +58,7 @@ def split_to_count(corpus: OpenedCorpus) -> list[Shard]:
 
 
 def lines_file(folder: Path, shard: Shard) -> Path:
-    """Return the file with the counts of a shard."""
+    """Return the path of a shard's counts."""
     return folder / f"{shard.key}.lines"
 
 
@@ -77,7 +75,8 @@ def count_lines(corpus: OpenedCorpus, shards: Sequence[Shard], folder: Path) -> 
     with progress_of("counting lines") as show:
         total = sum(shard.num_bytes for shard in shards)
         done = total - sum(shard.num_bytes for shard in left)
-        with WorkerPool(count, min(corpus.num_proc, len(left)), partial(_what_is_read, sources)) as workers:
+        num_proc = min(corpus.num_proc, len(left))
+        with WorkerPool(count, num_proc, lambda shard: part_name(sources[shard.source], shard.parts[0])) as workers:
             for finished in workers.run(iter(left), _TICK_SECONDS):
                 done += 0 if finished is None else finished[0].num_bytes
                 show(done / max(total, 1))
@@ -116,12 +115,7 @@ def _find_texts(
     return texts
 
 
-def _what_is_read(sources: Sequence[Source], shard: Shard) -> str:
-    return part_name(sources[shard.source], shard.parts[0])
-
-
 def _count_shard(folder: Path, sources: list[Source], column: str, skips_bad_rows: bool, shard: Shard) -> None:
-    """Write the lines of a shard."""
     counted = np.empty(0, dtype=LINE)
     hashes = array("Q")
     for text in _texts(sources[shard.source], shard, column, skips_bad_rows):
@@ -154,11 +148,7 @@ def _once(hashes: "array[int]") -> np.ndarray:
 
 
 def _add_up(counts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return each line once with the sum of its documents, LINE [lines], sorted by hash.
-
-    Args:
-        counts: LINE arrays in any order.
-    """
+    """Return each line of LINE arrays once with the sum of its documents, LINE [lines], sorted by hash."""
     lines = np.concatenate(counts)
     lines = lines[np.argsort(lines["hash"])]
     firsts = np.flatnonzero(np.concatenate([[True], lines["hash"][1:] != lines["hash"][:-1]])[: len(lines)])

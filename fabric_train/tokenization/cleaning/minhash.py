@@ -17,16 +17,15 @@ import numpy as np
 
 NUM_HASHES = 112
 SIGNATURE_BYTES = 4 * NUM_HASHES
-NO_WORDS = np.uint32(0xFFFFFFFF)
-"""The values of a document without words, which repeats no other."""
+NO_WORDS = np.uint32(0xFFFFFFFF)  # the values of a document without words, which repeats no other
 _WORDS_PER_SHINGLE = 5
 _MIN_RECALL = 0.9  # of the pairs whose similarity is the threshold
 _FORMAT = 1  # raise it when the values change
 _SHINGLES_AT_ONCE = 1024  # their values are 900 KiB
 _CHARACTERS_AT_ONCE = 1 << 16  # a word across the end counts as two
 
+# Thai and Lao, Myanmar, Khmer, kana, Chinese
 _UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
-"""Thai and Lao, Myanmar, Khmer, kana, Chinese."""
 _BETWEEN, _IN_WORD, _IS_WORD = range(3)  # kinds of characters
 
 # random_raw, because numpy keeps its numbers the same in all versions
@@ -104,12 +103,7 @@ def _mix(hashes: np.ndarray) -> np.ndarray:
 
 
 def similarities(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the estimated Jaccard similarity of each pair of signatures, float64 [pairs].
-
-    Args:
-        left: uint32 [pairs, 112].
-        right: uint32 [pairs, 112].
-    """
+    """Return the estimated Jaccard similarity of each pair of signatures, uint32 [pairs, 112] each; float64 [pairs]."""
     return (left == right).sum(axis=1) / NUM_HASHES
 
 
@@ -129,13 +123,7 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 
 def band_hashes(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """Return a hash of each band of each signature, uint64 [signatures, bands].
-
-    Args:
-        signatures: uint32 [signatures, 112].
-        bands: number of bands.
-        rows: values in each band.
-    """
+    """Return a hash of each band of ``rows`` values of signatures, uint32 [N, 112], as uint64 [N, bands]."""
     values = signatures[:, : bands * rows].reshape(len(signatures), bands, rows).astype(np.uint64)
     hashes = np.zeros((len(signatures), bands), dtype=np.uint64)
     for row in range(rows):

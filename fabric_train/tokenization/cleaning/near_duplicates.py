@@ -16,15 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fabric_train.tokenization.cleaning.dropped_sample import PER_REASON, TEXT_CHARACTERS, DroppedDocument
-from fabric_train.tokenization.cleaning.minhash import (
-    NO_WORDS,
-    NUM_HASHES,
-    SIGNATURE_BYTES,
-    band_hashes,
-    choose_bands,
-    similarities,
-)
+from fabric_train.tokenization.cleaning import minhash
+from fabric_train.tokenization.cleaning.dropped import PER_REASON, TEXT_CHARACTERS, DroppedDocument
+from fabric_train.tokenization.cleaning.minhash import NO_WORDS, NUM_HASHES, SIGNATURE_BYTES, band_hashes, choose_bands
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE
 from fabric_train.tokenization.packing.arrow_folder import PiecesToCopy, SpoolReader
 from fabric_train.tokenization.packing.document_index import SourceTable
@@ -55,12 +49,7 @@ class SignatureFiles:
                 first += len(values)
 
     def similarities(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the estimated Jaccard similarity of each pair of documents, float64 [pairs].
-
-        Args:
-            left: int64 [pairs], numbers of documents.
-            right: int64 [pairs].
-        """
+        """Return the estimated Jaccard similarity of pairs of documents, int64 [pairs] each, as float64 [pairs]."""
         documents, places = np.unique(np.concatenate([left, right]), return_inverse=True)
         signatures = np.empty((len(documents), NUM_HASHES), dtype=np.uint32)
         borders = np.searchsorted(documents, self._firsts)
@@ -68,7 +57,7 @@ class SignatureFiles:
             if start < end:
                 mapped = np.memmap(file, np.uint32, "r").reshape(-1, NUM_HASHES)
                 signatures[start:end] = mapped[documents[start:end] - first]
-        return similarities(signatures[places[: len(left)]], signatures[places[len(left) :]])
+        return minhash.similarities(signatures[places[: len(left)]], signatures[places[len(left) :]])
 
 
 class _Clusters:
@@ -86,13 +75,13 @@ class _Clusters:
         return roots
 
     def all_roots(self) -> np.ndarray:
-        """Return the first document of every document's cluster, int64 [documents]; it is not a copy."""
+        """Return the first document of every document's cluster, int64 [documents], not a copy."""
         for start in range(0, len(self._parents), _RECORDS_AT_ONCE):
             self.roots(np.arange(start, min(start + _RECORDS_AT_ONCE, len(self._parents))))
         return self._parents
 
     def join(self, left: np.ndarray, right: np.ndarray) -> None:
-        """Join the clusters of each pair of documents, int64 [pairs] each."""
+        """Join the clusters of pairs of documents, int64 [pairs] each."""
         while len(left):
             left, right = self.roots(left), self.roots(right)
             differ = left != right
@@ -103,9 +92,9 @@ class _Clusters:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """The first document of each document's cluster, int64 [documents]; of most documents it is itself."""
+    """Which documents nearly repeat each other."""
 
-    firsts: np.ndarray
+    firsts: np.ndarray  # int64 [documents], the first document of each one's cluster; mostly it is itself
     signatures: SignatureFiles
 
     def repeats(self, first: int, count: int) -> np.ndarray:
@@ -114,12 +103,9 @@ class NearDuplicates:
 
 
 def find_near_duplicates(files: Sequence[Path], threshold: float, folder: Path) -> NearDuplicates:
-    """Find the documents that nearly repeat an earlier one.
+    """Find the documents that nearly repeat an earlier one, from the files of all signatures.
 
-    Args:
-        files: the signatures of all documents, see ``SignatureFiles``.
-        threshold: smallest estimated Jaccard similarity of near duplicates.
-        folder: for the bands; it is created, and removed at the end.
+    ``threshold`` is the smallest estimated Jaccard similarity. ``folder`` is created for the bands, and removed.
     """
     folder.mkdir()
     signatures = SignatureFiles(files)
@@ -137,7 +123,7 @@ def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, s
     for first, values in signatures.chunks():
         _write_bands(folder, first, values, bands, rows, num_ranges)
         show((first + len(values)) / num_documents / (1 + bands))
-    files = [_band_file(folder, band, number) for band in range(bands) for number in range(num_ranges)]
+    files = [folder / f"{band}-{number}" for band in range(bands) for number in range(num_ranges)]
     for done, file in enumerate(files):
         if file.exists():
             for left, right in _candidates(file):
@@ -146,12 +132,8 @@ def _find_clusters(signatures: SignatureFiles, threshold: float, folder: Path, s
     return clusters
 
 
-def _band_file(folder: Path, band: int, number: int) -> Path:
-    return folder / f"{band}-{number}"
-
-
 def _write_bands(folder: Path, first: int, signatures: np.ndarray, bands: int, rows: int, num_ranges: int) -> None:
-    """Append the hashes of each band to the files of their ranges."""
+    """Append the hashes of each band to the files ``BAND-RANGE``."""
     with_words = np.flatnonzero((signatures != NO_WORDS).any(axis=1))
     hashes = band_hashes(signatures[with_words], bands, rows)
     for band in range(bands):
@@ -162,7 +144,7 @@ def _write_bands(folder: Path, first: int, signatures: np.ndarray, bands: int, r
         borders = np.searchsorted(ranges[order], np.arange(num_ranges + 1))
         for number, (start, end) in enumerate(pairwise(borders)):
             if start < end:
-                with _band_file(folder, band, number).open("ab") as file:
+                with (folder / f"{band}-{number}").open("ab") as file:
                     file.write(records[order[start:end]].data)
 
 
@@ -223,11 +205,8 @@ def sample_duplicates(
     document's place. It may be below the threshold: then both are similar to others in between. Texts are decoded from
     tokens, so they are as cleaning has left them.
 
-    Args:
-        near: numbers the documents of all collections in order; None without --near_duplicates.
-        collections: the documents of --dataset, and of --validation_dataset.
-        sources: those of the token dataset.
-        tokenizer_folder: holds ``tokenizer.json``.
+    ``collections`` are the documents of --dataset, and of --validation_dataset; ``near`` numbers them in order, and is
+    None without --near_duplicates.
     """
     starts = np.cumsum([0, *(len(collection.characters) for collection in collections)])
     exact = _spread([first + one.duplicates for first, one in zip(starts, collections, strict=False)])
@@ -263,7 +242,6 @@ def sample_duplicates(
 
 
 def _spread(documents: Sequence[np.ndarray]) -> np.ndarray:
-    """Return at most 20 of the documents, evenly spaced, int64."""
     joined = np.concatenate(documents)
     count = min(len(joined), PER_REASON)
     return joined[np.arange(count) * len(joined) // max(count, 1)]

@@ -206,12 +206,10 @@ def _find_phones(text: str) -> Iterator[_Span]:
 
 
 def _is_phone(number: str, region: str = "ES", country: str | None = None) -> bool:
-    """Return whether the numbering plans of libphonenumber have this number.
+    """Return whether the numbering plans of libphonenumber have this number, as it is written.
 
-    Args:
-        number: as it is written.
-        region: for the national form; of numbers that begin with 00, where that is the international prefix.
-        country: the country's code, if the writing shows where it ends.
+    ``region`` is for the national form, and for numbers that begin with 00, where that is the international prefix;
+    ``country`` is the country's code, if the writing shows where it ends.
     """
     import phonenumbers
 

@@ -1,4 +1,7 @@
-"""Split a document into lines and words once for all rules."""
+"""Drop documents of low quality by the published rules of Gopher, C4 and FineWeb.
+
+``docs/cleaning.md`` lists the rules with their sources.
+"""
 
 import re
 from collections import Counter
@@ -11,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fabric_train.tokenization.cleaning.cleaner import Dropped
+from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import identifier_settings, identify, load_identifier
 
 _WORDS = re.compile(r"\w+(?:[.,:/@'’]+\w+)*")  # 1.000,50 and don't and example.com are one each
@@ -90,17 +93,15 @@ class MeasuredText:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Return the lines that are not blank, without white space at their ends."""
+        """The lines that are not blank, without white space at their ends."""
         return [line for line in map(str.rstrip, self.text.split("\n")) if line]
 
     @cached_property
     def words(self) -> list[str]:
-        """Return the words in their order, without punctuation marks."""
         return _WORDS.findall(self.text)
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Return how often each word occurs."""
         return Counter(self.words)
 
 
@@ -119,14 +120,8 @@ def duplicates(parts: list[str]) -> tuple[int, int]:
 
 
 def find_gopher_fault(measured: MeasuredText) -> Fault | None:
-    """Return the first rule that the document breaks; None if there is none."""
+    """Return the first of Gopher's rules for words that the document breaks."""
     return _fault_of_words(measured) or _fault_of_symbols(measured) or _fault_of_stop_words(measured)
-
-
-def unchecked_language(text: str) -> str | None:
-    """Return the language of a text if it has no list of stop words here, so that their rule is left out."""
-    language, probability = identify(text)
-    return language if probability >= _CERTAIN and language not in STOP_WORDS else None
 
 
 def _fault_of_words(measured: MeasuredText) -> Fault | None:
@@ -173,7 +168,7 @@ def _fault_of_stop_words(measured: MeasuredText) -> Fault | None:
 
 
 def find_repetition(measured: MeasuredText) -> Fault | None:
-    """Return the first rule that the document breaks; None if there is none."""
+    """Return the first of Gopher's rules for repetition that the document breaks."""
     return _fault_of_lines(measured) or _fault_of_top_n_grams(measured) or _fault_of_duplicate_n_grams(measured)
 
 
@@ -200,7 +195,8 @@ def _fault_of_top_n_grams(measured: MeasuredText) -> Fault | None:
         rule = f"top_{n}_gram"
         if n * most / len(measured.text) <= REPETITION_LIMITS[rule] or len(measured.words) < n:
             continue
-        n_gram, count = Counter(_n_grams(measured.words, n)).most_common(1)[0]
+        n_grams = zip(*(islice(measured.words, start, None) for start in range(n)), strict=False)
+        n_gram, count = Counter(n_grams).most_common(1)[0]
         share = count * len(" ".join(n_gram)) / len(measured.text)
         if share > REPETITION_LIMITS[rule]:
             return Fault(rule, f"{share:.0%}, {count} times")
@@ -231,10 +227,6 @@ def _repeated_5_grams(words: list[str]) -> list[int]:
     return places
 
 
-def _n_grams(words: list[str], n: int) -> "zip[tuple[str, ...]]":
-    return zip(*(islice(words, start, None) for start in range(n)), strict=False)
-
-
 def _characters_in_duplicates(words: list[str], places: list[int], n: int) -> int:
     """Return the characters of the n-grams at ``places`` that occurred before; they do not overlap."""
     seen: set[tuple[str, ...]] = set()
@@ -252,7 +244,7 @@ def _characters_in_duplicates(words: list[str], places: list[int], n: int) -> in
 
 
 def clean_lines(text: str, edits: Counter[str]) -> str | Fault:
-    """Return the lines that the rules keep, or the rule that the document breaks; count removed lines in ``edits``."""
+    """Return the lines that C4's rules keep, or the rule that the document breaks; count removed lines in ``edits``."""
     if "[" in text:
         text = _CITATION.sub("", text)
     lines = [line for line in map(str.strip, text.splitlines()) if line]
@@ -287,12 +279,12 @@ def clean_lines(text: str, edits: Counter[str]) -> str | Fault:
 
 
 def count_sentences(line: str) -> int:
-    """Return the number of sentences in a line that is not blank."""
+    """Return the number of sentences in a line that is not blank, at least one."""
     return max(1, len(_SENTENCE_END.findall(line)))
 
 
 def find_fineweb_fault(measured: MeasuredText) -> Fault | None:
-    """Return the first rule that the document breaks; None if there is none."""
+    """Return the first of FineWeb's rules that the document breaks."""
     lines = measured.lines
     punctuated = sum(line.endswith(_LINE_END) for line in lines) / len(lines)
     if punctuated < FINEWEB_LIMITS["few_punctuated_lines"]:
@@ -319,7 +311,8 @@ class QualityFilter:
             fault = find_gopher_fault(measured) or find_repetition(measured)
             if fault is not None:
                 return _dropped("gopher", fault)
-            if (language := unchecked_language(text)) is not None:
+            language, probability = identify(text)
+            if probability >= _CERTAIN and language not in STOP_WORDS:  # their rule is left out
                 edits[f"no list of stop words: {language}"] += 1
         if "c4" in self.rules:
             result = clean_lines(text, edits)
@@ -331,7 +324,6 @@ class QualityFilter:
         return measured.text
 
     def settings(self) -> dict[str, Any]:
-        """Return the rules with their limits, and the identifier that chooses the stop words."""
         limits = {name: _RULES[name] for name in self.rules}
         return {"version": _VERSION, "limits": limits} | (identifier_settings() if "gopher" in self.rules else {})
 

@@ -21,13 +21,11 @@ from arguments import InspectArguments, parse
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.output import open_console
 from fabric_train.files.regular_file import open_to_write
-from fabric_train.tokenization.cleaning.language import identify, load_identifier
+from fabric_train.tokenization.cleaning.language import load_identifier
 from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_work, compare, open_corpora
-from fabric_train.tokenization.inspect.comparison_page import comparison_to_html
-from fabric_train.tokenization.inspect.comparison_tables import print_comparison
-from fabric_train.tokenization.inspect.page import to_html
+from fabric_train.tokenization.inspect.page import comparison_to_html, report_to_html
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
-from fabric_train.tokenization.inspect.terminal import print_report
+from fabric_train.tokenization.inspect.terminal import print_comparison, print_report
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     report = _examine(arguments)
     print_report(report, open_console())
-    _write_page(arguments.html, to_html(report))
+    _write_page(arguments.html, report_to_html(report))
     if report.problems:
         sys.exit(FAILURE)
 
@@ -76,7 +74,7 @@ def _compare(folders: Sequence[str], split: str) -> Comparison:
         no_languages = str(error)
     with _progress("comparing", TaskProgressColumn(), TimeRemainingColumn()) as (progress, task):
         progress.update(task, total=amount_of_work(corpora))
-        return compare(corpora, None if no_languages else identify, no_languages, lambda n: progress.advance(task, n))
+        return compare(corpora, no_languages, lambda n: progress.advance(task, n))
 
 
 @contextmanager

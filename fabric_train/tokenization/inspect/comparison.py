@@ -1,31 +1,44 @@
-"""Compare two token datasets: totals from the whole document index, languages and n-grams from a sample."""
+"""Compare two token datasets: sums and lengths of all documents; languages and words of a sample.
+
+Sums and lengths come from the document index; rows are read only for the sample. ``comparison_tables.py`` makes tables
+of the result.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split as SplitText
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD
-from fabric_train.tokenization.inspect.report import SPLIT_NAMES
-from fabric_train.tokenization.inspect.word_ngrams import SIZES, NgramScore, WordStream, over_represented
+from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD, identify
+from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, find_rows, num_records, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 _DOCUMENTS_PER_READ = 1 << 20  # bounds memory, however large the index is
-NUM_TOKENS = 1 << 20
+NUM_TOKENS = 1 << 20  # of a sample
 FEWEST_DOCUMENTS, MOST_DOCUMENTS = 2000, 10_000
 _DOCUMENTS_PER_DECODING = 64
-NGRAMS_SHOWN = 15
+_SAMPLE_RECORDS = 1000  # progress of a sampled document, in records of the index: it is decoded, its language found
 UNCERTAIN_LANGUAGE = "uncertain"
-_SAMPLE_RECORDS = 1000
-"""What a sampled document adds to the progress, in records of the index: it is decoded and its language found."""
-Identify = Callable[[str], tuple[str, float]]
-"""Return the ISO 639-1 code of a text's language and its probability."""
+TIMES_MORE, IN_DOCUMENTS = 2, 3  # a word is listed if it is so many times as frequent, and in so many documents
+_MOST_WORDS = 15
+
+# a character of a script without spaces is a word; a mark belongs to the letter before it
+_WORD = SplitText(
+    Regex(
+        r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]\p{M}*"
+        r"|[\p{L}\p{M}\p{N}]+(?:['’][\p{L}\p{M}]+)*"
+    ),
+    behavior="removed",
+    invert=True,
+)
 
 
 @dataclass(frozen=True)
@@ -47,21 +60,12 @@ class CorpusTotals:
 
     @property
     def all(self) -> TextTotals:
-        """The sums over the sources."""
-        sources = self.sources.values()
-        return TextTotals(
-            sum(source.documents for source in sources),
-            sum(source.tokens for source in sources),
-            sum(source.bytes for source in sources),
-        )
+        columns = zip(*((one.documents, one.tokens, one.bytes) for one in self.sources.values()), strict=True)
+        return TextTotals(*(map(sum, columns) if self.sources else (0, 0, 0)))
 
 
 def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals:
-    """Return the totals of all documents of a split, in one pass over its index.
-
-    Args:
-        index: of the split.
-        advance: called with the number of documents read since the last call.
+    """Return the totals of all documents of a split; ``advance`` is called with the number of documents just read.
 
     Raises:
         InputError: the index is damaged.
@@ -84,54 +88,80 @@ def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals
 
 
 @dataclass(frozen=True)
+class OpenCorpus:
+    """A split of a token dataset, opened to be compared."""
+
+    folder: Path
+    manifest: Manifest
+    split: Split
+    index: DocumentIndex
+    vocabulary: Vocabulary
+
+    @property
+    def sample_size(self) -> int:
+        """The number of documents to sample: as many as have 2^20 tokens together, from 2,000 to 10,000, or all."""
+        num_tokens = self.manifest.ledger.splits[self.split.name].tokens_in
+        as_many = NUM_TOKENS * len(self.index.documents) // max(num_tokens, 1)
+        return min(max(as_many, FEWEST_DOCUMENTS), MOST_DOCUMENTS, int(self.index.rows["documents"][-1]))
+
+
+def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
+    """Open a split, "train" or "validation", of each of two token datasets.
+
+    Raises:
+        InputError: one line for each that cannot be compared, or one if they are the same folder.
+    """
+    opened, faults = list[OpenCorpus](), list[str]()
+    for folder in folders:
+        try:
+            opened.append(_open_corpus(folder, split))
+        except InputError as error:
+            faults += error.faults
+    if not faults and opened[0].folder.samefile(opened[1].folder):
+        faults.append(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
+    if faults:
+        raise InputError(*dict.fromkeys(faults))
+    return opened
+
+
+def _open_corpus(folder: Path, split: str) -> OpenCorpus:
+    shown = shown_split(folder, open_splits(folder), split)
+    manifest = load_manifest(folder)
+    index = open_index(folder, manifest, shown.name)
+    if manifest is None or index is None:
+        raise InputError(f"{folder}: no document index, an older version wrote it; tokenize again to compare it")
+    if shown.num_rows != len(index.rows) - 1:
+        raise InputError(f"{folder}: {shown.name} has more or fewer rows than manifest.json says; tokenize again")
+    vocabulary = load_vocabulary(folder / "tokenizer")
+    if vocabulary is None:
+        raise InputError(f"{folder}: no tokenizer/tokenizer.json, so its texts are unknown; tokenize again")
+    return OpenCorpus(folder, manifest, shown, index, vocabulary)
+
+
+@dataclass(frozen=True)
 class SampledDocument:
-    """A document of the sample.
+    """A document of the sample; tokens are with BOS and EOS."""
 
-    Args:
-        tokens: of the whole document, BOS and EOS included.
-        bytes: of the whole document's text.
-        text: its beginning, without special tokens.
-        tokens_read: tokens of that beginning, BOS and EOS included.
-    """
-
-    tokens: int
-    bytes: int
-    text: str
-    tokens_read: int
+    tokens: int  # of the whole document
+    bytes: int  # of the whole document's text
+    text: str  # its beginning, without special tokens
+    tokens_read: int  # of that beginning
 
 
-def sample_size(index: DocumentIndex, num_tokens: int) -> int:
-    """Return the number of documents to sample: as many as have 2^20 tokens together, from 2,000 to 10,000, or all.
+def sample_documents(corpus: OpenCorpus, advance: Callable[[int], None]) -> Iterator[SampledDocument]:
+    """Yield ``sample_size`` documents, cut to one length so that together they have at most 2^20 tokens.
 
-    Args:
-        index: of the split.
-        num_tokens: of all its documents.
-    """
-    as_many = NUM_TOKENS * len(index.documents) // max(num_tokens, 1)
-    return min(max(as_many, FEWEST_DOCUMENTS), MOST_DOCUMENTS, int(index.rows["documents"][-1]))
-
-
-def sample_documents(
-    index: DocumentIndex, count: int, split: Split, vocabulary: Vocabulary, advance: Callable[[int], None]
-) -> Iterator[SampledDocument]:
-    """Yield some documents, cut to one length so that together they have at most 2^20 tokens.
-
-    The documents that begin in the rows are divided into ``count`` equal parts, and each part gives one document.
-
-    Args:
-        index: of the split.
-        count: of documents, from ``sample_size``.
-        split: its rows, of which only those with tokens of the sample are read.
-        vocabulary: with which the documents were encoded.
-        advance: called with the number of records of the index searched since the last call.
+    The documents that begin in the rows are divided into equal parts, and each part gives one document. Only the rows
+    with tokens of the sample are read. ``advance`` is called with the number of records of the index just searched.
 
     Raises:
         InputError: the index or the rows are damaged.
     """
-    chosen = _spread(int(index.rows["documents"][-1]), count)
+    index, vocabulary = corpus.index, corpus.vocabulary
+    chosen = _spread(int(index.rows["documents"][-1]), corpus.sample_size)
     records = index.documents[chosen]
     limit = _common_limit(records["tokens"].astype(np.int64), NUM_TOKENS)
-    ids = _read_beginnings(index, split, chosen, limit, advance)
+    ids = _read_beginnings(index, corpus.split, chosen, limit, advance)
     if not all(min(own) >= 0 and max(own) < vocabulary.size for own in ids.values() if own):
         raise InputError("rows have tokens that the tokenizer does not have; tokenize again")
     for first in range(0, len(chosen), _DOCUMENTS_PER_DECODING):
@@ -180,20 +210,45 @@ def _read_beginnings(
     return {document: [token for _, own in sorted(found) for token in own] for document, found in parts.items()}
 
 
+@dataclass
+class WordCounts:
+    """How often each word is in some documents, and in how many of them it is."""
+
+    times: Counter[str] = field(default_factory=Counter)
+    documents: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: str) -> int:
+        """Count the words of a document in lower case, and return their number."""
+        words = [word for word, _ in _WORD.pre_tokenize_str(text.lower())]
+        self.times.update(words)
+        self.documents.update(set(words))
+        return len(words)
+
+
 @dataclass(frozen=True)
-class OpenCorpus:
-    """A split of a token dataset, opened to be compared."""
+class FrequentWord:
+    """A word that one corpus has more often: its times per million words in both, and its documents there."""
 
-    folder: Path
-    manifest: Manifest
-    split: Split
-    index: DocumentIndex
-    vocabulary: Vocabulary
+    word: str
+    per_million: tuple[float, float]
+    documents: int
 
-    @property
-    def sample_size(self) -> int:
-        """The number of documents that are sampled."""
-        return sample_size(self.index, self.manifest.ledger.splits[self.split.name].tokens_in)
+
+def words_more_often(counts: tuple[WordCounts, WordCounts], which: int) -> list[FrequentWord]:
+    """Return up to 15 words that one of two corpora, ``which``, has clearly more often than the other.
+
+    They are in at least 3 of its documents, and at least twice as frequent there as in the other. Those whose
+    frequencies differ most come first.
+    """
+    own = counts[which]
+    millions = [max(one.times.total(), 1) / 1e6 for one in counts]
+    found = []
+    for word in (word for word, number in own.documents.items() if number >= IN_DOCUMENTS):
+        rates = (counts[0].times[word] / millions[0], counts[1].times[word] / millions[1])
+        if rates[which] >= TIMES_MORE * rates[1 - which]:
+            found.append(FrequentWord(word, rates, own.documents[word]))
+    found.sort(key=lambda one: (-abs(one.per_million[0] - one.per_million[1]), one.word))
+    return found[:_MOST_WORDS]
 
 
 @dataclass(frozen=True)
@@ -204,7 +259,6 @@ class SampleTotals(TextTotals):
     tokens_read: int
 
     def plus(self, document: SampledDocument, num_words: int) -> "SampleTotals":
-        """Return the totals with one more document."""
         return SampleTotals(
             self.documents + 1,
             self.tokens + document.tokens,
@@ -231,13 +285,13 @@ class CorpusSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two corpora, and by size the n-grams that the first and the second has more often.
+    """Two corpora, and the words that the first and the second has more often.
 
     ``no_languages`` says why languages were not identified, and is None if they were.
     """
 
     corpora: tuple[CorpusSummary, CorpusSummary]
-    ngrams: dict[int, tuple[list[NgramScore], list[NgramScore]]]
+    words: tuple[list[FrequentWord], list[FrequentWord]]
     no_languages: str | None
 
     @property
@@ -247,54 +301,27 @@ class Comparison:
         return first == second
 
 
-def open_corpora(folders: Sequence[Path], split: str) -> list[OpenCorpus]:
-    """Open a split of each token dataset.
-
-    Args:
-        folders: of two token datasets.
-        split: "train" or "validation".
-
-    Raises:
-        InputError: one line for each that cannot be compared, or one if they are the same folder.
-    """
-    opened, faults = list[OpenCorpus](), list[str]()
-    for folder in folders:
-        try:
-            opened.append(_open_corpus(folder, split))
-        except InputError as error:
-            faults += error.faults
-    if not faults and opened[0].folder.samefile(opened[1].folder):
-        faults.append(f"--compare: {folders[0]} and {folders[1]} are the same folder; give two token datasets")
-    if faults:
-        raise InputError(*dict.fromkeys(faults))
-    return opened
-
-
-def compare(
-    corpora: Sequence[OpenCorpus], identify: Identify | None, no_languages: str | None, advance: Callable[[int], None]
-) -> Comparison:
+def compare(corpora: Sequence[OpenCorpus], no_languages: str | None, advance: Callable[[int], None]) -> Comparison:
     """Compare two opened corpora; the result depends on their content alone.
 
     Args:
         corpora: the first and the second.
-        identify: finds the language of a text; None finds none.
-        no_languages: why there is no ``identify``.
+        no_languages: why languages cannot be identified; None if they can.
         advance: called with how far it came since the last call, of ``amount_of_work`` in all.
 
     Raises:
         InputError: an index or rows are damaged.
     """
-    numbers: dict[str, int] = {}
-    streams = [WordStream(numbers), WordStream(numbers)]
+    counts = (WordCounts(), WordCounts())
     summaries = []
-    for corpus, words in zip(corpora, streams, strict=True):
+    for corpus, words in zip(corpora, counts, strict=True):
         try:
-            summaries.append(_summarize(corpus, words, identify, advance))
+            summaries.append(_summarize(corpus, words, advance, with_languages=no_languages is None))
         except InputError as error:  # some do not name the folder, and there are two
             name = str(corpus.folder)
             raise InputError(*(one if name in one else f"{name}: {one}" for one in error.faults)) from None
-    ngrams = {size: over_represented(streams[0], streams[1], numbers, size, NGRAMS_SHOWN) for size in SIZES}
-    return Comparison((summaries[0], summaries[1]), ngrams, no_languages)
+    more_often = (words_more_often(counts, 0), words_more_often(counts, 1))
+    return Comparison((summaries[0], summaries[1]), more_often, no_languages)
 
 
 def amount_of_work(corpora: Sequence[OpenCorpus]) -> int:
@@ -302,33 +329,16 @@ def amount_of_work(corpora: Sequence[OpenCorpus]) -> int:
     return sum(num_records(corpus.index) + _SAMPLE_RECORDS * corpus.sample_size for corpus in corpora)
 
 
-def _open_corpus(folder: Path, split: str) -> OpenCorpus:
-    splits = open_splits(folder)
-    name = next((name for name in SPLIT_NAMES[split] if name in splits), None)
-    if name is None:
-        raise InputError(f"{folder}: no {split} split, only {', '.join(splits)}; give --split")
-    manifest = load_manifest(folder)
-    index = open_index(folder, manifest, name)
-    if manifest is None or index is None:
-        raise InputError(f"{folder}: no document index, an older version wrote it; tokenize again to compare it")
-    if splits[name].num_rows != len(index.rows) - 1:
-        raise InputError(f"{folder}: {name} has more or fewer rows than manifest.json says; tokenize again")
-    vocabulary = load_vocabulary(folder / "tokenizer")
-    if vocabulary is None:
-        raise InputError(f"{folder}: no tokenizer/tokenizer.json, so its texts are unknown; tokenize again")
-    return OpenCorpus(folder, manifest, splits[name], index, vocabulary)
-
-
 def _summarize(
-    corpus: OpenCorpus, words: WordStream, identify: Identify | None, advance: Callable[[int], None]
+    corpus: OpenCorpus, words: WordCounts, advance: Callable[[int], None], *, with_languages: bool
 ) -> CorpusSummary:
     """Return the totals of a corpus, and add the words of its sample to ``words``."""
     totals = sum_up(corpus.index, advance)
     sample, languages = _NOTHING, dict[str, SampleTotals]()
-    for document in sample_documents(corpus.index, corpus.sample_size, corpus.split, corpus.vocabulary, advance):
+    for document in sample_documents(corpus, advance):
         num_words = words.add(document.text)
         sample = sample.plus(document, num_words)
-        if identify is not None:
+        if with_languages:
             language, probability = identify(document.text)
             language = language if probability >= DEFAULT_THRESHOLD else UNCERTAIN_LANGUAGE
             languages[language] = languages.get(language, _NOTHING).plus(document, num_words)

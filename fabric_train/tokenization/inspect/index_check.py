@@ -24,9 +24,7 @@ class IndexCheck:
     def add(self, batch: RowBatch, ends: np.ndarray) -> None:
         """Compare the index of some rows with their document borders and their tokens.
 
-        Args:
-            batch: the rows.
-            ends: int64 [rows], where the padding of each row begins, counted from the batch's first token.
+        ``ends``, int64 [rows], is where the padding of each row begins, counted from the batch's first token.
 
         Raises:
             InputError: the index is damaged.

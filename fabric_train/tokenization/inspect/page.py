@@ -1,26 +1,29 @@
-"""Write the report as one HTML page without other files."""
+"""Write the report, or a comparison, as one HTML page without other files."""
 
 import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from fabric_train.tokenization.inspect.comparison import Comparison
+from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
 from fabric_train.tokenization.inspect.report import (
     DatasetReport,
     TextTable,
     dropped_title,
     facts,
+    histogram,
     ledger_table,
+    length_facts,
     length_notes,
     source_table,
     success_line,
 )
 from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
-from fabric_train.tokenization.inspect.terminal import histograms, length_facts
 
 
-def to_html(report: DatasetReport) -> str:
+def report_to_html(report: DatasetReport) -> str:
     """Return the page, with every text of the dataset escaped."""
-    title = f"token dataset {escape(report.folder.name or str(report.folder))}"
+    title, manifest = f"token dataset {escape(report.folder.name or str(report.folder))}", report.manifest
     return html_page(
         title,
         [
@@ -28,13 +31,24 @@ def to_html(report: DatasetReport) -> str:
             *html_facts(facts(report)),
             "<h2>Ledger</h2>",
             *html_table(ledger_table(report)),
-            *_sources(report),
+            *(["<h2>Sources</h2>", *html_table(source_table(manifest))] if manifest and manifest.sources else []),
             *_dropped(report),
             f"<h2>Document lengths in {escape(report.split)}</h2>",
             *_lengths(report),
             *_rows(report),
         ],
     )
+
+
+def comparison_to_html(comparison: Comparison) -> str:
+    """Return the page, with every text of the datasets escaped."""
+    folders = (corpus.folder.name or str(corpus.folder) for corpus in comparison.corpora)
+    body = [*html_facts((name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True))]
+    for section in sections(comparison):
+        body += [f"<h2>{section.title}</h2>"]
+        body += html_table(section.table) if section.table else []
+        body += [f'<p class="note">{escape(section.note)}</p>'] if section.note else []
+    return html_page(f"{' and '.join(escape(visible(name)) for name in folders)} compared", body)
 
 
 def html_page(title: str, body: Iterable[str], further_style: str = "") -> str:
@@ -67,12 +81,6 @@ def html_facts(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield '<dl class="facts">'
     yield from (f"<dt>{escape(name)}</dt><dd>{escape(visible(value))}</dd>" for name, value in lines)
     yield "</dl>"
-
-
-def _sources(report: DatasetReport) -> Iterator[str]:
-    if report.manifest and report.manifest.sources:
-        yield "<h2>Sources</h2>"
-        yield from html_table(source_table(report.manifest))
 
 
 def html_table(table: TextTable) -> Iterator[str]:
@@ -108,7 +116,7 @@ def _lengths(report: DatasetReport) -> Iterator[str]:
     if counts.lengths is None:
         yield "<p>Unknown: this dataset does not store where documents begin.</p>"
         return
-    (bars,) = histograms(counts.lengths)
+    bars = histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
     yield '<div class="bars">'
     for bar in bars:

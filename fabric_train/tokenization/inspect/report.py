@@ -2,71 +2,26 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import open_regular
-from fabric_train.files.typed_json import parse_json
-from fabric_train.tokenization.cleaning.dropped_sample import DROPPED_FILE
+from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, SampledDrop, read_sample
 from fabric_train.tokenization.inspect.index_check import IndexCheck
 from fabric_train.tokenization.inspect.row_view import RowView, view_rows, with_continuations, with_origins
 from fabric_train.tokenization.inspect.split_check import Counts, Expectation, Problem, SplitCheck, content_ends
 from fabric_train.tokenization.manifest import Manifest, Settings, SourceRecord, load_manifest
 from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
-from fabric_train.tokenization.packing.token_folder import open_splits
+from fabric_train.tokenization.packing.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
-_MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
-
-
-@dataclass(frozen=True)
-class SampledDrop:
-    """A document that was left out: a line of ``dropped.jsonl``."""
-
-    reason: str
-    detail: str
-    place: str
-    text: str
-
-
-def read_dropped(folder: Path, manifest: Manifest | None) -> tuple[dict[str, list[SampledDrop]], list[Problem]]:
-    """Return the sample of a token dataset by reason, and what is wrong with it; a dataset may have none."""
-    file = folder / DROPPED_FILE
-    if not file.exists():
-        return {}, []
-    try:
-        with open_regular(file, "tokenize again") as opened:
-            content = opened.read(_MOST_BYTES + 1)
-    except (InputError, OSError) as error:
-        return {}, [Problem(DROPPED_FILE, f"cannot be read: {error}")]
-    if len(content) > _MOST_BYTES:
-        return {}, [Problem(DROPPED_FILE, f"larger than {_MOST_BYTES >> 20} MiB, so it is not what its name says")]
-    by_reason: dict[str, list[SampledDrop]] = {}
-    problems = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            document = parse_json(line, SampledDrop)
-        except ValueError as error:
-            problems.append(Problem(DROPPED_FILE, f"line {number:,} is damaged: {error}"))
-            break
-        by_reason.setdefault(document.reason, []).append(document)
-    return by_reason, problems + _disagreements(by_reason, manifest)
-
-
-def _disagreements(by_reason: dict[str, list[SampledDrop]], manifest: Manifest | None) -> list[Problem]:
-    """Return a problem for each reason that the ledger has less often than the sample."""
-    skipped = Counter(manifest.ledger.documents_skipped if manifest else {})
-    return [
-        Problem(
-            DROPPED_FILE, f"{len(documents):,} documents are skipped as {reason}, in the ledger {skipped[reason]:,}"
-        )
-        for reason, documents in by_reason.items()
-        if len(documents) > skipped[reason]
-    ]
+_SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid")}
+_PERCENTILES = (5, 25, 50, 75, 95)
+_BARS = 10
 
 
 @dataclass(frozen=True)
@@ -100,9 +55,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     """Read all splits of a token dataset.
 
     Args:
-        folder: the token dataset.
-        split: "train" or "validation", the split to show.
-        rows: the rows of it to show.
+        split: "train" or "validation", of which ``rows`` are to be shown.
         advance: called with the number of rows read so far and the number of all rows.
 
     Raises:
@@ -110,37 +63,36 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
             document index is damaged.
     """
     splits = open_splits(folder)
-    shown = next((name for name in SPLIT_NAMES[split] if name in splits), None)
-    if shown is None:
-        raise InputError(f"{folder}: no {split} split, only {', '.join(splits)}; give --split")
+    shown = shown_split(folder, splits, split).name
     if rows and rows.start >= splits[shown].num_rows:
         raise InputError(f"--start {rows.start}: {shown} has {splits[shown].num_rows:,} rows, numbered from 0")
     manifest = load_manifest(folder)
     vocabulary = load_vocabulary(folder / "tokenizer")
     total = sum(entry.num_rows for entry in splits.values())
     counts: dict[str, Counts] = {}
-    dropped, problems = read_dropped(folder, manifest)
+    dropped, sample_faults = read_sample(folder, manifest.ledger.documents_skipped if manifest else {})
+    problems = [Problem(DROPPED_FILE, fault) for fault in sample_faults]
     problems += _file_problems(folder, manifest)
     views: list[RowView] = []
     and_next = range(rows.start, rows.stop + 1) if rows else rows
     done = 0
     for name, entry in splits.items():
         parts = _expectations(name, manifest, vocabulary)
-        examination = SplitCheck(name, parts[0])
+        check = SplitCheck(name, parts[0])
         index, faults = _open_index(folder, manifest, name)
         problems += faults
         index_check = IndexCheck(name, index) if index else None
         for batch in entry.batches():
             if batch.first_row in parts:  # a file, and so a batch, belongs to one part
-                examination.begin_part(parts[batch.first_row])
-            examination.add(batch)
+                check.begin_part(parts[batch.first_row])
+            check.add(batch)
             if index_check:
-                index_check.add(batch, content_ends(batch, examination.expected))
+                index_check.add(batch, content_ends(batch, check.expected))
             if name == shown:
-                views += view_rows(batch, and_next, vocabulary, examination.expected)
+                views += view_rows(batch, and_next, vocabulary, check.expected)
             done += len(batch.offsets) - 1
             advance(done, total)
-        counts[name], found = examination.finish()
+        counts[name], found = check.finish()
         problems += found
         if manifest and index_check:
             problems += index_check.finish(manifest.ledger.splits[name].sources)
@@ -150,6 +102,18 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
         problems += _ledger_problems(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
     return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views, dropped)
+
+
+def shown_split(folder: Path, splits: Mapping[str, Split], wanted: str) -> Split:
+    """Return the split "train" or "validation"; older folders have "valid".
+
+    Raises:
+        InputError: the dataset does not have it.
+    """
+    name = next((name for name in _SPLIT_NAMES[wanted] if name in splits), None)
+    if name is None:
+        raise InputError(f"{folder}: no {wanted} split, only {', '.join(splits)}; give --split")
+    return splits[name]
 
 
 def _open_index(folder: Path, manifest: Manifest | None, split: str) -> tuple[DocumentIndex | None, list[Problem]]:
@@ -216,17 +180,16 @@ def _expectations(split: str, manifest: Manifest | None, vocabulary: Vocabulary 
 
 def _expectation(settings: Settings | None, manifest: Manifest | None, vocabulary: Vocabulary | None) -> Expectation:
     tokenizer = manifest.tokenizer if manifest else None
-    bos, eos, pad, unk = (
-        (vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.pad_token_id, vocabulary.unk_token_id)
-        if vocabulary
-        else (None, None, None, None)
-    )
+    bos = eos = pad = unk = None
     size = tokenizer.vocab_size if tokenizer else None
+    if vocabulary:
+        bos, eos, size = vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.size
+        pad, unk = vocabulary.pad_token_id, vocabulary.unk_token_id
     return Expectation(
         max_length=settings.max_length if settings else None,
         overlap=settings.overlap if settings else 0,
         in_sequence=settings is None or settings.packing != "best_fit",
-        vocab_size=vocabulary.size if vocabulary else size,
+        vocab_size=size,
         bos_token_id=tokenizer.bos_token_id if tokenizer else bos,
         unk_token_id=None if unk in (bos, eos, pad) else unk,
         ends=tokenizer.stop_token_ids if tokenizer else _known(eos),
@@ -236,7 +199,7 @@ def _expectation(settings: Settings | None, manifest: Manifest | None, vocabular
 
 
 def success_line(report: DatasetReport) -> str:
-    """Return the line for a report without problems."""
+    """Return the line of a report without problems."""
     counted = f"{sum(count.rows for count in report.counts.values()):,} rows counted"
     if report.manifest is None:
         return f"no problems found, {counted}; there is no ledger to compare them with"
@@ -299,25 +262,25 @@ def ledger_table(report: DatasetReport) -> TextTable:
         names = tuple(name for name in names if name in ledger.splits)
         line(0, "documents read", ledger.documents_read)
         for reason, count in ledger.documents_skipped.items():
-            line(1, f"skipped: {words_of(reason)}", count)
-            for name, of_source in skipped_by_source(report.manifest.sources, reason).items():
+            line(1, f"skipped: {_words_of(reason)}", count)
+            for name, of_source in _skipped_by_source(report.manifest.sources, reason).items():
                 line(2, name, of_source)
         line(1, "kept", ledger.documents_kept)
         if ledger.documents_repeated or ledger.documents_unsampled:
             line(1, "repeated by --weights", ledger.documents_repeated)
             line(1, "left out by --weights", ledger.documents_unsampled)
         for kind, count in ledger.edits.items():
-            line(0, f"changed by cleaning: {words_of(kind)}", count)
+            line(0, f"changed by cleaning: {_words_of(kind)}", count)
         for task, count in ledger.contaminated.items():
             line(0, f"share words with the task {task}", count)
         for reason, count in ledger.tokens_cut.items():
-            line(0, f"tokens cut off chats: {words_of(reason)}", count)
+            line(0, f"tokens cut off chats: {_words_of(reason)}", count)
         summed(0, "documents in the split", [split.documents for split in splits])
         summed(0, "characters", [split.characters for split in splits])
         summed(0, "tokens in", [split.tokens_in for split in splits])
         summed(1, "repeated for --overlap", [split.tokens_repeated for split in splits])
         for reason in sorted({reason for split in splits for reason in split.tokens_dropped}):
-            summed(1, f"dropped: {words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
+            summed(1, f"dropped: {_words_of(reason)}", [split.tokens_dropped.get(reason, 0) for split in splits])
         summed(0, "tokens in rows", [split.tokens_in_rows for split in splits])
         summed(1, "supervised", [split.tokens_supervised for split in splits])
         summed(0, "padding", [split.tokens_padding for split in splits])
@@ -325,7 +288,7 @@ def ledger_table(report: DatasetReport) -> TextTable:
     return TextTable(("", "all", *names), tuple(texts for _, texts in lines), tuple(depth for depth, _ in lines))
 
 
-def skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
+def _skipped_by_source(sources: Sequence[SourceRecord], reason: str) -> dict[str, int]:
     """Return the documents of each source that were skipped for a reason; none if there is one source."""
     counts: Counter[str] = Counter()
     for source in sources:
@@ -339,7 +302,7 @@ def source_table(manifest: Manifest) -> TextTable:
     lines = tuple(
         (
             source.name,
-            words_of(source.kind),
+            _words_of(source.kind),
             f"{len(source.files):,}" if source.files else "",
             "" if source.documents_read is None else f"{source.documents_read:,}",
             f"{source.documents:,}",
@@ -350,6 +313,50 @@ def source_table(manifest: Manifest) -> TextTable:
         for source in manifest.sources
     )
     return TextTable(columns, lines, (0,) * len(lines), num_words=2)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of the histogram: the number of documents of ``low`` to ``high`` tokens."""
+
+    low: int
+    high: int
+    count: int
+
+
+def histogram(lengths: Mapping[int, int]) -> list[Bar]:
+    """Return bars for numbers of documents by length: powers of two if lengths differ widely, else ten equal steps."""
+    if not lengths:
+        return []
+    low, high = min(lengths), max(lengths)
+    if high >= 32 * max(low, 1):
+        edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
+        edges = edges if low else [0, *edges]
+    else:
+        width = -(-(high - low + 1) // _BARS)
+        edges = list(range(low, high + 1 + width, width))
+    found, _ = np.histogram(list(lengths), bins=edges, weights=list(lengths.values()))
+    bars = zip(edges, edges[1:], found, strict=False)
+    return [Bar(first, min(stop - 1, high), int(count)) for first, stop, count in bars if first <= high]
+
+
+def length_facts(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
+    """Return shortest, percentiles, longest and mean of numbers of documents by length."""
+    documents = sum(lengths.values())
+    if not documents:
+        return []
+    numbers = np.array(sorted(lengths))
+    running = np.cumsum([lengths[int(number)] for number in numbers])
+    ranks = [max(1, -(-documents * percentile // 100)) for percentile in _PERCENTILES]
+    at = [int(numbers[np.searchsorted(running, rank)]) for rank in ranks]
+    total = sum(length * count for length, count in lengths.items())
+    names = [f"{percentile} %" for percentile in _PERCENTILES]
+    return [
+        ("shortest", int(numbers[0])),
+        *zip(names, at, strict=True),
+        ("longest", int(numbers[-1])),
+        ("mean", round(total / documents)),
+    ]
 
 
 def length_notes(report: DatasetReport) -> list[str]:
@@ -369,21 +376,20 @@ def dropped_title(report: DatasetReport, reason: str) -> str:
     """Return a reason with how many documents were left out for it, and how many of them are shown."""
     shown = len(report.dropped[reason])
     total = report.manifest.ledger.documents_skipped.get(reason, 0) if report.manifest else 0
-    return f"{words_of(reason)}: {shown:,} of {total:,} documents"
+    return f"{_words_of(reason)}: {shown:,} of {total:,} documents"
 
 
 def _setting_text(settings: Any) -> str:
     """Return the settings of a cleaning step in one line: names with numbers, words or lists of them."""
     if isinstance(settings, dict):
-        return ", ".join(f"{words_of(str(name))} {_setting_text(value)}" for name, value in settings.items())
+        return ", ".join(f"{_words_of(str(name))} {_setting_text(value)}" for name, value in settings.items())
     if isinstance(settings, list):
         return " ".join(map(_setting_text, settings))
     return str(settings)
 
 
-def words_of(reason: str) -> str:
-    """Return a reason, or another key of the manifest, as words."""
-    return reason.replace("_", " ")
+def _words_of(key: str) -> str:
+    return key.replace("_", " ")
 
 
 def _known(*ids: int | None) -> tuple[int, ...]:

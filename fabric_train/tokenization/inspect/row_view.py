@@ -3,6 +3,7 @@
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -37,23 +38,16 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class RowView:
-    """A row of a split.
+    """A row of a split."""
 
-    Attributes:
-        index: its number in the split, from 0.
-        padding: the text of the padding token.
-        continues: whether the next row continues its last document.
-        origins: a line for each piece: where its document comes from; empty without a document index.
-    """
-
-    index: int
+    index: int  # its number in the split, from 0
     num_tokens: int
     num_supervised: int
     pieces: tuple[RowPiece, ...]
     num_padding: int
-    padding: str
-    continues: bool
-    origins: tuple[str, ...] = ()
+    padding: str  # the text of the padding token
+    continues: bool  # whether the next row continues its last document
+    origins: tuple[str, ...] = ()  # where the document of each piece comes from; empty without a document index
 
 
 def view_rows(batch: RowBatch, wanted: range, vocabulary: Vocabulary | None, expected: Expectation) -> list[RowView]:
@@ -101,15 +95,13 @@ def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) ->
     ids = batch.input_ids[begin:end].tolist()
     labels = batch.input_ids if batch.labels is None else batch.labels
     supervised = (labels[begin:end] != IGNORED_LABEL).tolist()
-    borders = _borders(batch, row, len(ids))
-
-    def begins(start: int) -> bool | None:
-        return None if batch.document_starts is None else start in borders
-
-    pieces = [
-        RowPiece(start, begins(start), tuple(_tokens(ids, supervised, start, until, vocabulary)))
-        for start, until in _pairs(sorted({0, *borders}), len(ids))
-    ]
+    starts = [] if batch.document_starts is None else batch.document_starts[batch.start_rows == row].tolist()
+    borders = {start for start in starts if 0 <= start < len(ids)}
+    pieces = []
+    for start, until in pairwise([*sorted({0, *borders}), len(ids)]):
+        if until > start:
+            begins = None if batch.document_starts is None else start in borders
+            pieces.append(RowPiece(start, begins, tuple(_tokens(ids, supervised, start, until, vocabulary))))
     filler = int(batch.input_ids[stop - 1]) if stop > end else None
     return RowView(
         index=batch.first_row + row,
@@ -120,17 +112,6 @@ def _view(batch: RowBatch, row: int, end: int, vocabulary: Vocabulary | None) ->
         padding="" if filler is None else _text_of(filler, vocabulary),
         continues=False,
     )
-
-
-def _borders(batch: RowBatch, row: int, length: int) -> set[int]:
-    if batch.document_starts is None or batch.start_rows is None:
-        return set()
-    starts = batch.document_starts[batch.start_rows == row].tolist()
-    return {start for start in starts if 0 <= start < length}
-
-
-def _pairs(starts: list[int], end: int) -> list[tuple[int, int]]:
-    return [(start, stop) for start, stop in zip(starts, [*starts[1:], end], strict=True) if stop > start]
 
 
 def _tokens(
@@ -153,10 +134,10 @@ def _tokens(
 def _role(token: int, vocabulary: Vocabulary | None) -> Role:
     if vocabulary is None:
         return "text"
-    if token == vocabulary.bos_token_id and token != vocabulary.eos_token_id:
-        return "bos"
     if token == vocabulary.eos_token_id:
         return "eos"
+    if token == vocabulary.bos_token_id:
+        return "bos"
     return "special" if token in vocabulary.special else "text"
 
 

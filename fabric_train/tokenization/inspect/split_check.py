@@ -1,7 +1,9 @@
-"""Count what is in the rows of a split, and find what is wrong with them, in one pass."""
+"""Count what is in the rows of a split, and find what is wrong with them, in one pass.
+
+``SplitCheck`` gets the batches. ``DocumentCounter`` follows documents from row to row.
+"""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,24 +15,67 @@ _TOLERATED_UNKNOWN = 0.001
 
 
 @dataclass(frozen=True)
-class DocumentPieces:
-    """P pieces of documents in order, each of which lies in one row.
+class Expectation:
+    """What the rows should be according to the manifest and the tokenizer; None if unknown.
 
-    Attributes:
-        rows: each piece's row in the split, int64 [P].
-        lengths: in tokens, int64 [P].
-        begins: whether the document begins with the piece, bool [P].
-        is_inside: whether the piece ends before its row does, bool [P].
-        ends_exactly: whether its last token ends documents, bool [P].
-        ends_nearly: whether its second-last token ends documents, bool [P].
+    With ``in_sequence``, a row can only continue the document of the row before. Otherwise any row can continue a long
+    document, so only pieces can be counted. ``ends`` are the ids that end a document: EOS, and in chats the end of a
+    turn, after which a template may write one more token, a line break.
     """
 
-    rows: np.ndarray
-    lengths: np.ndarray
-    begins: np.ndarray
-    is_inside: np.ndarray
-    ends_exactly: np.ndarray
-    ends_nearly: np.ndarray
+    max_length: int | None  # of each row
+    overlap: int  # tokens that a row repeats when it continues a document
+    in_sequence: bool
+    vocab_size: int | None
+    bos_token_id: int | None
+    unk_token_id: int | None
+    ends: tuple[int, ...]
+    is_ended: bool  # whether the documents are known to have been written with such an end
+    fillers: tuple[int, ...]  # ids that padding may consist of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a split and how often; ``first_row`` is where it occurs first, None if not in a row."""
+
+    split: str
+    text: str
+    first_row: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.first_row is None else f", first in row {self.first_row:,}"
+        return f"{self.split}: {self.text}{where}"
+
+
+@dataclass
+class Counts:
+    """The counts of a split."""
+
+    rows: int = 0
+    tokens: int = 0  # without padding
+    padding: int = 0
+    supervised: int = 0
+    lengths: Counter[int] | None = field(default_factory=Counter)  # documents by tokens; None if borders are not stored
+    documents_over_rows: int = 0  # that lie in several rows
+    documents_cut: int = 0  # cut off at the end of the split or of a merged part
+    pieces: int = 0  # that may or may not be whole documents
+
+    @property
+    def documents(self) -> int | None:
+        """The number of documents that begin in the split; None if unknown."""
+        return None if self.lengths is None else sum(self.lengths.values())
+
+
+@dataclass(frozen=True)
+class DocumentPieces:
+    """P pieces of documents in order, each of which lies in one row."""
+
+    rows: np.ndarray  # each piece's row in the split, int64 [P]
+    lengths: np.ndarray  # in tokens, int64 [P]
+    begins: np.ndarray  # whether the document begins with the piece, bool [P]
+    is_inside: np.ndarray  # whether the piece ends before its row does, bool [P]
+    ends_exactly: np.ndarray  # whether its last token ends documents, bool [P]
+    ends_nearly: np.ndarray  # whether its second-last token ends documents, bool [P]
 
 
 @dataclass
@@ -48,22 +93,14 @@ class _OpenDocument:
 
 @dataclass
 class DocumentCounter:
-    """A counter of the documents of a split.
+    """A counter of the documents of a split, which fills ``counts``.
 
-    Attributes:
-        lengths: number of documents by length in tokens.
-        without_end: documents without a token that ends documents; ``first_without_end`` is the row of the first.
-        over_rows: documents that lie in several rows.
-        cut: documents that are cut off at the end of the split or of a merged part.
-        pieces: pieces that may or may not be whole documents.
+    ``without_end`` are documents without a token that ends documents; ``first_without_end`` is the row of the first.
     """
 
-    lengths: Counter[int] = field(default_factory=Counter)
+    counts: Counts
     without_end: int = 0
     first_without_end: int | None = None
-    over_rows: int = 0
-    cut: int = 0
-    pieces: int = 0
     _open: _OpenDocument | None = None
 
     def add(self, pieces: DocumentPieces, overlap: int) -> None:
@@ -88,7 +125,7 @@ class DocumentCounter:
         stops = np.append(firsts[1:], len(new))
         lengths, num_pieces_each = np.add.reduceat(new, firsts), stops - firsts
         self._count(lengths[:-1])
-        self.over_rows += int((num_pieces_each[:-1] > 1).sum())
+        self.counts.documents_over_rows += int((num_pieces_each[:-1] > 1).sum())
         last = stops[:-1] - 1
         self._add_missing_ends(pieces.rows[last][~has_end[last]])
         self._open = _opened(pieces, has_end, -1, int(lengths[-1]), int(num_pieces_each[-1]))
@@ -96,14 +133,14 @@ class DocumentCounter:
     def add_unordered(self, pieces: DocumentPieces) -> None:
         """Add pieces that any other row may continue; the end of a piece at a row's end may be in another row."""
         self._count(pieces.lengths)
-        self.pieces += len(pieces.rows)
+        self.counts.pieces += len(pieces.rows)
         has_end = pieces.ends_exactly | pieces.ends_nearly
         self._add_missing_ends(pieces.rows[pieces.is_inside & ~has_end])
 
     def finish(self) -> None:
         """Close the last document, which may be cut off: no row continues it."""
         if self._open and not self._open.has_end and not self._open.is_inside:
-            self.cut += 1
+            self.counts.documents_cut += 1
             self._open.has_end = True
         self._close()
 
@@ -111,7 +148,7 @@ class DocumentCounter:
         if self._open is None:
             return
         self._count(np.array([self._open.length]))
-        self.over_rows += self._open.num_pieces > 1
+        self.counts.documents_over_rows += self._open.num_pieces > 1
         if not self._open.has_end:
             self._add_missing_ends(np.array([self._open.row]))
         self._open = None
@@ -130,14 +167,14 @@ class DocumentCounter:
     def _count(self, lengths: np.ndarray) -> None:
         # few lengths are distinct: k of them need k² / 2 tokens
         values, counts = np.unique(lengths, return_counts=True)
-        for length, count in zip(values.tolist(), counts.tolist(), strict=True):
-            self.lengths[length] += count
+        assert self.counts.lengths is not None
+        self.counts.lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 def _opened(pieces: DocumentPieces, has_end: np.ndarray, last: int, length: int, num_pieces: int) -> _OpenDocument:
     return _OpenDocument(
-        length=length,
-        num_pieces=num_pieces,
+        length,
+        num_pieces,
         row=int(pieces.rows[last]),
         last_length=int(pieces.lengths[last]),
         ends_exactly=bool(pieces.ends_exactly[last]),
@@ -146,129 +183,51 @@ def _opened(pieces: DocumentPieces, has_end: np.ndarray, last: int, length: int,
     )
 
 
-@dataclass(frozen=True)
-class Expectation:
-    """What the rows should be according to the manifest and the tokenizer; None if unknown.
-
-    Attributes:
-        max_length: length of each row in tokens.
-        overlap: number of tokens that a row repeats when it continues a document.
-        in_sequence: whether a row can only continue the document of the row before. Otherwise any row can continue a
-            long document, so only pieces can be counted.
-        ends: ids that end a document: EOS, and in chats the end of a turn, after which a template may write one more
-            token, a line break.
-        is_ended: whether the documents are known to have been written with such an end.
-        fillers: ids that padding may consist of.
-    """
-
-    max_length: int | None
-    overlap: int
-    in_sequence: bool
-    vocab_size: int | None
-    bos_token_id: int | None
-    unk_token_id: int | None
-    ends: tuple[int, ...]
-    is_ended: bool
-    fillers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a split and how often; ``first_row`` is where it occurs first, None if not in a row."""
-
-    split: str
-    text: str
-    first_row: int | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.first_row is None else f", first in row {self.first_row:,}"
-        return f"{self.split}: {self.text}{where}"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The counts of a split.
-
-    Attributes:
-        tokens: tokens in the rows without padding.
-        lengths: number of documents by length in tokens; None if the split does not store document borders.
-        documents_over_rows: documents that lie in several rows.
-        documents_cut: documents that are cut off at the end of the split or of a merged part.
-        pieces: pieces that may or may not be whole documents.
-    """
-
-    rows: int
-    tokens: int
-    padding: int
-    supervised: int
-    lengths: Mapping[int, int] | None
-    documents_over_rows: int
-    documents_cut: int
-    pieces: int
-
-    @property
-    def documents(self) -> int | None:
-        """The number of documents that begin in the split; None if unknown."""
-        return None if self.lengths is None else sum(self.lengths.values())
-
-
-@dataclass
 class SplitCheck:
     """A check of one split. Call ``add`` with its batches in order, ``begin_part`` before parts, ``finish`` last."""
 
-    split: str
-    expected: Expectation
-    rows: int = 0
-    tokens: int = 0
-    padding: int = 0
-    supervised: int = 0
-    has_borders: bool = True
-    documents: DocumentCounter = field(default_factory=DocumentCounter)
-    _found: dict[str, tuple[int, int]] = field(default_factory=dict)
+    def __init__(self, split: str, expected: Expectation) -> None:
+        self.split, self.expected = split, expected
+        self._counts = Counts()
+        self._documents = DocumentCounter(self._counts)
+        self._has_borders = True
+        self._found: dict[str, tuple[int, int]] = {}
 
     def add(self, batch: RowBatch) -> None:
         """Count and check the rows of the next batch."""
         supervised = np.ones(len(batch.input_ids), bool) if batch.labels is None else batch.labels != IGNORED_LABEL
         ends = content_ends(batch, self.expected)
-        self.rows += len(batch.offsets) - 1
-        self.tokens += int((ends - batch.offsets[:-1]).sum())
-        self.padding += int((batch.offsets[1:] - ends).sum())
-        self.supervised += int(supervised.sum())
+        self._counts.rows += len(batch.offsets) - 1
+        self._counts.tokens += int((ends - batch.offsets[:-1]).sum())
+        self._counts.padding += int((batch.offsets[1:] - ends).sum())
+        self._counts.supervised += int(supervised.sum())
         self._check_rows(batch, supervised)
         self._check_tokens(batch, supervised, ends)
         if batch.document_starts is None or batch.start_rows is None:
-            self.has_borders = False
+            self._has_borders = False
         else:
             self._follow_documents(batch, ends)
 
     def begin_part(self, expected: Expectation) -> None:
         """Start a part that was written separately: its first row continues no document."""
-        self.documents.finish()
+        self._documents.finish()
         self.expected = expected
 
     def finish(self) -> tuple[Counts, list[Problem]]:
         """Return the counts, and the problems in the order in which they were found."""
-        self.documents.finish()
-        if self.documents.first_without_end is not None:
-            found = (self.documents.without_end, self.documents.first_without_end)
+        self._documents.finish()
+        if self._documents.first_without_end is not None:
+            found = (self._documents.without_end, self._documents.first_without_end)
             self._found["documents without EOS at their end"] = found
-        counts = Counts(
-            rows=self.rows,
-            tokens=self.tokens,
-            padding=self.padding,
-            supervised=self.supervised,
-            lengths=self.documents.lengths if self.has_borders else None,
-            documents_over_rows=self.documents.over_rows,
-            documents_cut=self.documents.cut,
-            pieces=self.documents.pieces,
-        )
+        if not self._has_borders:
+            self._counts.lengths = None
         unknown = self._found.get(_UNKNOWN, (0, 0))[0]
-        if unknown <= self.tokens * _TOLERATED_UNKNOWN:
+        if unknown <= self._counts.tokens * _TOLERATED_UNKNOWN:
             self._found.pop(_UNKNOWN, None)
         texts = {kind: f"{kind}: {count:,}" for kind, (count, _) in self._found.items()}
         if _UNKNOWN in texts:
-            texts[_UNKNOWN] += f", {unknown / self.tokens:.2%} of all"
-        return counts, [Problem(self.split, text, self._found[kind][1]) for kind, text in texts.items()]
+            texts[_UNKNOWN] += f", {unknown / self._counts.tokens:.2%} of all"
+        return self._counts, [Problem(self.split, text, self._found[kind][1]) for kind, text in texts.items()]
 
     def _note(self, kind: str, rows: np.ndarray) -> None:
         """Count a problem once for each element of ``rows``, the rows in which it occurs."""
@@ -323,9 +282,9 @@ class SplitCheck:
             ends_nearly=self._ends_document(batch.input_ids[np.maximum(stops - 2, begins)]),
         )
         if self.expected.in_sequence:
-            self.documents.add(pieces, self.expected.overlap)
+            self._documents.add(pieces, self.expected.overlap)
         else:
-            self.documents.add_unordered(pieces)
+            self._documents.add_unordered(pieces)
 
     def _ends_document(self, tokens: np.ndarray) -> np.ndarray:
         """Return whether each token ends documents, bool; all do if no such token is known."""

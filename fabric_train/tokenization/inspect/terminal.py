@@ -1,29 +1,30 @@
-"""Print the report on a terminal. Every colour has a sign next to it, for readers without colours."""
+"""Print the report or a comparison on a terminal. Every colour has a sign next to it, for readers without colours."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import groupby
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from fabric_train.tokenization.inspect.comparison import Comparison
+from fabric_train.tokenization.inspect.comparison_tables import NAMES, sections
 from fabric_train.tokenization.inspect.report import (
     DatasetReport,
     TextTable,
     dropped_title,
     facts,
+    histogram,
     ledger_table,
+    length_facts,
     length_notes,
     source_table,
     success_line,
 )
 from fabric_train.tokenization.inspect.row_view import RowPiece, RowView, Token, visible
 
-PERCENTILES = (5, 25, 50, 75, 95)
-_BARS = 10
 _BAR_WIDTH = 40
 _LONGEST_STRETCH = 400  # tokens with the same supervision; in a longer stretch, the middle is left out
 _SHOWN_BEFORE, _SHOWN_AFTER = 250, 50
@@ -32,57 +33,6 @@ _SHOWN_DROPPED, _DROPPED_CHARACTERS = 3, 160  # of a reason, and of each documen
 _STYLES = {"bos": "bold magenta", "eos": "bold magenta", "special": "bold yellow"}
 _BORDER = "bold cyan"
 _SUPERVISED, _UNSUPERVISED, _PADDING = "green", "bright_black", "dim red"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar of the histogram: the number of documents of ``low`` to ``high`` tokens."""
-
-    low: int
-    high: int
-    count: int
-
-
-def histograms(*lengths: Mapping[int, int]) -> list[list[Bar]]:
-    """Return the same bars for several numbers of documents by length: powers of two if lengths differ widely, else ten
-    equal steps.
-    """
-    given = [length for of_one in lengths for length in of_one]
-    if not given:
-        return [[] for _ in lengths]
-    low, high = min(given), max(given)
-    if high >= 32 * max(low, 1):
-        edges = [1 << power for power in range(max(low, 1).bit_length() - 1, high.bit_length() + 1)]
-        edges = edges if low else [0, *edges]
-    else:
-        width = -(-(high - low + 1) // _BARS)
-        edges = list(range(low, high + 1 + width, width))
-    return [_bars(of_one, edges, high) for of_one in lengths]
-
-
-def _bars(lengths: Mapping[int, int], edges: list[int], high: int) -> list[Bar]:
-    found, _ = np.histogram(list(lengths), bins=edges, weights=list(lengths.values()))
-    bars = zip(edges, edges[1:], found, strict=False)
-    return [Bar(first, min(stop - 1, high), int(count)) for first, stop, count in bars if first <= high]
-
-
-def length_facts(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return shortest, percentiles, longest and mean of numbers of documents by length."""
-    documents = sum(lengths.values())
-    if not documents:
-        return []
-    numbers = np.array(sorted(lengths))
-    running = np.cumsum([lengths[int(number)] for number in numbers])
-    ranks = [max(1, -(-documents * percentile // 100)) for percentile in PERCENTILES]
-    at = [int(numbers[np.searchsorted(running, rank)]) for rank in ranks]
-    total = sum(length * count for length, count in lengths.items())
-    names = [f"{percentile} %" for percentile in PERCENTILES]
-    return [
-        ("shortest", int(numbers[0])),
-        *zip(names, at, strict=True),
-        ("longest", int(numbers[-1])),
-        ("mean", round(total / documents)),
-    ]
 
 
 def print_report(report: DatasetReport, console: Console) -> None:
@@ -103,6 +53,18 @@ def print_report(report: DatasetReport, console: Console) -> None:
         console.print(Text(f"✗ {problem}", style="bold red"), soft_wrap=True)
     if not report.problems:
         console.print(Text(f"✓ {success_line(report)}", style="bold green"), soft_wrap=True)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the tables of a comparison."""
+    console.rule(Text("token datasets compared"), align="left", style="dim")
+    _print_facts([(name, str(one.folder)) for name, one in zip(NAMES, comparison.corpora, strict=True)], console)
+    for section in sections(comparison):
+        console.rule(Text(section.title), align="left", style="dim")
+        if section.table:
+            console.print(_rich_table(section.table))
+        if section.note:
+            console.print(Text(section.note))
 
 
 def _print_facts(lines: Iterable[tuple[str, str]], console: Console) -> None:
@@ -148,7 +110,7 @@ def _print_lengths(report: DatasetReport, console: Console) -> None:
     if counts.lengths is None:
         console.print("unknown: this dataset does not store where documents begin")
         return
-    (bars,) = histograms(counts.lengths)
+    bars = histogram(counts.lengths)
     most = max((bar.count for bar in bars), default=1) or 1
     names = [f"{bar.low:,}–{bar.high:,}" if bar.high > bar.low else f"{bar.low:,}" for bar in bars]
     name_width = max((len(name) for name in names), default=0)
@@ -162,24 +124,17 @@ def _print_lengths(report: DatasetReport, console: Console) -> None:
 
 def _print_legend(console: Console) -> None:
     console.rule(Text("rows as the model sees them"), align="left", style="dim")
-    console.print(
-        Text.assemble(
-            ("supervised", _SUPERVISED),
-            "  ",
-            ("‹not supervised›", _UNSUPERVISED),
-            "  ",
-            ("┃", _BORDER),
-            " document border  ",
-            ("┆", _BORDER),
-            " continued from or in another row  ",
-            ("<bos or eos>", _STYLES["bos"]),
-            "  ",
-            ("<other special>", _STYLES["special"]),
-            "  ",
-            ("░ padding", _PADDING),
-            "  ↵ line break  ⇥ tab  ⋯ left out here",
-        )
-    )
+    signs = [
+        Text("supervised", _SUPERVISED),
+        Text("‹not supervised›", _UNSUPERVISED),
+        Text.assemble(("┃", _BORDER), " document border"),
+        Text.assemble(("┆", _BORDER), " continued from or in another row"),
+        Text("<bos or eos>", _STYLES["bos"]),
+        Text("<other special>", _STYLES["special"]),
+        Text("░ padding", _PADDING),
+        Text("↵ line break  ⇥ tab  ⋯ left out here"),
+    ]
+    console.print(Text("  ").join(signs))
 
 
 def _print_row(row: RowView, split: str, console: Console) -> None:
@@ -204,8 +159,8 @@ def _print_row(row: RowView, split: str, console: Console) -> None:
 
 
 def _append_piece(shown: Text, piece: RowPiece) -> None:
-    for stretch in _stretches(piece.tokens):
-        is_supervised = stretch[0].is_supervised
+    for is_supervised, tokens in groupby(piece.tokens, lambda token: token.is_supervised):
+        stretch = list(tokens)
         shown.append("" if is_supervised else "‹", _UNSUPERVISED)
         for token in stretch if len(stretch) <= _LONGEST_STRETCH else stretch[:_SHOWN_BEFORE]:
             _append_token(shown, token)
@@ -220,13 +175,3 @@ def _append_piece(shown: Text, piece: RowPiece) -> None:
 def _append_token(shown: Text, token: Token) -> None:
     plain = _SUPERVISED if token.is_supervised else _UNSUPERVISED
     shown.append(visible(token.text), _STYLES.get(token.role, plain))
-
-
-def _stretches(tokens: Iterable[Token]) -> list[list[Token]]:
-    """Split the tokens where supervision begins or ends."""
-    stretches: list[list[Token]] = []
-    for token in tokens:
-        if not stretches or stretches[-1][-1].is_supervised != token.is_supervised:
-            stretches.append([])
-        stretches[-1].append(token)
-    return stretches

@@ -33,11 +33,7 @@ _TOKENS_PER_READ = 1 << 22
 
 @dataclass(frozen=True)
 class SpooledFile:
-    """Files with the joined documents.
-
-    ``tokens`` holds one int32 per token. ``supervised`` holds one byte per token, 1 if it is a target and 0 if not; it
-    is None if all are.
-    """
+    """Files with joined documents: an int32 per token, and a byte, 1 for a target and 0 for others; None if all are."""
 
     tokens: Path
     supervised: Path | None = None
@@ -65,10 +61,7 @@ class SpooledDocuments:
 
 @dataclass(frozen=True)
 class PiecesToCopy:
-    """One or more pieces of documents and where to copy them, int64 [pieces] each.
-
-    ``starts`` are the first positions in the documents, ``targets`` the first positions in the target array.
-    """
+    """Pieces of documents, at least one, from position ``starts`` on, and where to copy them; int64 [pieces] each."""
 
     documents: np.ndarray
     starts: np.ndarray
@@ -77,7 +70,7 @@ class PiecesToCopy:
 
 
 class SpoolReader:
-    """A reader that copies pieces of documents from the files, and does not keep them in memory."""
+    """Copies pieces of documents from the files, and does not keep them in memory."""
 
     def __init__(self, documents: SpooledDocuments) -> None:
         self._begins = np.cumsum(documents.lengths) - documents.lengths
@@ -88,13 +81,10 @@ class SpoolReader:
         self._map = lru_cache(_MAX_OPEN_FILES)(_map)
 
     def read(self, pieces: PiecesToCopy, input_ids: np.ndarray, supervised: np.ndarray | None) -> None:
-        """Copy pieces.
+        """Copy the tokens of pieces into ``input_ids``, int32.
 
-        Args:
-            pieces: what to copy, and where.
-            input_ids: int32, receives the tokens.
-            supervised: uint8, receives 1 for targets and 0 for other tokens. It is not changed for the tokens of a file
-                without masks. None if it is not needed.
+        ``supervised``, uint8, receives 1 for targets and 0 for other tokens, and is not changed for the tokens of a
+        file without masks; None if it is not needed.
         """
         for index, runs in self._runs_by_file(pieces):
             file = self._files[index]
@@ -130,66 +120,8 @@ def _map(file: Path) -> mmap.mmap:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Consecutive rows of a split, joined.
-
-    Args:
-        input_ids: int32 [rows * max_length].
-        labels: int32 [rows * max_length], the token itself, or -100 if it is not supervised; None if all are.
-        document_starts: int32 [any number], positions within a row.
-        offsets: int32 [rows + 1]; row r has ``document_starts[offsets[r] : offsets[r + 1]]``.
-        num_supervised: tokens whose label is not -100.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray | None
-    document_starts: np.ndarray
-    offsets: np.ndarray
-    num_supervised: int
-
-
-@dataclass(frozen=True)
-class RowFiller:
-    """A builder of planned rows from the tokens of their documents."""
-
-    plan: RowPlan
-    reader: SpoolReader
-    pad_token_id: int
-    with_labels: bool
-
-    def fill(self, first: int, last: int) -> PackedRows:
-        """Return the rows ``first`` to ``last - 1``, at least one."""
-        plan, max_length, num_rows = self.plan, self.plan.max_length, last - first
-        row_offsets = plan.row_offsets[first : last + 1]
-        chosen = slice(row_offsets[0], row_offsets[-1])
-        starts, lengths, repeated = plan.starts[chosen], plan.lengths[chosen].astype(np.int64), plan.repeated[chosen]
-        rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
-        filled = np.bincount(rows, weights=lengths).astype(np.int64)
-        positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
-        pieces = PiecesToCopy(plan.documents(chosen), starts, lengths, targets=rows * max_length + positions)
-
-        input_ids = np.full(num_rows * max_length, self.pad_token_id, dtype=np.int32)
-        labels, num_supervised = None, len(input_ids)
-        supervised = np.ones(len(input_ids), dtype=np.uint8) if self.with_labels else None
-        self.reader.read(pieces, input_ids, supervised)
-        if supervised is not None:
-            supervised[joined_ranges(pieces.targets, repeated)] = 0
-            supervised[joined_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
-            labels = np.where(supervised, input_ids, np.int32(_IGNORED_LABEL))
-            num_supervised = int(np.count_nonzero(supervised))
-        begins = (positions > 0) | (starts + repeated == 0)
-        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
-        document_starts = positions[begins].astype(np.int32)
-        return PackedRows(input_ids, labels, document_starts, offsets.astype(np.int32), num_supervised)
-
-
 def check_disk_space(folder: Path, splits: Sequence[tuple[SpooledDocuments, RowPlan]]) -> None:
-    """Check that the disk of ``folder`` has room for the tokens and labels of some splits.
-
-    Raises:
-        InputError: it has not.
-    """
+    """Raise InputError if the disk of ``folder`` has no room for the tokens and labels of some splits."""
     num_rows = sum(plan.num_rows for _, plan in splits)
     padding = sum(plan.tokens_padding for _, plan in splits)
     max_length = splits[0][1].max_length
@@ -226,12 +158,7 @@ def write_split(
         input_ids  B c d e f    labels     B    c    d    e    f    document_starts  0
         input_ids  f g E P P    labels  -100    g    E -100 -100    document_starts
 
-    Args:
-        folder: its name is the name of the split.
-        documents: the documents of the plan.
-        plan: the rows to write.
-        pad_token_id: the id of padding.
-        num_proc: processes that write, each a file at a time.
+    The folder's name is the name of the split. ``num_proc`` processes write a file at a time.
 
     Returns:
         The number of tokens whose label is not -100, and the checksums of the rows, CHECKSUM [rows].
@@ -242,8 +169,7 @@ def write_split(
     rows_per_file = max(1, _BYTES_PER_FILE // (4 * plan.max_length * (1 + with_labels)))
     num_files = max(1, -(-plan.num_rows // rows_per_file))  # datasets does not load a folder without a file
     names = [f"data-{index:05d}-of-{num_files:05d}.arrow" for index in range(num_files)]
-    filler = RowFiller(plan, SpoolReader(documents), pad_token_id, with_labels)
-    files = _SplitFiles(folder, names, rows_per_file, filler, features)
+    files = _SplitFiles(folder, names, rows_per_file, plan, SpoolReader(documents), pad_token_id, features)
     num_supervised = num_written = 0
     checksums = np.empty(plan.num_rows, dtype=CHECKSUM)
     log = ThrottledLog()
@@ -254,7 +180,8 @@ def write_split(
         log(f"writing {folder.name}: {num_written:,} of {plan.num_rows:,} rows")
     digest = xxh3_64(json.dumps(features).encode())
     digest.update(checksums.data)
-    _write_json(folder / "dataset_info.json", _dataset_info(features))
+    info = {"description": "", "citation": "", "homepage": "", "license": "", "features": features}
+    _write_json(folder / "dataset_info.json", info)
     _write_json(folder / "state.json", _state(folder.name, names, digest.hexdigest()))
     return num_supervised, checksums
 
@@ -266,28 +193,62 @@ class _SplitFiles:
     folder: Path
     names: list[str]
     rows_per_file: int
-    filler: RowFiller
+    plan: RowPlan
+    reader: SpoolReader
+    pad_token_id: int
     features: dict[str, Any]
 
     def write(self, index: int) -> tuple[int, np.ndarray]:
         """Write a file; return the number of supervised tokens, and the checksums of its rows, CHECKSUM [rows]."""
         import pyarrow
 
-        plan, schema = self.filler.plan, _schema(self.features)
-        first, last = index * self.rows_per_file, min((index + 1) * self.rows_per_file, plan.num_rows)
-        rows_per_batch = max(1, _TOKENS_PER_BATCH // plan.max_length)
+        schema, max_length = _schema(self.features), self.plan.max_length
+        row_list, rows = pyarrow.FixedSizeListArray, schema.field("input_ids").type
+        first, last = index * self.rows_per_file, min((index + 1) * self.rows_per_file, self.plan.num_rows)
+        rows_per_batch = max(1, _TOKENS_PER_BATCH // max_length)
         num_supervised = 0
         checksums = np.empty(last - first, dtype=CHECKSUM)
         path = str(self.folder / self.names[index])
         with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
             for begin in range(first, last, rows_per_batch):
                 end = min(begin + rows_per_batch, last)
-                batch = self.filler.fill(begin, end)
-                writer.write_batch(_record_batch(batch, schema))
-                content = batch.input_ids, batch.labels, batch.document_starts, batch.offsets
-                checksums[begin - first : end - first] = row_checksums(*content)
-                num_supervised += batch.num_supervised
+                input_ids, labels, document_starts, offsets = self._fill(begin, end)
+                columns = [
+                    row_list.from_arrays(_int32(input_ids), type=rows),
+                    pyarrow.ListArray.from_arrays(_int32(offsets), _int32(document_starts)),
+                    *([] if labels is None else [row_list.from_arrays(_int32(labels), type=rows)]),
+                ]
+                writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
+                checksums[begin - first : end - first] = row_checksums(input_ids, labels, document_starts, offsets)
+                num_ignored = 0 if labels is None else int(np.count_nonzero(labels == _IGNORED_LABEL))
+                num_supervised += len(input_ids) - num_ignored
         return num_supervised, checksums
+
+    def _fill(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
+        """Return the rows ``first`` to ``last - 1``, at least one, joined: what ``row_checksums`` takes, all int32.
+
+        A label is the token itself, or -100 if it is not supervised.
+        """
+        plan, max_length, num_rows = self.plan, self.plan.max_length, last - first
+        row_offsets = plan.row_offsets[first : last + 1]
+        chosen = slice(row_offsets[0], row_offsets[-1])
+        starts, lengths, repeated = plan.starts[chosen], plan.lengths[chosen].astype(np.int64), plan.repeated[chosen]
+        rows = np.repeat(np.arange(num_rows), np.diff(row_offsets))
+        filled = np.bincount(rows, weights=lengths).astype(np.int64)
+        positions = np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[rows]
+        pieces = PiecesToCopy(plan.documents(chosen), starts, lengths, targets=rows * max_length + positions)
+
+        input_ids = np.full(num_rows * max_length, self.pad_token_id, dtype=np.int32)
+        supervised = np.ones(len(input_ids), dtype=np.uint8) if "labels" in self.features else None
+        self.reader.read(pieces, input_ids, supervised)
+        labels = None
+        if supervised is not None:
+            supervised[joined_ranges(pieces.targets, repeated)] = 0
+            supervised[joined_ranges(np.arange(num_rows) * max_length + filled, max_length - filled)] = 0
+            labels = np.where(supervised, input_ids, np.int32(_IGNORED_LABEL))
+        begins = (positions > 0) | (starts + repeated == 0)
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows[begins], minlength=num_rows))])
+        return input_ids, labels, positions[begins].astype(np.int32), offsets.astype(np.int32)
 
     def describe(self, index: int) -> str:
         """Return what a process reads to write a file."""
@@ -311,20 +272,7 @@ def write_dataset_dict(folder: Path, splits: Iterable[str]) -> None:
 
 
 def _has_labels(documents: SpooledDocuments, plan: RowPlan) -> bool:
-    """Return whether some tokens of the rows may not be supervised."""
     return documents.has_masks or plan.tokens_repeated > 0 or plan.tokens_padding > 0
-
-
-def _record_batch(batch: PackedRows, schema: "pyarrow.Schema") -> "pyarrow.RecordBatch":
-    from pyarrow import FixedSizeListArray, ListArray, RecordBatch
-
-    rows = schema.field("input_ids").type
-    starts_type = schema.field("document_starts").type
-    starts = ListArray.from_arrays(_int32(batch.offsets), _int32(batch.document_starts), type=starts_type)
-    columns = [FixedSizeListArray.from_arrays(_int32(batch.input_ids), type=rows), starts]
-    if batch.labels is not None:
-        columns.append(FixedSizeListArray.from_arrays(_int32(batch.labels), type=rows))
-    return RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _int32(values: np.ndarray) -> "pyarrow.Array":
@@ -349,10 +297,6 @@ def _schema(features: dict[str, Any]) -> "pyarrow.Schema":
     return pyarrow.schema(types, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
 
-def _dataset_info(features: dict[str, Any]) -> dict[str, Any]:
-    return {"description": "", "citation": "", "homepage": "", "license": "", "features": features}
-
-
 def _state(split: str, names: list[str], fingerprint: str) -> dict[str, Any]:
     return {
         "_data_files": [{"filename": name} for name in names],
@@ -372,12 +316,8 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 def count_severed_chats(documents: SpooledDocuments, plan: RowPlan, is_chat: np.ndarray) -> int:
     """Return the number of chats with a supervised token in a row that does not hold the chat's beginning.
 
-    The model learns these tokens without the turns before them. Only ``concat`` cuts chats.
-
-    Args:
-        documents: the documents of the plan.
-        plan: the rows.
-        is_chat: bool [documents].
+    The model learns these tokens without the turns before them. Only ``concat`` cuts chats. ``is_chat`` is bool
+    [documents].
     """
     new = plan.starts + plan.repeated  # the first token of each piece that is not repeated
     pieces = np.flatnonzero(is_chat[plan.order][plan.entries] & (new > 0))

@@ -42,25 +42,15 @@ ShowSearched = Callable[[int], None]  # further records searched
 
 @dataclass(frozen=True)
 class IndexedPieces:
-    """P pieces of documents, those of some rows in order, int64 [P] each.
+    """P pieces of documents, those of some rows in order, int64 [P] each."""
 
-    Args:
-        rows: the index of the piece's row among the rows asked for.
-        positions: where the piece begins in its row.
-        documents: number of its document.
-        starts: position of its first token in the document.
-        lengths: its tokens.
-        repeated: how many of these, at its start, are in a row before as well.
-        num_bytes: UTF-8 bytes of the tokens that are not repeated: the document's bytes, shared by tokens.
-    """
-
-    rows: np.ndarray
-    positions: np.ndarray
+    rows: np.ndarray  # the index of the piece's row among the rows asked for
+    positions: np.ndarray  # where the piece begins in its row
     documents: np.ndarray
-    starts: np.ndarray
+    starts: np.ndarray  # position of its first token in the document
     lengths: np.ndarray
-    repeated: np.ndarray
-    num_bytes: np.ndarray
+    repeated: np.ndarray  # tokens at its start that are in a row before as well
+    num_bytes: np.ndarray  # UTF-8 bytes of the tokens that are not repeated: the document's bytes, shared by tokens
 
 
 @dataclass(frozen=True)
@@ -78,11 +68,7 @@ class DocumentOrigin:
 
 
 class SourceTable:
-    """The sources of a manifest by name, and their files, numbered as in the index.
-
-    Args:
-        records: of all sources, those of --validation_dataset too.
-    """
+    """All sources of a manifest by name, also of --validation_dataset, and their files, numbered as in the index."""
 
     def __init__(self, records: Sequence[SourceRecord]) -> None:
         self.names = tuple(dict.fromkeys(record.name for record in records))
@@ -119,13 +105,7 @@ class DocumentIndex:
     """The index of one split, read from disk as it is asked for; opening it takes the same time for any size.
 
     ``checksums``, CHECKSUM [rows], are those of the rows' content; None if an older version wrote the index.
-
-    Args:
-        folder: of the split.
-        sources: of the manifest.
-        max_length: tokens in a row.
-        num_documents: documents packed, from the manifest's ledger.
-        num_rows: rows of the split.
+    ``num_documents`` are the documents packed, from the manifest's ledger.
 
     Raises:
         InputError: a file is missing or damaged, or not as long as the manifest says.
@@ -146,10 +126,7 @@ class DocumentIndex:
             raise InputError(f"{folder / FOLDER}: not the index of these rows and this manifest.json; tokenize again")
 
     def pieces(self, rows: np.ndarray) -> IndexedPieces:
-        """Return the pieces of documents in some rows, in any order of rows.
-
-        Args:
-            rows: integers [R], numbers of rows in the split.
+        """Return the pieces of documents in some rows of the split, integers [R], in any order.
 
         Raises:
             InputError: the index is damaged.
@@ -227,13 +204,9 @@ def open_index(folder: Path, manifest: Manifest | None, split: str) -> DocumentI
 
 
 def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: np.ndarray) -> None:
-    """Write the index of the split ``folder``.
+    """Write the index of the split ``folder``, which exists.
 
-    Args:
-        folder: of the split; exists.
-        plan: its rows.
-        documents: DOCUMENT [entries of ``plan.order``].
-        checksums: CHECKSUM [rows].
+    ``documents`` are DOCUMENT [entries of ``plan.order``], ``checksums`` CHECKSUM [rows].
     """
     begins = plan.begins
     begun = plan.entries[begins]
@@ -252,26 +225,16 @@ def write_index(folder: Path, plan: RowPlan, documents: np.ndarray, checksums: n
     continuations["start"], continuations["repeated"] = plan.starts[continued], plan.repeated[continued]
     own_rows = np.searchsorted(plan.row_offsets, continued, side="right") - 1
     continuations["ordinal"] = continued - plan.row_offsets[own_rows]
-    save_index(folder, documents[in_order], rows, continuations)
+    (folder / FOLDER).mkdir()
+    for name, array in zip(_FILES, (documents[in_order], rows, continuations), strict=True):
+        np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
     np.save(folder / FOLDER / _CHECKSUMS, checksums, allow_pickle=False)
 
 
-def save_index(folder: Path, documents: np.ndarray, rows: np.ndarray, continuations: np.ndarray) -> None:
-    """Write the arrays of an index, except the checksums, into the split ``folder``."""
-    (folder / FOLDER).mkdir()
-    for name, array in zip(_FILES, (documents, rows, continuations), strict=True):
-        np.save(folder / FOLDER / f"{name}.npy", array, allow_pickle=False)
-
-
 def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Sequence[int]) -> None:
-    """Write the index of a split whose rows are those of several splits, joined.
+    """Write the index of the split ``folder``, whose rows are those of several splits, joined in order.
 
-    It has checksums if all of them have.
-
-    Args:
-        folder: of the split; exists.
-        indexes: of the splits, in the order of their rows.
-        first_files: the number that the first file of each has in the new manifest.
+    It has checksums if all of them have. ``first_files`` has the number of each one's first file in the new manifest.
     """
     (folder / FOLDER).mkdir()
     num_placed = [int(index.rows["documents"][-1]) for index in indexes]
@@ -315,10 +278,7 @@ def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> Non
 def count_sources(plan: RowPlan, documents: np.ndarray, sources: SourceTable) -> dict[str, SourceLedger]:
     """Return the ledger of each source that has documents in the plan, by its name.
 
-    Args:
-        plan: the rows of a split.
-        documents: DOCUMENT [entries of ``plan.order``].
-        sources: the names of the sources.
+    ``documents`` are DOCUMENT [entries of ``plan.order``].
     """
     numbers = sources.sources_of(documents["file"])
 
@@ -405,8 +365,7 @@ def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched
 
 
 def _row_with(first_of_rows: np.ndarray, number: int) -> int:
-    """Return the row whose range has a number; ``bisect`` reads only a few records, numpy's search may copy all."""
-    return bisect_right(first_of_rows, number) - 1
+    return bisect_right(first_of_rows, number) - 1  # reads only a few records; numpy's search may copy all
 
 
 def _chunks(records: np.ndarray, show: ShowSearched) -> Iterator[tuple[int, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Plan which piece of which document goes into which row, from the lengths of the documents alone."""
+"""Plan the rows: which piece of which document goes into which row, from the lengths of the documents alone."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -25,27 +25,17 @@ class RowPlan:
         lengths      4  1  5  2  3
         repeated     0  0  1  1  0
 
-    Args:
-        max_length: tokens in a row.
-        row_offsets: int64 [rows + 1].
-        order: int64 [entries], the documents to pack; one may come several times.
-        entries: int64 [pieces], the entry of ``order`` that the piece is cut from.
-        starts: int64 [pieces], the position of the piece's first token in its document.
-        lengths: int32 [pieces], tokens in the piece.
-        repeated: int32 [pieces], tokens at the start of the piece that are also in the row or window before it.
-        tokens_in: tokens to pack.
-        tokens_dropped: tokens of these that are in no row, by reason.
     """
 
     max_length: int
-    row_offsets: np.ndarray
-    order: np.ndarray
-    entries: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    repeated: np.ndarray
+    row_offsets: np.ndarray  # int64 [rows + 1]
+    order: np.ndarray  # int64 [entries], the documents to pack; one may come several times
+    entries: np.ndarray  # int64 [pieces], the entry of ``order`` that the piece is cut from
+    starts: np.ndarray  # int64 [pieces], the position of the piece's first token in its document
+    lengths: np.ndarray  # int32 [pieces]
+    repeated: np.ndarray  # int32 [pieces], tokens at the piece's start that are also in the row or window before it
     tokens_in: int
-    tokens_dropped: dict[str, int]
+    tokens_dropped: dict[str, int]  # tokens of these that are in no row, by reason
 
     @property
     def num_rows(self) -> int:
@@ -102,9 +92,7 @@ def plan_rows(
     Args:
         lengths: int64 [documents], tokens in each document.
         order: int64 [any number], the documents to pack, in this order; a document may come several times.
-        packing: see above.
-        max_length: tokens in a row.
-        overlap: tokens to repeat, less than ``max_length``.
+        overlap: less than ``max_length``.
         sources: int64 [documents], the number of each document's source: ``best_fit`` puts no two into one row if those
             of a source are next to each other in ``order``; None does not tell them apart. A row of ``none`` has one
             document, and ``concat`` joins the last row of a source with the next one.
@@ -132,9 +120,7 @@ def best_fit_decreasing(lengths: np.ndarray, max_length: int) -> np.ndarray:
     not depend on the order of the pieces. Pieces of one length are placed together in all rows with equal room, so the
     number of steps depends on the number of different lengths and hardly on the number of pieces.
 
-    Args:
-        lengths: integers [pieces] from 1 to ``max_length``.
-        max_length: tokens in a row.
+    ``lengths`` are integers [pieces] from 1 to ``max_length``.
     """
     max_length = min(max_length, int(lengths.sum()))  # a longer row would hold no more
     by_length = np.argsort((max_length - lengths).astype(np.min_scalar_type(max_length)), kind="stable")  # radix sort
@@ -256,9 +242,7 @@ def _cut_joined(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return where rows begin in the joined documents and how many tokens each repeats.
 
-    Returns:
-        int64 [rows + 1], the position of each row's first new token, and the end of the last row; int64 [rows], the
-        number of repeated tokens before that token.
+    They are int64 [rows + 1], the position of each row's first new token and the end of the last row, and int64 [rows].
     """
     if not overlap:
         begins = np.arange(0, num_tokens + 1, max_length)

@@ -1,4 +1,4 @@
-"""Read the rows of a token dataset's splits as batches of flat arrays, without importing ``datasets``."""
+"""Read the splits of a token dataset as batches of flat arrays, without importing ``datasets``; hash rows."""
 
 import mmap
 from collections.abc import Iterable, Iterator
@@ -63,12 +63,8 @@ def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_star
     """Return the XXH3-64 hash of a row's tokens, its labels and the positions at which its documents begin.
 
     Labels count only if some differ from ``input_ids``. So a split whose tokens are all supervised has the same
-    checksums with and without the column, which a merge may add.
-
-    Args:
-        input_ids: int32 [T].
-        labels: int32 [T]; None if each token is its own label.
-        document_starts: int32 [any number]; None if the split has no such column.
+    checksums with and without the column, which a merge may add. ``input_ids`` and ``labels`` are int32 [T],
+    ``document_starts`` int32 [any number]; None for a column that the split does not have.
     """
     digest = xxh3_64(np.ascontiguousarray(input_ids).data)
     if labels is not None and not np.array_equal(input_ids, labels):
@@ -81,11 +77,9 @@ def row_checksum(input_ids: np.ndarray, labels: np.ndarray | None, document_star
 def altered_rows(
     rows: Iterable[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]], checksums: np.ndarray
 ) -> np.ndarray:
-    """Return the indices of the rows that do not have their checksum, int64 [any number].
+    """Return the indices of the rows that do not have the checksum that they were written with, int64 [any number].
 
-    Args:
-        rows: what :func:`row_checksum` takes, for each row.
-        checksums: CHECKSUM [rows], those that they were written with.
+    ``rows`` are what :func:`row_checksum` takes, ``checksums`` CHECKSUM [rows].
     """
     return np.flatnonzero(np.array([row_checksum(*row) for row in rows], dtype=CHECKSUM) != checksums)
 
@@ -112,21 +106,16 @@ def row_checksums(
 class RowBatch:
     """Consecutive rows of a split, joined; row i is ``input_ids[offsets[i] : offsets[i + 1]]``.
 
-    Args:
-        first_row: number of the first row in its split.
-        input_ids: integers [N].
-        offsets: int64 [rows + 1], from 0 to N.
-        labels: integers [N]; None if the split has no such column, so that each token is its own label.
-        document_starts: integers [S], positions within a row at which documents begin; None without such a column.
-        start_rows: int64 [S], the row of each position, counted from 0 in this batch; None without such a column.
+    ``labels``, ``document_starts`` and ``start_rows`` are None if the split has no such column. Without labels each
+    token is its own label.
     """
 
     first_row: int
-    input_ids: np.ndarray
-    offsets: np.ndarray
-    labels: np.ndarray | None
-    document_starts: np.ndarray | None
-    start_rows: np.ndarray | None
+    input_ids: np.ndarray  # integers [N]
+    offsets: np.ndarray  # int64 [rows + 1], from 0 to N
+    labels: np.ndarray | None  # integers [N]
+    document_starts: np.ndarray | None  # integers [S], positions within a row at which documents begin
+    start_rows: np.ndarray | None  # int64 [S], the row of each position, counted from 0 in this batch
 
 
 @dataclass(frozen=True)
@@ -195,11 +184,9 @@ def open_splits(folder: Path) -> dict[str, Split]:
 
 
 def check_listed_files(folder: Path, fix: str) -> None:
-    """Check that the JSON files of a save_to_disk folder list only files and folders inside it.
+    """Check that the JSON files of a save_to_disk folder, of one or several splits, list only files inside it.
 
-    Args:
-        folder: of a dataset or of a ``DatasetDict``.
-        fix: what to do about a damaged folder, for the error message.
+    ``fix`` ends the error message.
 
     Raises:
         InputError: a JSON file is damaged, or lists a file or folder elsewhere.
@@ -225,7 +212,7 @@ def read_arrow(file: Path) -> Iterator[pa.RecordBatch]:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Turn errors of reading an arrow file into an ``InputError`` that names it."""
+    """Turn errors of reading an arrow file into an InputError that names it."""
     try:
         yield
     except FileNotFoundError:
@@ -256,11 +243,7 @@ def _open_split(folder: Path, name: str) -> Split:
 
 
 def _check_columns(schema: pa.Schema, folder: Path) -> None:
-    """Check that a split has ``input_ids``, and that its columns hold lists of integers.
-
-    Raises:
-        InputError: naming the column.
-    """
+    """Raise InputError if a split has no ``input_ids``, or if a column does not hold lists of integers."""
     if "input_ids" not in schema.names:
         columns = ", ".join(schema.names)
         raise InputError(f"{folder}: no column input_ids, only {columns}; tokenize with tokenize_dataset.py")

@@ -1,7 +1,6 @@
 """python -m fabric_train.tokenization.inspect --compare A B shows two corpora side by side."""
 
 import json
-import math
 import random
 import re
 import shutil
@@ -17,20 +16,20 @@ from arguments import InspectArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning import language
-from fabric_train.tokenization.cleaning.language import identify
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect import comparison
 from fabric_train.tokenization.inspect.comparison import (
     Comparison,
     OpenCorpus,
     SampledDocument,
+    WordCounts,
     amount_of_work,
     compare,
     open_corpora,
     sample_documents,
+    words_more_often,
 )
 from fabric_train.tokenization.inspect.comparison_tables import amount
-from fabric_train.tokenization.inspect.word_ngrams import WordStream, over_represented
 from fabric_train.tokenization.packing.token_folder import open_splits
 from tests.support.token_datasets import tokenize, write_jsonl
 
@@ -53,14 +52,14 @@ TEXTS = {
 
 
 def sampled(corpus: OpenCorpus) -> list[SampledDocument]:
-    return list(sample_documents(corpus.index, corpus.sample_size, corpus.split, corpus.vocabulary, lambda done: None))
+    return list(sample_documents(corpus, lambda done: None))
 
 
 def compared(*folders: Path) -> Comparison:
     """Compare two folders, and check the progress."""
     done: list[int] = []
     corpora = open_corpora(folders, "train")
-    found = compare(corpora, None, "none", done.append)
+    found = compare(corpora, "none", done.append)
     assert sum(done) == amount_of_work(corpora)
     return found
 
@@ -144,77 +143,46 @@ def test_sample_is_bounded_and_spread_over_the_corpus(
     assert num_tokens <= 500 < num_tokens + len(cut)  # no greater length is possible
 
 
-def plain_scores(first: list[str], second: list[str], size: int) -> dict[str, tuple[tuple[int, int], float]]:
-    """Return the counts and the z-score of each n-gram, by the formulas of the paper."""
-    counts = []
-    for texts in (first, second):
-        words = [text.split() for text in texts]
-        windows = (own[start : start + size] for own in words for start in range(len(own) - size + 1))
-        counts.append(Counter(" ".join(window) for window in windows))
-    both = counts[0] + counts[1]
-    weight = min(own.total() for own in counts)
-    scores = {}
-    for ngram, count in both.items():
-        odds, variance = [], 0.0
-        alpha = weight * count / both.total()
-        for own in counts:
-            mine = own[ngram] + alpha
-            odds.append(mine / (own.total() + weight - mine))
-            variance += 1 / mine
-        z = (math.log(odds[0]) - math.log(odds[1])) / math.sqrt(variance)
-        scores[ngram] = ((counts[0][ngram], counts[1][ngram]), z)
-    return scores
+def test_listed_words_are_clearly_more_frequent_on_their_side() -> None:
+    first, second = WordCounts(), WordCounts()
+    for text in ("Cod cod ling", "cod ling eel hake", "COD ling hake", "eel eel eel"):
+        first.add(text)
+    for text in ("ling cod eel", "ling eel", "ling eel"):
+        assert second.add(text) == len(text.split())
+    # of 13 words and of 7: cod 4 and 1, ling 3 and 3, eel 4 and 3; hake is in two documents only
+    (cod,) = words_more_often((first, second), 0)
+    assert (cod.word, cod.documents) == ("cod", 3)
+    assert cod.per_million == pytest.approx((4e6 / 13, 1e6 / 7))
+    assert words_more_often((first, second), 1) == []  # ling and eel: 1.9 and 1.4 times
+    first.add("shark shark shark")
+    assert [one.word for one in words_more_often((first, second), 1)] == ["ling"]  # 16 / 7 times
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_ngrams_are_scored_by_the_published_formula(size: int) -> None:
-    choose = random.Random(size)
-    first, second = (
-        [" ".join(choose.choices("abcdé", weights=weights, k=choose.randrange(40))) for _ in range(num_texts)]
-        for num_texts, weights in ((50, [5, 4, 3, 2, 1]), (30, [1, 2, 3, 4, 5]))
-    )
-    numbers: dict[str, int] = {}
-    streams = [WordStream(numbers), WordStream(numbers)]
-    for stream, texts in zip(streams, (first, second), strict=True):
-        assert [stream.add(text.upper()) for text in texts] == [len(text.split()) for text in texts]
-    expected = plain_scores(first, second, size)
-    for sign, found in zip((1, -1), over_represented(streams[0], streams[1], numbers, size, 100), strict=True):
-        clear = {ngram: sign * z for ngram, (_, z) in expected.items() if sign * z >= 1.96}
-        assert len(clear) >= 2
-        assert {one.text: pytest.approx(one.z) for one in found} == clear
-        assert [one.z for one in found] == pytest.approx(sorted(clear.values(), reverse=True))
-        for one in found:
-            assert one.counts == expected[one.text][0]
-            documents = [sum(f" {one.text} " in f" {text} " for text in texts) for texts in (first, second)]
-            assert one.documents == tuple(documents)
-
-
-@pytest.mark.parametrize("texts", [("", "a b c"), ("a", "a b c a b c"), ("a", "a")])
-def test_corpora_without_ngrams_can_be_compared(texts: tuple[str, str]) -> None:
-    numbers: dict[str, int] = {}
-    streams = [WordStream(numbers), WordStream(numbers)]
-    for stream, text in zip(streams, texts, strict=True):
-        stream.add(text)
-    assert over_represented(streams[0], streams[1], numbers, 2, 10) == ([], [])
-    assert over_represented(streams[0], streams[1], numbers, 1, 10) == ([], [])  # z is below 1.96
+def test_largest_difference_comes_first_and_the_table_is_bounded() -> None:
+    first, second = WordCounts(), WordCounts()
+    for _ in range(3):
+        first.add(" ".join(f"word{number} " * number for number in range(1, 31)))
+    assert [one.word for one in words_more_often((first, second), 0)] == [
+        f"word{number}" for number in range(30, 15, -1)
+    ]
+    found = words_more_often((second, first), 1)
+    assert [one.per_million[::-1] for one in found] == [one.per_million for one in words_more_often((first, second), 0)]
 
 
 def test_words_are_those_of_any_script() -> None:
-    numbers: dict[str, int] = {}
-    WordStream(numbers).add("L'Home d’aigua_x हिन्दी भाषा 你好 E\u0301t 3,5")
-    assert [*numbers] == ["l'home", "d’aigua", "x", "हिन्दी", "भाषा", "你", "好", "e\u0301t", "3", "5"]
+    counts = WordCounts()
+    counts.add("L'Home d’aigua_x हिन्दी भाषा 你好 E\u0301t 3,5")
+    assert [*counts.times] == ["l'home", "d’aigua", "x", "हिन्दी", "भाषा", "你", "好", "e\u0301t", "3", "5"]
 
 
-def test_planted_ngram_leads_on_its_side(first: Path, second: Path) -> None:
+def test_planted_words_lead_on_their_side(first: Path, second: Path) -> None:
     found = compared(first, second)
-    assert found.ngrams[3][0][0].text == "the green lantern"
-    assert found.ngrams[3][0][0].documents == (40, 0)
-    assert "no lantern at" in [one.text for one in found.ngrams[3][1][:3]]
+    assert {one.word: one.documents for one in found.words[0][:2]} == {"green": 40, "the": 40}
+    assert {one.word for one in found.words[1][:3]} == {"all", "at", "no"}
     other_way = compared(second, first)
-    sides = [[{one.text: one.z for one in side} for side in one.ngrams[2]] for one in (found, other_way)]
+    sides = [[[(one.word, one.documents) for one in side] for side in one.words] for one in (found, other_way)]
     assert sides[0] == sides[1][::-1]
-    shared = {one.text for both in found.ngrams.values() for scores in both for one in scores if "script" in one.text}
-    assert not shared  # what both have as often is on neither side
+    assert "script" not in {word for side in sides[0] for word, _ in side}  # what both have as often
 
 
 def test_program_prints_the_tables_and_writes_the_page(
@@ -229,7 +197,8 @@ def test_program_prints_the_tables_and_writes_the_page(
     assert re.search(rf"^ *bytes +{num_bytes:,} ", output, re.MULTILINE)
     assert re.search(r"^ *lantern +A +40 ", output, re.MULTILINE)
     for shown in (" ".join(output.split()), page):
-        assert "the green lantern" in shown
+        assert "Words that A has more often" in shown
+        assert "green" in shown
         assert "The tokenizers differ: numbers of tokens cannot be compared." in shown
         assert "60 of 60 documents of A" in shown
     assert not re.search(r"<script|https?://|<link|\x1b", page)
@@ -253,7 +222,7 @@ def test_languages_are_those_of_the_documents(
     for folder, texts in ((one, spanish), (other, [*english, *spanish[:5]])):
         file = write_jsonl(tmp_path / f"{folder.name}.jsonl", texts)
         tokenize(folder, tiny_model_dir, file, max_length=200, packing="best_fit", validation_split=0)
-    found = compare(open_corpora([one, other], "train"), identify, None, lambda done: None).corpora
+    found = compare(open_corpora([one, other], "train"), None, lambda done: None).corpora
     documents = [{name: language.documents for name, language in corpus.languages.items()} for corpus in found]
     assert documents == [{"es": 20}, {"en": 20, "es": 5}]
     assert found[1].languages["es"].bytes == sum(len(text.encode()) for text in spanish[:5])
@@ -263,7 +232,8 @@ def test_languages_are_those_of_the_documents(
     language._identifier.cache_clear()
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     inspect.main(["--compare", str(one), str(other), "--html", str(tmp_path / "page.html")])
-    for text in (capsys.readouterr().out, (tmp_path / "page.html").read_text(encoding="utf-8").replace("&#x27;", "'")):
+    page = (tmp_path / "page.html").read_text(encoding="utf-8").replace("&#x27;", "'")
+    for text in (" ".join(capsys.readouterr().out.split()), page):
         assert "this table needs py3langid; pip install 'fabric-train[cleaning]'" in text
         assert "25 of 25 documents of B" in text
 

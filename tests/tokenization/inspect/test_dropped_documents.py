@@ -11,7 +11,7 @@ import pytest
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import merge
-from fabric_train.tokenization.cleaning.dropped_sample import DROPPED_FILE, DroppedDocument, write_sample
+from fabric_train.tokenization.cleaning.dropped import DROPPED_FILE, DroppedDocument, write_sample
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.packing.document_index import SourceTable
 from tests.support.token_datasets import manifest_of
