@@ -84,9 +84,9 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
     from fabric_train.distributed.strategy import build_fabric
     from fabric_train.preflight.memory.plan import make_request
     from fabric_train.preflight.prepare import prepare
-    from fabric_train.training.build_run import build_loop_parts, set_up_model, set_up_optimizer
-    from fabric_train.training.loggers import Outputs
-    from fabric_train.training.loop import train
+    from fabric_train.training.build_run import build_loop, set_up_model, set_up_optimizer
+    from fabric_train.training.loggers import Logger, Outputs
+    from fabric_train.training.objective import CrossEntropy
 
     run = prepare(arguments)
     planned = make_request(run).forecast().budget.most.parts
@@ -99,17 +99,18 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
                 module._buffers[name] = None if buffer is None else buffer.to(fabric.device)
         counter.know_modules(model)
         optimizer = set_up_optimizer(fabric, model, decayed, run)
-    outputs = Outputs([], arguments.logging.log_model)
-    parts = build_loop_parts(fabric, model, optimizer, None, run, Heartbeat(), outputs, print, print)
-    windows = list(itertools.islice(parts.batches.windows(0, run.plan.num_steps), _STEPS))
     steps: list[StepCounts] = []
 
-    def log(_: Any) -> None:
-        steps.append(counter.take())
+    class CountedSteps(Logger):
+        def log(self, _: Any) -> None:
+            steps.append(counter.take())
 
+    outputs = Outputs([CountedSteps()], arguments.logging.log_model)
+    loop = build_loop(fabric, model, optimizer, CrossEntropy(), run, Heartbeat(), None, outputs)
+    windows = list(itertools.islice(loop.batches.windows(0, run.plan.num_steps), _STEPS))
     with fakes, counter:
         counter.take()
-        train(replace(parts, batches=FakeWindows(windows), log=log), arguments, run.start.state)
+        replace(loop, batches=FakeWindows(windows)).train()
     return FakeRun(steps[-1], dict(planned))
 
 

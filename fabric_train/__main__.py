@@ -106,14 +106,14 @@ def _lock(folder: Path) -> tuple[Path, str, str]:
 
 
 def _report_nothing_left(run: "PreparedRun") -> None:
-    from fabric_train.training.loggers import complete_wandb
+    from fabric_train.training.loggers import LoggedRun
+    from fabric_train.training.trackers import complete_wandb
 
     log.info("step %d of %d: nothing is left to train", run.start.state.step, run.plan.num_steps)
     if run.early_stopping and run.ends_early:
         log.info(run.early_stopping.describe(run.start.state))
-    given = run.arguments.logging
-    if "wandb" in given.opened_loggers and global_rank() == 0:
-        complete_wandb(run.folder, run.start.state.step, given.project, given.entity, flatten(run.arguments))
+    if "wandb" in run.arguments.logging.opened_loggers and global_rank() == 0:
+        complete_wandb(LoggedRun(run.folder, run.start.state.step, flatten(run.arguments)))
 
 
 if __name__ == "__main__":

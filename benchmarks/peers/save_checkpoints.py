@@ -29,7 +29,7 @@ from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.training.loop import accumulate
+from fabric_train.training.step import accumulate
 
 NUM_SAVES = 4  # the first one allocates and is not counted
 WARM_UP_STEPS = 1

@@ -127,7 +127,10 @@ def describe_choice(path: Path, used: Path) -> str | None:
 
 def deciding_loss(checkpoint: Path) -> str:
     """Return the name of the loss that says which checkpoint of its run is the best."""
-    source = read_trainer_json(checkpoint).best_by
+    saved = read_trainer_json(checkpoint)
+    source, evaluation = saved.best_by, saved.state.evaluation
+    if evaluation and source.partition("/")[0] in evaluation.whole.further:
+        return f"validation's {source}"
     return "validation loss" if source == "all" else f"validation loss of {source}"
 
 

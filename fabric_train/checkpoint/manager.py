@@ -31,7 +31,7 @@ from fabric_train.checkpoint.tensors import (
     sharded_writes,
 )
 from fabric_train.checkpoint.trainer_json import FORMAT
-from fabric_train.checkpoint.trainer_state import Description, TrainerState
+from fabric_train.checkpoint.trainer_state import Description, TrainerState, to_content
 from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
@@ -294,7 +294,7 @@ class CheckpointManager:
         description = asdict(self._description.after(time.monotonic() - self._started))
         del description["attachments"]
         scaler = self._fabric.strategy.precision.state_dict()
-        content = {"format": FORMAT, **asdict(state), **description, **kind, "grad_scaler": scaler}
+        content = {"format": FORMAT, **to_content(state), **description, **kind, "grad_scaler": scaler}
         texts = {"trainer.json": json.dumps(content, indent=2) + "\n"}
         if isinstance(cursors, Path):
             if (cursors / "stream.json").is_file():

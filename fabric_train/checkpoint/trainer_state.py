@@ -21,12 +21,14 @@ class TokenLoss:
     """The loss of ``num_tokens`` supervised tokens: ``nats`` is its sum.
 
     ``num_bytes`` are the UTF-8 bytes of text that the tokens stand for (``token_dataset.place_pieces``); None if they
-    are not known, because a token dataset has no document index.
+    are not known, because a token dataset has no document index. ``further`` are other figures by name, of
+    ``training.evaluation.METRICS`` and of the objective.
     """
 
     nats: float
     num_tokens: Count
     num_bytes: float | None = None
+    further: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -44,8 +46,9 @@ class TokenLoss:
         return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return loss, perplexity and bits_per_byte by name."""
-        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        """Return loss, perplexity, bits_per_byte and the further figures by name."""
+        usual = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return usual | self.further
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,16 @@ class Evaluation:
         return self.rows is None or other.rows is None or self.rows == other.rows
 
     def loss_of(self, source: str) -> float | None:
-        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token."""
+        """Return the loss of a source, or of the whole for "all"; None if the source has no supervised token.
+
+        The name of a further figure, or FIGURE/SOURCE, is that figure of the whole, or of the source.
+        """
         losses = {**self.sources, "all": self.whole}
-        return losses[source].loss if source in losses else None
+        if source in losses:
+            return losses[source].loss
+        figure, _, of_source = source.partition("/")
+        found = losses.get(of_source or "all")
+        return found.further.get(figure) if found else None
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,13 @@ class LossProgress:
         if loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best):
             return LossProgress(self.source, loss, evaluation.step)
         return replace(self, num_since=self.num_since + 1)
+
+
+def to_content(record: Any) -> dict[str, Any]:
+    """Return one of these dataclasses as trainer.json has it: without further figures where there are none."""
+    return asdict(
+        record, dict_factory=lambda pairs: {name: value for name, value in pairs if name != "further" or value}
+    )
 
 
 def perplexity(loss: float) -> float:

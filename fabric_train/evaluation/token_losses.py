@@ -16,12 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fabric_train.cli.errors import RunError
 from fabric_train.cli.output import open_console
+from fabric_train.data.batch import Batch
 from fabric_train.evaluation.compared_model import ComparedModel
 from fabric_train.evaluation.texts import EncodedText, ScoredPart
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.tokenization.workers import ThrottledLog
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
 
 ShowScored = Callable[[str, int], None]  # the model, and further tokens scored
 FOLDER = "token_losses"
@@ -160,8 +161,10 @@ def score_part(
         input_ids = batch.input_ids.to(model.device)
         documents = batch.documents and batch.documents.to(model.device)
         # labels are not read where the targets are given
-        loss = summed_loss(model, input_ids, input_ids, documents, batch.targets.to(model.device))
-        losses[batch.places - part.tokens.start] = loss.of_tokens.float().cpu().numpy()
+        there = Batch(input_ids, input_ids, documents, batch.targets.to(model.device))
+        of_tokens = CrossEntropy().loss(model, there).of_tokens
+        assert of_tokens is not None
+        losses[batch.places - part.tokens.start] = of_tokens.float().cpu().numpy()
         advance(len(batch.places))
     return losses
 

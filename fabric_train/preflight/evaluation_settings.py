@@ -7,7 +7,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.data.streaming import Stream
 from fabric_train.inference.prompts import PromptEncoder, PromptLimits, encode_prompts, read_prompts
 from fabric_train.model.hf_model import ModelShape, load_hf_tokenizer
-from fabric_train.training.evaluation import EarlyStopping, SamplePrompts, parse_early_stopping
+from fabric_train.training.evaluation import METRICS, EarlyStopping, SamplePrompts, parse_early_stopping
 from fabric_train.training.prepared_run import TrainingData
 
 if TYPE_CHECKING:
@@ -21,15 +21,21 @@ def check_deciding_sources(given: "EvaluationArguments", data: TrainingData) -> 
         InputError: the validation split has no document of such a source.
     """
     names = _validated_sources(data)
-    faults = [] if given.best_by == "all" or given.best_by in names else [_fault("best_by", given.best_by, names)]
+    faults = [] if _can_decide(given.best_by, ["all", *names]) else [_fault("best_by", given.best_by, names)]
     stopping = None
     if given.early_stopping is not None:
         stopping = parse_early_stopping(given.early_stopping, names)
-        if stopping.source not in (*names, *(["all"] if names else [])):
+        if not names or not _can_decide(stopping.source, ["all", *names]):
             faults.append(_fault("early_stopping", stopping.source, names))
     if faults:
         raise InputError(*faults)
     return stopping
+
+
+def _can_decide(source: str, names: list[str]) -> bool:
+    """Return whether this is a source, a metric, or the metric of a source as METRIC/SOURCE."""
+    metric, _, of_source = source.partition("/")
+    return source in names or (metric in METRICS and (of_source or "all") in names)
 
 
 def _fault(option: str, source: str, names: list[str]) -> str:

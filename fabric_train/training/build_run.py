@@ -1,6 +1,5 @@
 """Build the parts of a prepared run: model, optimizer, batches, evaluation, checkpoints, loggers."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from fabric_train.data.step_sampler import TrainBatches, WindowSource, validatio
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
 from fabric_train.data.token_mixture import TokenMixture
-from fabric_train.distributed.collectives import StepSync, data_ranks, first_text, sync_step
+from fabric_train.distributed.collectives import data_ranks, first_text
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.precision import weights_dtype
 from fabric_train.distributed.shards import flat_shards, named_parameters
-from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
+from fabric_train.distributed.signals import Heartbeat
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
 from fabric_train.model.hf_model import add_stop_tokens
@@ -30,16 +29,16 @@ from fabric_train.model.parallelize import setup_model
 from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.optim.triton_trial import use_triton
-from fabric_train.training.evaluation import SampleFile, evaluate, generate_samples
-from fabric_train.training.loggers import Outputs, open_loggers
-from fabric_train.training.loop import LoopParts
+from fabric_train.training.evaluation import METRICS, Validation
+from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
+from fabric_train.training.loop import Loop
+from fabric_train.training.metrics import further_columns
 from fabric_train.training.nonfinite_guard import StepGuard, WorstDocuments
+from fabric_train.training.objective import Objective
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
 from fabric_train.training.profiler import ProfiledWindows
-from fabric_train.training.progress_line import ProgressLine
-from fabric_train.training.run_log import note, progress
-
-Validate = Callable[[], checkpoints.Evaluation | None]
+from fabric_train.training.run_log import log, note, progress, warn
+from fabric_train.training.step import Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -98,12 +97,13 @@ def _choose_step(fabric: Fabric, optimizer: LowPrecisionAdamW) -> None:
         note(f"AdamW: {step}" if fault is None else f"AdamW: parameters are updated one by one, not by Triton: {fault}")
 
 
-def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: Heartbeat) -> Validate | None:
-    """Return a function that evaluates this rank's share of the validation split; it returns None after a signal."""
-    rows, limits = run.data.validation, run.arguments.evaluation
+def build_validation(
+    fabric: Fabric, model: Any, run: PreparedRun, objective: Objective, heartbeat: Heartbeat
+) -> Validation | None:
+    """Return what evaluates this rank's share of the validation split, and samples; None without such a split."""
+    rows, limits, ranks = run.data.validation, run.arguments.evaluation, data_ranks(fabric)
     if rows is None:
         return None
-    ranks = data_ranks(fabric)
     batches = validation_batches(
         rows,
         limits.eval_batch_size,
@@ -113,111 +113,81 @@ def build_validation(fabric: Fabric, model: Any, run: PreparedRun, heartbeat: He
         run.arguments.data.seed,
         run.arguments.data.num_workers,
     )
-
-    interrupted = _interrupts(fabric, heartbeat, StepPhase.VALIDATION)
-    return lambda: evaluate(fabric, model, batches, rows.source_names, interrupted=interrupted)
+    return Validation(fabric, model, objective, batches, rows.source_names, run.sample_prompts, heartbeat)
 
 
-def _interrupts(fabric: Fabric, heartbeat: Heartbeat, phase: StepPhase) -> Callable[[int], bool]:
-    """Return a function that enters an index of a phase, and returns whether a signal stops the run there."""
-
-    def interrupted(index: int) -> bool:
-        heartbeat.enter(phase, index)
-        return sync_step(fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0
-
-    return interrupted
-
-
-def build_outputs(fabric: Fabric, run: PreparedRun, console: Console) -> Outputs:
-    """Return the progress line and the loggers on rank 0, nothing on other ranks."""
+def build_outputs(fabric: Fabric, run: PreparedRun, objective: Objective, console: Console) -> Outputs:
+    """Return the loggers and the progress line on rank 0, nothing on other ranks."""
     given, state = run.arguments.logging, run.start.state
     if not fabric.is_global_zero:
         return Outputs([], given.log_model)
-    logged = state.step - (bool(state.unlogged) or state.step == 0)  # step 0 is logged by a run that starts there
-    config, sources = flatten(run.arguments), run.logged_sources
-    samples = SampleFile(run.folder / "samples.jsonl", logged)
-    loggers = open_loggers(
-        given.opened_loggers,
-        run.folder,
-        logged,
-        given.project,
-        given.entity,
-        config,
-        sources,
-        samples.past,
+    logged = LoggedRun(
+        folder=run.folder,
+        last_step=state.step - (bool(state.unlogged) or state.step == 0),  # a run that starts at step 0 logs it
+        config=flatten(run.arguments),
+        columns=further_columns(objective.metric_names, list(METRICS), run.logged_sources),
         branched_after=[branch.step for branch in run.start.lineage],
     )
-    return Outputs([*loggers, ProgressLine(state.step, run.plan.num_steps, console)], given.log_model, samples)
+    line = GuardedLogger("progress", lambda: ProgressLine(state.step, run.plan.num_steps, console))
+    return Outputs([*open_loggers(given.opened_loggers, logged), line], given.log_model)
 
 
-def build_loop_parts(
+def build_loop(
     fabric: Fabric,
     model: Any,
     optimizer: Any,
-    validate: Validate | None,
+    objective: Objective,
     run: PreparedRun,
     heartbeat: Heartbeat,
+    validation: Validation | None,
     outputs: Outputs,
-    warn: Callable[[str], None],
-    saved: Callable[[Path], None],
     manager: type[checkpoints.CheckpointManager] = checkpoints.CheckpointManager,
-) -> LoopParts:
-    """Return what the loop works with; ``saved`` is called with every complete checkpoint of the ``manager``."""
-    given, data = run.arguments, run.data
-    return LoopParts(
+) -> Loop:
+    """Return the loop of a run, whose ``outputs`` get every complete checkpoint of the ``manager``."""
+
+    def saved(path: Path) -> None:
+        log.info("saved %s", path)
+        outputs.saved(path)
+
+    given = run.arguments
+    base = _base_model(run) if fabric.is_global_zero else (None, (), ())  # rank 0 writes it
+    saves = manager(
+        run.folder / "checkpoints",
+        fabric,
+        model,
+        optimizer,
+        _description(run, fabric, *base),
+        given.save.keep_checkpoints,
+        given.save.async_save,
+        saved,
+        run.start.state.step,
+    )
+    stepper = Stepper(
         fabric=fabric,
         model=model,
         optimizer=optimizer,
-        batches=_batches(fabric, run, heartbeat),
-        num_steps=run.plan.num_steps,
+        objective=objective,
+        arguments=given,
         schedules=run.schedules,
-        start=run.start.checkpoint if run.start.resumes else None,
-        checkpoints=manager(
-            run.folder / "checkpoints",
-            fabric,
-            model,
-            optimizer,
-            _description(
-                run, fabric, *(_base_model(run) if fabric.is_global_zero else (None, (), ()))
-            ),  # rank 0 writes it
-            given.save.keep_checkpoints,
-            given.save.async_save,
-            saved,
-            run.start.state.step,
-        ),
-        guard=_guard(fabric, data, warn),
-        evaluate=validate,
-        log=outputs.log,
-        flush=outputs.flush,
-        warn=warn,
+        guard=_guard(fabric, run.data),
+        checkpoints=saves,
         heartbeat=heartbeat,
         flops=run.model.flops,
+        num_sources=len(run.logged_sources),
+    )
+    return Loop(
+        run=run,
+        stepper=stepper,
+        batches=_batches(fabric, run, heartbeat),
+        num_steps=run.plan.num_steps,
+        checkpoints=saves,
+        validation=validation,
+        outputs=outputs,
         peak_flops=peak_flops_of_run(fabric, given.model.precision),
-        source_names=run.logged_sources,
-        early_stopping=run.early_stopping,
-        sample=_sampling(fabric, model, run, heartbeat, outputs) if validate else None,
     )
 
 
-def _sampling(
-    fabric: Fabric, model: Any, run: PreparedRun, heartbeat: Heartbeat, outputs: Outputs
-) -> Callable[[int], bool] | None:
-    """Return a function that logs the samples of a step; it returns False after a signal. None without prompts."""
-    prompts = run.sample_prompts
-    if prompts is None:
-        return None
-    interrupted = _interrupts(fabric, heartbeat, StepPhase.SAMPLING)
-
-    def sample(step: int) -> bool:
-        samples = generate_samples(fabric, model, prompts, step, interrupted)
-        if samples is not None:
-            outputs.log_samples(samples)
-        return samples is not None
-
-    return sample
-
-
-def _guard(fabric: Fabric, data: TrainingData, warn: Callable[[str], None]) -> StepGuard:
+def _guard(fabric: Fabric, data: TrainingData) -> StepGuard:
     if isinstance(data, Stream):
         return StepGuard(fabric, "the stream", warn)
     worst = WorstDocuments(fabric, data).describe

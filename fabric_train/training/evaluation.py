@@ -1,28 +1,28 @@
-"""Validation loss: the mean over the supervised tokens of all ranks, each token with the same weight."""
+"""The evaluation of a run: its metrics over the validation split, samples of prompts, and early stopping.
+
+Every supervised token of all ranks has the same weight, however rows are split into ranks and batches.
+"""
 
 import inspect
-import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning import Fabric
 
 from fabric_train.checkpoint import Evaluation, LossProgress, TokenLoss, TrainerState
-from fabric_train.cli.errors import InputError
-from fabric_train.data.batch import SUM_OF_HASHES, Batch, count_supervised, hash_supervised
-from fabric_train.distributed.collectives import gather_over_ranks, sum_over_data_ranks
+from fabric_train.data.batch import SUM_OF_HASHES, Batch, hash_supervised
+from fabric_train.distributed.collectives import StepSync, gather_over_ranks, sum_over_data_ranks, sync_step
+from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import run_pending
-from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
-from fabric_train.files.typed_json import parse_json
 from fabric_train.inference.generate import continuation
 from fabric_train.model.attention import forward
-from fabric_train.training.loss import sum_by_piece, sum_by_source, summed_loss
+from fabric_train.training.loggers import Sample
+from fabric_train.training.objective import CrossEntropy, Objective, losses_of_targets, sum_by_piece, sum_by_source
 
 _PATIENCE = 3
 
@@ -52,6 +52,7 @@ class EarlyStopping:
         """Return why the run ends after the state's step."""
         assert state.progress is not None
         name = "the validation loss" if self.source == "all" else f"the validation loss of {self.source}"
+        name = f"the validation's {self.source}" if self.source.partition("/")[0] in METRICS else name
         best, step = state.progress.best, state.progress.best_step
         lowest = "is not finite" if best is None else f"has not fallen below {best:.4f}, that of step {step},"
         return (
@@ -66,6 +67,93 @@ def parse_early_stopping(given: str, names: Sequence[str]) -> EarlyStopping:
     return EarlyStopping(found[1], int(found[2])) if found else EarlyStopping(given, _PATIENCE)
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A figure of an evaluation beside loss, perplexity and bits per byte, of all tokens and of each source.
+
+    ``of_tokens`` gets the losses of some tokens in nats, fp32 [N], and returns what each token adds, [N] of any dtype.
+    ``figure`` makes the figure of the sum, the number of tokens and the UTF-8 bytes of their text (None if not known);
+    by default it is the mean over the tokens. It is the column ``val_NAME`` of metrics.csv. ``--best_by`` and
+    ``--early_stopping`` take NAME, or NAME/SOURCE, if a lower value is better.
+    """
+
+    of_tokens: Callable[[torch.Tensor], torch.Tensor]
+    figure: Callable[[TokenLoss], float | None] = lambda sums: sums.loss
+
+
+METRICS: dict[str, Metric] = {}
+"""By name, such as ``below_one_nat``. Loss, perplexity and bits per byte are figures of every ``TokenLoss``."""
+
+
+class _Sums:
+    """What an evaluation adds up: of all tokens, of the objective's metrics, and of each source."""
+
+    def __init__(self, objective: Objective, num_sources: int, device: torch.device) -> None:
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self._objective, self._num_sources, self._hashed = objective, num_sources, 0
+        self._totals = zeros(2)  # loss, and what it counts
+        self._metrics = zeros(len(objective.metric_names))
+        self._of_metrics, self._of_sources = zeros(len(METRICS)), zeros(1 + len(METRICS), num_sources)
+        self._counts = torch.zeros(2, num_sources, dtype=torch.float64)  # supervised tokens, bytes
+        self._device = device
+
+    def add(self, model: Any, batch: Batch) -> None:
+        """Add a batch, which is on the CPU."""
+        self._hashed += hash_supervised(batch.input_ids, batch.labels)
+        there = batch.to(self._device)
+        loss = self._objective.loss(model, there)
+        self._totals[0] += loss.total
+        self._totals[1] += self._objective.count(there)
+        if loss.metrics is not None:
+            self._metrics += loss.metrics
+        if loss.of_tokens is None:
+            self._of_metrics += torch.nan  # there are no tokens to tell apart
+            return
+        values = [loss.of_tokens]
+        for number, metric in enumerate(METRICS.values()):
+            values.append(metric.of_tokens(losses_of_targets(loss.of_tokens, batch)))
+            self._of_metrics[number] += values[-1].sum(dtype=torch.float64)
+        if batch.pieces is not None and self._num_sources:
+            for number, of_tokens in enumerate(values):
+                of_pieces = sum_by_piece(of_tokens, batch)
+                of_sources = sum_by_source(of_pieces, batch.pieces.sources, self._num_sources)
+                self._of_sources[number] += of_sources.to(self._device)
+            self._counts += batch.pieces.count_by_source(self._num_sources)
+
+    def over_ranks(self, fabric: Fabric, source_names: Sequence[str]) -> Evaluation:
+        """Return the evaluation of what all ranks have added."""
+        hashed = torch.tensor([self._hashed % SUM_OF_HASHES], dtype=torch.float64, device=self._device)
+        parts = [self._totals, hashed, self._metrics, self._of_metrics, self._of_sources, self._counts.to(self._device)]
+        row = sum_over_data_ranks(fabric, torch.cat([part.flatten() for part in parts])).cpu()
+        totals, hashed, metrics, of_metrics, of_sources, counts = row.split([part.numel() for part in parts])
+        nats_of_sources = of_sources.view(1 + len(METRICS), -1).T.tolist()
+        columns = zip(source_names, *counts.view(2, -1).tolist(), nats_of_sources, strict=True)
+        sources = {
+            name: _token_loss(nats, int(tokens), None if math.isnan(num_bytes) else num_bytes, further)
+            for name, tokens, num_bytes, (nats, *further) in columns
+            if tokens
+        }
+        known = [source.num_bytes for source in sources.values() if source.num_bytes is not None]
+        num_bytes = math.fsum(known) if sources and len(known) == len(sources) else None
+        nats, count = totals.tolist()
+        whole = _token_loss(nats, int(count), num_bytes, of_metrics.tolist())
+        means = dict(zip(self._objective.metric_names, (metrics / max(count, 1)).tolist(), strict=True))
+        rows = f"{int(hashed) % SUM_OF_HASHES:010x}"
+        return Evaluation(replace(whole, further=whole.further | means), sources, rows=rows)
+
+
+def _token_loss(nats: float, num_tokens: int, num_bytes: float | None, sums: Sequence[float]) -> TokenLoss:
+    """Return the loss of some tokens with the figures of ``METRICS``, of which ``sums`` has one each, NaN for none."""
+    further = {
+        name: metric.figure(TokenLoss(total, num_tokens, num_bytes))
+        for (name, metric), total in zip(METRICS.items(), sums, strict=True)
+        if not math.isnan(total)
+    }
+    return TokenLoss(nats, num_tokens, num_bytes, further)
+
+
 @torch.no_grad()
 def evaluate(
     fabric: Fabric,
@@ -73,6 +161,7 @@ def evaluate(
     batches: Iterable[Batch],
     source_names: Sequence[str] = (),
     *,
+    objective: Objective | None = None,
     interrupted: Callable[[int], bool] = lambda _: False,
 ) -> Evaluation | None:
     """Evaluate on this rank's batches and sum over the ranks.
@@ -82,48 +171,22 @@ def evaluate(
         model: is in training mode afterwards.
         batches: of this rank; every rank has the same number.
         source_names: the sources that the pieces of the batches count.
+        objective: of the run; None is cross entropy.
         interrupted: called with the index of each batch before it; returns the same on all ranks.
 
     Returns:
         None if ``interrupted`` returned True.
     """
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)  # summed loss, supervised tokens
-    nats = torch.zeros(len(source_names), dtype=torch.float64, device=fabric.device)
-    counts = torch.zeros(2, len(source_names), dtype=torch.float64)  # supervised tokens, bytes
-    hashed = 0
+    sums = _Sums(objective or CrossEntropy(), len(source_names), fabric.device)
     for index, batch in enumerate(batches):
         if interrupted(index):
             model.train()
             return None
-        hashed += hash_supervised(batch.input_ids, batch.labels)
-        there = batch.to(fabric.device)
-        loss = summed_loss(model, there.input_ids, there.labels, there.documents, there.targets)
-        totals[0] += loss.total
-        totals[1] += count_supervised(there.labels)
-        if batch.pieces is not None and len(source_names):
-            of_pieces = sum_by_piece(loss.of_tokens, batch)
-            nats += sum_by_source(of_pieces, batch.pieces.sources, len(source_names)).to(fabric.device)
-            counts += batch.pieces.count_by_source(len(source_names))
+        sums.add(model, batch)
         run_pending(fabric.device)
     model.train()
-    of_rows = torch.tensor([hashed % SUM_OF_HASHES], dtype=torch.float64, device=fabric.device)
-    row = torch.cat([totals, of_rows, nats, counts.flatten().to(fabric.device)])
-    summed, num_tokens, hashed, *of_sources = sum_over_data_ranks(fabric, row).tolist()
-    by_source = zip(source_names, *torch.tensor(of_sources, dtype=torch.float64).view(3, -1).tolist(), strict=True)
-    return replace(_evaluation(summed, int(num_tokens), by_source), rows=f"{int(hashed) % SUM_OF_HASHES:010x}")
-
-
-def _evaluation(nats: float, num_tokens: int, by_source: Iterable[tuple[str, float, float, float]]) -> Evaluation:
-    """Return the evaluation; ``by_source`` has name, nats, tokens and bytes, which are NaN if they are not known."""
-    sources = {
-        name: TokenLoss(summed, int(tokens), None if math.isnan(num_bytes) else num_bytes)
-        for name, summed, tokens, num_bytes in by_source
-        if tokens
-    }
-    known = [source.num_bytes for source in sources.values() if source.num_bytes is not None]
-    num_bytes = math.fsum(known) if sources and len(known) == len(sources) else None
-    return Evaluation(TokenLoss(nats, num_tokens, num_bytes), sources)
+    return sums.over_ranks(fabric, source_names)
 
 
 @dataclass(frozen=True)
@@ -138,15 +201,6 @@ class SamplePrompts:
     input_ids: list[list[int]]
     end_ids: frozenset[int]
     num_tokens: int
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A line of samples.jsonl: the prompt, and the text with which the model of a step continues it."""
-
-    step: int
-    prompt: str
-    text: str
 
 
 @torch.no_grad()
@@ -205,46 +259,37 @@ def _until_end(new_ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
     return list(new_ids[:end])
 
 
-class SampleFile:
-    """RUN/samples.jsonl: a line for each step and prompt.
+@dataclass(frozen=True)
+class Validation:
+    """What is done with the model of a step, on all ranks together. ``batches`` are those of this rank."""
 
-    Args:
-        path: of the file; it need not exist.
-        last_step: the run continues after it. Later lines, which an interrupted run wrote, are removed.
+    fabric: Fabric
+    model: Any
+    objective: Objective
+    batches: Iterable[Batch]
+    source_names: tuple[str, ...]
+    prompts: SamplePrompts | None
+    heartbeat: Heartbeat
 
-    Attributes:
-        past: the samples up to ``last_step``.
+    def evaluate(self, step: int = 0) -> Evaluation | None:
+        """Return the evaluation of the model after ``step``; None if a signal stops the run."""
+        found = evaluate(
+            self.fabric,
+            self.model,
+            self.batches,
+            self.source_names,
+            objective=self.objective,
+            interrupted=partial(self._is_stopped, StepPhase.VALIDATION),
+        )
+        return found and replace(found, step=step)
 
-    Raises:
-        InputError: the file is a link, or a line is damaged.
-    """
+    def sample(self, step: int) -> list[Sample] | None:
+        """Return the samples of the model after ``step``, none without prompts; None if a signal stops the run."""
+        if self.prompts is None:
+            return []
+        interrupted = partial(self._is_stopped, StepPhase.SAMPLING)
+        return generate_samples(self.fabric, self.model, self.prompts, step, interrupted)
 
-    def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
-        self.past: list[Sample] = []
-        check_no_link(path)
-        if not path.exists():
-            return
-        content = path.read_bytes()
-        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-            try:
-                sample = parse_json(line, Sample)
-            except ValueError as error:
-                raise InputError(f"{path}, line {number}: damaged ({error}); move the file away") from None
-            if sample.step > last_step:
-                break
-            self.past.append(sample)
-        kept = "".join(map(_line, self.past))
-        if kept.encode() != content:
-            write_atomically(path, kept)
-
-    def log(self, samples: Sequence[Sample]) -> None:
-        """Append samples, and wait until they are on the disk."""
-        with open_to_write(self._path, "a", newline="") as file:
-            file.writelines(map(_line, samples))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _line(sample: Sample) -> str:
-    return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
+    def _is_stopped(self, phase: StepPhase, index: int) -> bool:
+        self.heartbeat.enter(phase, index)
+        return sync_step(self.fabric, StepSync(stop_signal=stop_signals.received)).stop_signal > 0

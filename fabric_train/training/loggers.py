@@ -1,33 +1,81 @@
-"""TensorBoard and Weights & Biases: each step once, also after a killed run resumes.
+"""Where the metrics, samples and checkpoints of a run go: the protocol of loggers, and those that every run has.
 
-metrics.csv is complete up to the checkpoint, so a resumed run trusts it. Steps that a logger has after the checkpoint
-are removed if possible. Steps that it lacks before the checkpoint are logged again. metrics.csv is part of the run's
-record: if it cannot be written, the run ends. No other logger can end a run (:class:`Optional`).
+metrics.csv is the record that a resumed run trusts: if it cannot be written, the run ends. No other logger can end a
+run, or change its exit code (:class:`GuardedLogger`). ``trackers.py`` has TensorBoard and Weights & Biases,
+``loss_curves.py`` the picture. To add a logger, see :data:`LOGGERS`.
 """
 
-import mmap
-import netrc
+import csv
+import json
 import os
-import re
 import shlex
-import struct
-import uuid
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
-from fabric_train.cli.errors import InputError, describe_os_error, first_line
-from fabric_train.files.regular_file import check_no_link, check_no_links_in, write_atomically
-from fabric_train.training.evaluation import Sample, SampleFile
-from fabric_train.training.loss_curves import PICTURE, LossCurves
-from fabric_train.training.metrics import CSVLogger, Logger, Metrics, measured, read_metrics
-from fabric_train.training.run_log import note, warn
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.text import Text
 
-_WANDB = "--loggers wandb"
+from fabric_train.cli.errors import InputError, describe_os_error, first_line, set_display
+from fabric_train.files.regular_file import check_no_link, open_to_write, write_atomically
+from fabric_train.files.typed_json import parse_json
+from fabric_train.training.metrics import COLUMNS, Metrics, columns_of, read_table
+from fabric_train.training.run_log import log, note, progress, warn
+
+_SECONDS_BETWEEN_LINES = 2.0
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+_BAR_WIDTH = 10
 
 
-class Optional(Logger):
+@dataclass(frozen=True)
+class Sample:
+    """A line of samples.jsonl: the prompt, and the text with which the model of a step continues it."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+class Logger:
+    """The protocol of loggers, on rank 0 alone. Each method does nothing here: override those that are needed."""
+
+    def log(self, metrics: Metrics) -> None:
+        """Record one step's metrics."""
+
+    def log_samples(self, samples: Sequence[Sample]) -> None:
+        """Record the samples of a step, whose metrics follow; none without ``--sample_prompts``."""
+
+    def log_model(self, checkpoint: Path) -> None:
+        """Upload a complete checkpoint; called for all or the last, as ``--log_model`` says."""
+
+    def flush(self) -> None:
+        """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
+
+    def close(self) -> None:
+        """Write the rest and close, at the end of the run."""
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run that loggers are opened for.
+
+    ``last_step`` is the last one that is logged already, -1 if none is. ``config`` has its arguments by name.
+    ``columns`` are those of metrics.csv beside the usual ones. The run branched off others after ``branched_after``.
+    """
+
+    folder: Path
+    last_step: int
+    config: dict[str, Any] = field(default_factory=dict)
+    columns: Sequence[str] = ()
+    branched_after: Sequence[int] = ()
+
+
+class GuardedLogger(Logger):
     """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged.
 
     Args:
@@ -36,184 +84,269 @@ class Optional(Logger):
     """
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
-        self._name, self._logger = name, Logger()
+        self._name, self.logger = name, Logger()
 
         def open_it(_: Logger) -> None:
-            self._logger = open_logger()
+            self.logger = open_logger()
 
         self._try(open_it)
 
     def log(self, metrics: Metrics) -> None:
-        """Record one step's metrics."""
         self._try(lambda logger: logger.log(metrics))
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Record the samples of a step."""
         self._try(lambda logger: logger.log_samples(samples))
 
     def log_model(self, checkpoint: Path) -> None:
-        """Upload a checkpoint."""
         self._try(lambda logger: logger.log_model(checkpoint))
 
     def flush(self) -> None:
-        """Flush it."""
         self._try(lambda logger: logger.flush())
 
     def close(self) -> None:
-        """Close it."""
         self._try(lambda logger: logger.close())
 
     def _try(self, action: Callable[[Logger], None]) -> None:
         try:
-            action(self._logger)
-        except Exception as error:  # noqa: BLE001 - a folder, a disk, a network or a server: none may end the run
-            self._logger = Logger()
+            action(self.logger)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a folder, a disk, a network, a server, a bug
+            self.logger = Logger()
             reason = describe_os_error(error) if isinstance(error, OSError) else first_line(error)
             warn(f"{self._name}: {reason}; the run goes on without it, and metrics.csv has every step")
 
 
-class TensorBoardLogger(Logger):
-    """Event files in ``RUN/tensorboard``."""
+class CSVLogger(Logger):
+    """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
 
-    def __init__(self, folder: Path, last_step: int) -> None:
-        """Continue after ``last_step``; remove what an interrupted run wrote after it."""
-        from torch.utils.tensorboard import SummaryWriter  # a slow import, needed only here
+    def __init__(self, path: Path, last_step: int, further: Sequence[str] = ()) -> None:
+        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
 
-        check_no_links_in(folder)
-        for file in folder.glob("events.out.tfevents.*"):
-            _cut_events(file, last_step)
-        # an open TensorBoard has read the removed steps: purge_step makes it drop them
-        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
+        Beside the usual columns there are those that the file has, and the ``further`` ones.
+
+        Raises:
+            InputError: the file is no metrics.csv, or a link.
+        """
+        check_no_link(path)
+        found, kept = read_table(path, last_step)
+        columns = list(dict.fromkeys((*COLUMNS, *found, *further)))
+        temporary = path.with_suffix(".csv.new")
+        temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
+        with open_to_write(temporary, "x", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(map(columns_of, kept))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        self._file = open_to_write(path, "a", newline="")
+        self._writer = csv.DictWriter(self._file, columns)
 
     def log(self, metrics: Metrics) -> None:
-        """Write every measured value as a scalar."""
-        for name, value in measured(metrics).items():
-            self._writer.add_scalar(name, value, metrics.step)
-
-    def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Write every sample as a text."""
-        for number, sample in enumerate(samples, 1):
-            as_code = indent(f"{sample.prompt}▸{sample.text}", "    ", lambda _: True)  # not read as Markdown
-            self._writer.add_text(f"samples/{number}", as_code, sample.step)
+        """Append the row."""
+        self._writer.writerow(columns_of(metrics))
+        self._file.flush()
 
     def flush(self) -> None:
-        """Wait until the events are in their file."""
-        self._writer.flush()
+        """Sync the rows to the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
 
 
-def _cut_events(path: Path, last_step: int) -> None:
-    """Truncate an event file before its first event after ``last_step``, or before a record that is damaged or cut off.
+class SampleFile(Logger):
+    """RUN/samples.jsonl: a line for each step and prompt.
 
-    The file is a sequence of records of tensorboard's ``RecordWriter``: uint64 length, uint32 checksum, content, uint32
-    checksum.
+    Args:
+        path: of the file; it need not exist.
+        last_step: the run continues after it. Later lines, which an interrupted run wrote, are removed.
+
+    Attributes:
+        past: the samples up to ``last_step``.
+
+    Raises:
+        InputError: the file is a link, or a line is damaged.
     """
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from tensorboard.compat.proto.event_pb2 import Event
 
-    size, end = path.stat().st_size, 0
-    if not size:
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as records:
-        while end + 12 <= size:
-            (length,) = struct.unpack_from("<Q", records, end)
-            after = end + 12 + length + 4
-            if after > size:
-                break
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        self.past: list[Sample] = []
+        check_no_link(path)
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
             try:
-                event = Event.FromString(records[end + 12 : after - 4])
-            except DecodeError:  # TensorBoard reads nothing after a damaged record either
+                sample = parse_json(line, Sample)
+            except ValueError as error:
+                raise InputError(f"{path}, line {number}: damaged ({error}); move the file away") from None
+            if sample.step > last_step:
                 break
-            if event.step > last_step:
-                break
-            end = after
-    os.truncate(path, end)
-
-
-class WandbLogger(Logger):
-    """Weights & Biases. Without an account it works offline, in ``RUN/wandb``. It never asks on the terminal.
-
-    A run folder has one W&B run, however often it is resumed. A server keeps the steps that it has after the
-    checkpoint: W&B ignores a step that it has, and only some servers can rewind. A resumed run repeats those steps
-    exactly, so they are right. Offline, each start makes a folder, and ``wandb sync`` lets the last one replace the
-    others. So the last one gets all steps, and the others are moved to ``RUN/wandb/replaced``.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        project: str,
-        entity: str | None,
-        config: dict[str, Any],
-        past: Sequence[Metrics],
-        past_samples: Sequence[Sample] = (),
-    ) -> None:
-        """``past`` are the metrics of the run so far, ``past_samples`` its samples."""
-        import wandb  # a slow import, needed only here
-
-        self._told = folder / "wandb" / "told_up_to"
-        for path in (folder / "wandb_run_id", folder / "wandb", self._told):
-            check_no_link(path)
-        run_id = _wandb_run_id(folder)
-        self.mode = _wandb_mode()
-        if self.mode == "offline":
-            _move_replaced(folder / "wandb", run_id)
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            dir=str(folder),
-            id=run_id,
-            resume="allow",
-            mode=self.mode,  # type: ignore[arg-type]
-            config=config,
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
-        )
-        self._wandb = wandb
-        self._last_step = past[-1].step if past else -1
-        for metrics in past:
-            if metrics.step >= self._run.starting_step:  # 0 offline, otherwise the first step that the server lacks
-                self.log_samples([sample for sample in past_samples if sample.step == metrics.step])
-                self.log(metrics)
-
-    def log(self, metrics: Metrics) -> None:
-        """Log every measured value at its step."""
-        self._run.log(measured(metrics), step=metrics.step)
-        self._last_step = metrics.step
+            self.past.append(sample)
+        kept = "".join(map(_line, self.past))
+        if kept.encode() != content:
+            write_atomically(path, kept)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step, whose metrics follow, as a table."""
-        if samples:
-            rows = [[sample.prompt, sample.text] for sample in samples]
-            table = self._wandb.Table(columns=["prompt", "text"], data=rows)
-            self._run.log({"samples": table}, step=samples[0].step)
+        """Append samples, and wait until they are on the disk."""
+        with open_to_write(self._path, "a", newline="") as file:
+            file.writelines(map(_line, samples))
+            file.flush()
+            os.fsync(file.fileno())
 
-    def log_model(self, checkpoint: Path) -> None:
-        """Upload a checkpoint without its optimizer as an artifact."""
-        artifact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"checkpoint": checkpoint.name})
-        for path in sorted(checkpoint.rglob("*")):
-            name = path.relative_to(checkpoint)
-            if path.is_file() and name.parts[0] != "optimizer":
-                artifact.add_file(str(path), name=name.as_posix())
-        self._run.log_artifact(artifact)
+
+def _line(sample: Sample) -> str:
+    return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
+
+
+class ProgressLine(Logger):
+    """Shows step, time left, loss, learning rate, gradient norm, tokens/s and memory."""
+
+    def __init__(self, first_step: int, num_steps: int, console: Console) -> None:
+        self._first_step, self._num_steps = first_step, num_steps
+        self._started, self._shown_at = time.monotonic(), 0.0
+        self._bar: Live | None = None
+        if console.is_interactive:
+            # without a thread that redraws it, nothing draws the bar after an error message
+            bar = _Bar(first_step, num_steps, "-:--", ())
+            self._bar = Live(bar, console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+            self._bar.start(refresh=True)
+            set_display(self._bar.stop)
+
+    def log(self, metrics: Metrics) -> None:
+        """Show the step."""
+        progress.info("")
+        if metrics.val_loss is not None:
+            whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
+            log.info("step %d: %s%s", metrics.step, whole, _of_sources(metrics))
+        now, is_last = time.monotonic(), metrics.step == self._num_steps
+        if metrics.step == 0:  # an evaluation before the first step
+            self._started = now
+            return
+        pace = (now - self._started) / max(metrics.step - self._first_step, 1)
+        eta, values = _clock(pace * (self._num_steps - metrics.step)), _in_short(metrics)
+        pause = _SECONDS_BETWEEN_DRAWINGS if self._bar else _SECONDS_BETWEEN_LINES
+        is_due = now - self._shown_at > pause or is_last
+        if is_due:
+            self._shown_at = now
+        if self._bar is None and is_due:
+            log.debug("step %d/%d %s eta %s", metrics.step, self._num_steps, " ".join(values), eta)
+        elif self._bar is not None and self._bar.is_started:
+            self._bar.update(_Bar(metrics.step, self._num_steps, eta, values), refresh=is_due)
 
     def close(self) -> None:
-        """Wait for uploads."""
-        self._run.finish()
-        write_atomically(self._told, f"{self._last_step}\n")
+        """Stop the bar where it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            set_display(None)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A line that fits the terminal: the values that do not fit are left out, the last ones first."""
+
+    step: int
+    num_steps: int
+    eta: str
+    values: tuple[str, ...]
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the line, which leaves the terminal's last column free."""
+        filled = _BAR_WIDTH * self.step // self.num_steps
+        bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
+        counts = f"{self.step:,}/{self.num_steps:,} eta {self.eta}"
+        line = f"train [{bar}] {counts}"
+        if len(line) >= options.max_width:
+            line = counts
+        for value in self.values:
+            if len(f"{line} {value}") >= options.max_width:
+                break
+            line = f"{line} {value}"
+        yield Text(line, no_wrap=True, overflow="crop")
+
+
+def _of_sources(metrics: Metrics) -> str:
+    """Return the validation loss of each source, if there are several."""
+    losses = {
+        name: loss
+        for column, loss in metrics.by_source.items()
+        for of, _, name in [column.partition("/")]
+        if of == "val_loss"
+    }
+    return "".join(f"; {name} {loss:.4f}" for name, loss in losses.items())
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _in_short(metrics: Metrics) -> tuple[str, ...]:
+    parts = [
+        ("loss", metrics.train_loss, "{:.4f}"),
+        ("lr", metrics.learning_rate, "{:.2e}"),
+        ("grad", metrics.grad_norm, "{:.3f}"),
+        ("tok/s", metrics.tokens_per_second, "{:,.0f}"),
+        ("mfu", metrics.mfu, "{:.1%}"),
+        ("mem", metrics.peak_memory_gb, "{:.2f} GB"),
+    ]
+    return tuple(f"{name} {form.format(value)}" for name, value, form in parts if value is not None)
+
+
+def _open_curves(run: LoggedRun) -> Logger:
+    from fabric_train.training.loss_curves import LossCurves
+
+    return LossCurves(run.folder, run.branched_after)
+
+
+def _open_tensorboard(run: LoggedRun) -> Logger:
+    from fabric_train.training.trackers import TensorBoardLogger
+
+    return TensorBoardLogger(run.folder / "tensorboard", run.last_step)
+
+
+def _open_wandb(run: LoggedRun) -> Logger:
+    from fabric_train.training.trackers import WandbLogger, wandb_mode
+
+    if wandb_mode() == "disabled":
+        note("WANDB_MODE=disabled: nothing is logged to Weights & Biases")
+        return Logger()
+    return WandbLogger(run)
+
+
+LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
+    "loss_curves.png": _open_curves,
+    "--loggers tensorboard": _open_tensorboard,
+    "--loggers wandb": _open_wandb,
+}
+"""How loggers are opened, by the name that messages call them. A name with ``--loggers`` is opened if that option names
+it, and any other one in every run."""
+
+
+def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Logger]:
+    """Open metrics.csv, samples.jsonl and all of ``LOGGERS``, those of ``--loggers`` if they are among ``names``.
+
+    Raises:
+        InputError: metrics.csv or samples.jsonl is damaged, or a link.
+    """
+    table = CSVLogger(run.folder / "metrics.csv", run.last_step, run.columns)
+    samples = SampleFile(run.folder / "samples.jsonl", run.last_step)
+    opened: list[Logger] = [table, GuardedLogger("samples.jsonl", lambda: samples)]
+    for name, open_logger in LOGGERS.items():
+        option, _, chosen = name.partition(" ")
+        if option != "--loggers" or chosen in names:
+            opened.append(GuardedLogger(name, partial(open_logger, run)))
+    return opened
 
 
 class Outputs:
-    """All loggers of a run.
+    """All loggers of a run. ``log_model`` says which checkpoints they upload: "all", "last" or "none"."""
 
-    ``log_model`` says which checkpoints are uploaded to W&B: "all", "last" or "none". ``samples`` is the file of the
-    samples; None writes none.
-    """
-
-    def __init__(self, loggers: Sequence[Logger], log_model: str, samples: SampleFile | None = None) -> None:
-        self._loggers, self._log_model, self._samples = loggers, log_model, samples
+    def __init__(self, loggers: Sequence[Logger], log_model: str) -> None:
+        self._loggers, self._log_model = loggers, log_model
 
     def log(self, metrics: Metrics) -> None:
         """Log one step to all."""
@@ -221,9 +354,7 @@ class Outputs:
             logger.log(metrics)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Log the samples of a step, before its metrics."""
-        if self._samples:
-            self._samples.log(samples)
+        """Log the samples of a step to all, before its metrics."""
         for logger in self._loggers:
             logger.log_samples(samples)
 
@@ -232,118 +363,28 @@ class Outputs:
         for logger in self._loggers:
             logger.flush()
 
-    def saved(self, checkpoint: Path) -> None:
-        """Upload a complete checkpoint if all are uploaded."""
-        if self._log_model == "all":
-            self._upload(checkpoint)
-
-    def ended(self, checkpoint: Path) -> None:
-        """Upload the run's last checkpoint if only that is uploaded."""
-        if self._log_model == "last":
-            self._upload(checkpoint)
+    def saved(self, checkpoint: Path, is_last: bool = False) -> None:
+        """Upload a complete checkpoint, if all are uploaded, or this is the run's last one and only that is."""
+        if self._log_model == ("last" if is_last else "all"):
+            for logger in self._loggers:
+                logger.log_model(checkpoint)
 
     def close(self) -> None:
         """Close all."""
         for logger in self._loggers:
             logger.close()
 
-    def _upload(self, checkpoint: Path) -> None:
-        for logger in self._loggers:
-            logger.log_model(checkpoint)
-
-
-def complete_wandb(folder: Path, last_step: int, project: str, entity: str | None, config: dict[str, Any]) -> None:
-    """Log to W&B the steps of a finished run that it lacks because the run was killed after its last save."""
-    if _wandb_mode() == "disabled":
-        return
-    told = folder / "wandb" / "told_up_to"
-    past = read_metrics(folder / "metrics.csv", last_step)
-    if past and (not told.is_file() or told.read_bytes().strip() != str(past[-1].step).encode()):
-        samples = SampleFile(folder / "samples.jsonl", last_step).past
-        Optional(_WANDB, lambda: WandbLogger(folder, project, entity, config, past, samples)).close()
-
-
-def open_loggers(
-    names: Sequence[str],
-    folder: Path,
-    last_step: int,
-    project: str,
-    entity: str | None,
-    config: dict[str, Any],
-    source_names: Sequence[str] = (),
-    past_samples: Sequence[Sample] = (),
-    branched_after: Sequence[int] = (),
-) -> list[Logger]:
-    """Open metrics.csv, the picture of the losses and the named loggers, to continue after ``last_step``.
-
-    Before step 0, ``last_step`` is -1. ``source_names`` are the sources whose losses are logged, ``past_samples`` the
-    samples up to ``last_step``, ``branched_after`` the steps at which the picture shows a branch.
-
-    Raises:
-        InputError: metrics.csv is damaged.
-    """
-    table = folder / "metrics.csv"
-    loggers: list[Logger] = [
-        CSVLogger(table, last_step, source_names),
-        Optional("loss_curves.png", lambda: LossCurves(folder, branched_after)),
-    ]
-    if "tensorboard" in names:
-        loggers.append(Optional("--loggers tensorboard", lambda: TensorBoardLogger(folder / "tensorboard", last_step)))
-    if "wandb" in names and _wandb_mode() == "disabled":
-        note("WANDB_MODE=disabled: nothing is logged to Weights & Biases")
-    elif "wandb" in names:
-        past = read_metrics(table, last_step)
-        opened = Optional(_WANDB, lambda: WandbLogger(folder, project, entity, config, past, past_samples))
-        loggers.append(opened)
-    return loggers
-
 
 def describe_loggers(names: Sequence[str], folder: Path, project: str) -> str:
     """Return where a run's metrics are, with the command that shows or uploads those of each logger."""
-    places = [f"{folder / 'metrics.csv'}; after an evaluation, {PICTURE} beside it"]
+    places = [f"{folder / 'metrics.csv'}; after an evaluation, loss_curves.png beside it"]
     if "tensorboard" in names:
         places.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if "wandb" in names:
-        mode = _wandb_mode()
+        from fabric_train.training.trackers import wandb_mode
+
+        mode = wandb_mode()
         offline = f"{shlex.quote(str(folder / 'wandb'))}/offline-run-*"
         where = {"online": f"project {project}", "offline": f"offline; upload with: wandb sync {offline}"}
         places.append(f"Weights & Biases, {where.get(mode, mode)}")
     return "\n".join(places)
-
-
-def _wandb_mode() -> str:
-    """Return online, offline or disabled; without an account it is offline."""
-    return os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-
-
-def _wandb_run_id(folder: Path) -> str:
-    """Return the id of the run folder's W&B run; create it on first use.
-
-    Raises:
-        InputError: the file with the id is damaged.
-    """
-    file = folder / "wandb_run_id"
-    if not file.is_file():
-        write_atomically(file, uuid.uuid4().hex[:8])
-    run_id = file.read_text(encoding="utf-8", errors="replace").strip()
-    if not re.fullmatch(r"[\w-]{1,64}", run_id, re.ASCII):
-        raise InputError(f"{file}: damaged; write the id of the run's W&B run into it, or remove it for a new W&B run")
-    return run_id
-
-
-def _move_replaced(folder: Path, run_id: str) -> None:
-    """Move a run's earlier offline folders to a place that ``wandb sync`` does not read."""
-    for earlier in folder.glob(f"offline-run-*-{run_id}"):
-        (folder / "replaced").mkdir(exist_ok=True)
-        earlier.rename(folder / "replaced" / earlier.name)
-
-
-def _has_wandb_key() -> bool:
-    """Whether wandb finds a key without asking: in the environment or in the user's netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return False

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fabric_train.files.regular_file import check_regular_or_absent
-from fabric_train.training.metrics import Logger, Metrics, read_metrics
+from fabric_train.training.loggers import Logger
+from fabric_train.training.metrics import Metrics, read_metrics
 
 _TEXT = "#767676"  # can be read on white and on black; the background is transparent
 _BLUE, _ORANGE = "#3d7fc4", "#d9782d"

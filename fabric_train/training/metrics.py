@@ -1,24 +1,20 @@
-"""The metrics of a step, and metrics.csv, which only rank 0 writes."""
+"""The metrics of a step, their columns in metrics.csv, and how long steps take."""
 
 import csv
 import io
-import os
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fabric_train.checkpoint import Evaluation, TrainerState
 from fabric_train.cli.errors import InputError
-from fabric_train.files.regular_file import check_no_link, open_to_write
-
-if TYPE_CHECKING:
-    from fabric_train.training.evaluation import Sample
+from fabric_train.files.regular_file import check_no_link
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,8 @@ class Metrics:
     ``step_time`` is in seconds, ``data_wait`` the share of it spent waiting for batches. ``peak_memory_gb`` is in 1e9
     bytes on rank 0: allocated on the GPU, or resident on CPU. ``skipped_steps`` counts steps left out because loss or
     gradient was not finite. Samples are rows. ``mfu`` is between 0 and 1 (``model.flops``), None if the device's peak
-    is unknown. ``rows_hash`` is that of ``TrainerState``. ``by_source`` has the columns of single sources, such as
-    ``val_loss/NAME``.
+    is unknown. ``rows_hash`` is that of ``TrainerState``. ``further`` has the columns of an objective's metrics and of
+    ``evaluation.METRICS``, ``train_NAME`` and ``val_NAME``; ``by_source`` those of sources, as ``val_loss/SOURCE``.
     """
 
     step: int
@@ -50,42 +46,54 @@ class Metrics:
     peak_memory_gb: float | None = None
     skipped_steps: int | None = None
     rows_hash: str | None = None
+    further: dict[str, float] = field(default_factory=dict)
     by_source: dict[str, float] = field(default_factory=dict)
 
 
-_COLUMNS = [column.name for column in fields(Metrics) if column.name != "by_source"]
+COLUMNS = tuple(column.name for column in fields(Metrics) if column.name not in ("further", "by_source"))
 _INTEGERS = {column.name for column in fields(Metrics) if column.type in (int, int | None)}
 _TEXTS = {"rows_hash"}
 _REQUIRED = ["step", "epoch"]
-_OF_SOURCES = ("train_loss", "val_loss", "val_perplexity", "val_bits_per_byte")
+_USUAL_FIGURES = ("loss", "perplexity", "bits_per_byte")
 
 
 def columns_of(metrics: Metrics) -> dict[str, Any]:
     """Return the value of every column of metrics.csv, None for an empty cell."""
     columns = asdict(metrics)
-    return columns | columns.pop("by_source")
+    further = columns.pop("further") | columns.pop("by_source")
+    return columns | further
 
 
 def read_columns(columns: Mapping[str, Any]) -> Metrics:
     """Return the metrics from what :func:`columns_of` returned."""
-    by_source = {name: value for name, value in columns.items() if name not in _COLUMNS and value is not None}
-    return Metrics(**{name: value for name, value in columns.items() if name in _COLUMNS}, by_source=by_source)
+    usual = {name: value for name, value in columns.items() if name in COLUMNS}
+    others = {name: value for name, value in columns.items() if name not in usual and value is not None}
+    by_source = {name: value for name, value in others.items() if "/" in name}
+    return Metrics(**usual, further={name: others[name] for name in others if "/" not in name}, by_source=by_source)
 
 
 def are_columns(names: Sequence[str]) -> bool:
     """Return whether these can be the columns of a metrics.csv."""
-    others = set(names) - set(_COLUMNS)
-    return set(_REQUIRED) <= set(names) and all("/" in name and name.split("/")[0] in _OF_SOURCES for name in others)
+    others = set(names) - set(COLUMNS)
+    return set(_REQUIRED) <= set(names) and all(name.startswith(("train_", "val_")) for name in others)
 
 
-def with_train_losses(metrics: Metrics, of_sources: Mapping[str, float | None]) -> Metrics:
-    """Add the mean training loss of each source by its name; one that is None was not in the window."""
+def further_columns(objective: Sequence[str], evaluation: Sequence[str], sources: Sequence[str]) -> list[str]:
+    """Return the columns beside ``COLUMNS``: of the metrics of an objective and an evaluation, and of sources."""
+    whole = [f"train_{name}" for name in objective] + [f"val_{name}" for name in (*evaluation, *objective)]
+    of_sources = ["train_loss", *(f"val_{name}" for name in (*_USUAL_FIGURES, *evaluation))]
+    return [*whole, *(f"{column}/{source}" for source in sources for column in of_sources)]
+
+
+def with_objective(metrics: Metrics, means: Mapping[str, float], of_sources: Mapping[str, float | None]) -> Metrics:
+    """Add the objective's metrics, and the mean training loss of each source; None was not in the window."""
     losses = {f"train_loss/{name}": loss for name, loss in of_sources.items() if loss is not None}
-    return replace(metrics, by_source=metrics.by_source | losses)
+    further = {f"train_{name}": value for name, value in means.items()}
+    return replace(metrics, further=metrics.further | further, by_source=metrics.by_source | losses)
 
 
 def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequence[str]) -> Metrics:
-    """Add the losses of an evaluation, those of single sources for ``source_names``."""
+    """Add the figures of an evaluation, those of single sources for ``source_names``."""
     whole = evaluation.whole
     by_source = {
         f"val_{figure}/{name}": value
@@ -94,73 +102,15 @@ def with_evaluation(metrics: Metrics, evaluation: Evaluation, source_names: Sequ
         for figure, value in evaluation.sources[name].figures().items()
         if value is not None
     }
+    further = {f"val_{name}": value for name, value in whole.further.items() if value is not None}
     return replace(
         metrics,
         val_loss=whole.loss,
         perplexity=whole.perplexity,
         val_bits_per_byte=whole.bits_per_byte,
+        further=metrics.further | further,
         by_source=metrics.by_source | by_source,
     )
-
-
-class Logger:
-    """A destination of metrics, and of what else it can show. This one records nothing."""
-
-    def log(self, metrics: Metrics) -> None:
-        """Record one step's metrics."""
-
-    def log_samples(self, samples: Sequence["Sample"]) -> None:
-        """Record the samples of a step, whose metrics follow."""
-
-    def log_model(self, checkpoint: Path) -> None:
-        """Upload a complete checkpoint."""
-
-    def flush(self) -> None:
-        """Write what was logged to disk. It is called before each save, so no checkpoint is ahead of its metrics."""
-
-    def close(self) -> None:
-        """Write the rest and close."""
-
-
-class CSVLogger(Logger):
-    """``metrics.csv``: one header, one row per logged step, no step twice. Flushed after each row."""
-
-    def __init__(self, path: Path, last_step: int, source_names: Sequence[str] = ()) -> None:
-        """Open for appending after ``last_step``; remove rows that an interrupted run wrote after it.
-
-        There are columns for each of ``source_names``, and for those that the file has.
-
-        Raises:
-            InputError: the file is no metrics.csv, or a link.
-        """
-        check_no_link(path)
-        found, kept = _read_table(path, last_step)
-        of_sources = (f"{figure}/{name}" for name in source_names for figure in _OF_SOURCES)
-        columns = list(dict.fromkeys((*_COLUMNS, *found, *of_sources)))
-        temporary = path.with_suffix(".csv.new")
-        temporary.unlink(missing_ok=True)  # of a killed run, or a planted link
-        with open_to_write(temporary, "x", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(map(columns_of, kept))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        self._file = open_to_write(path, "a", newline="")
-        self._writer = csv.DictWriter(self._file, columns)
-
-    def log(self, metrics: Metrics) -> None:
-        """Append the row."""
-        self._writer.writerow(columns_of(metrics))
-        self._file.flush()
-
-    def flush(self) -> None:
-        """Sync the rows to the disk."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_metrics(path: Path, last_step: int) -> list[Metrics]:
@@ -171,11 +121,11 @@ def read_metrics(path: Path, last_step: int) -> list[Metrics]:
     Raises:
         InputError: the file is no metrics.csv, or a row is damaged.
     """
-    _, rows = _read_table(path, last_step)
+    _, rows = read_table(path, last_step)
     return rows
 
 
-def _read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
+def read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
     """Return the columns of metrics.csv and its rows up to ``last_step``; see :func:`read_metrics`."""
     if not path.exists():
         return [], []
@@ -186,7 +136,7 @@ def _read_table(path: Path, last_step: int) -> tuple[list[str], list[Metrics]]:
     table = csv.reader(io.StringIO(text[: text.rfind("\n") + 1] or text))
     names, rows = _next_row(table) or [], list[Metrics]()
     if not are_columns(names) or len(set(names)) < len(names):
-        raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(_COLUMNS)}; {fix}")
+        raise InputError(f"{path}: its first line is not the header of a metrics.csv, {','.join(COLUMNS)}; {fix}")
     while (cells := _next_row(table)) is not None:
         row = _parse_row(names, cells)
         if row is None or row.step <= (rows[-1].step if rows else -1):
@@ -239,15 +189,6 @@ def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
         return None
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The work of a step on all ranks: tokens without padding, rows, and model FLOPs."""
-
-    num_tokens: int
-    num_samples: int
-    flops: float
-
-
 class Stopwatch:
     """Wall-clock time of training between two readings, and the share of it spent waiting for data.
 
@@ -262,27 +203,31 @@ class Stopwatch:
     def restart(self) -> None:
         """Start counting from zero."""
         self._started, self._waited = time.perf_counter(), 0.0
-        self._steps: list[StepWork] = []
+        self._num_steps = self._num_tokens = self._num_samples = 0
+        self._flops = 0.0
 
     def waited(self, seconds: float) -> None:
         """Add time spent waiting for a window."""
         self._waited += seconds
 
-    def stepped(self, work: StepWork) -> None:
-        """Add a step."""
-        self._steps.append(work)
+    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
+        """Add a step of all ranks: tokens without padding, rows, and model FLOPs."""
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        self._num_samples += num_samples
+        self._flops += flops
 
     def read(self) -> dict[str, Any]:
         """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
         elapsed = time.perf_counter() - self._started
         reading = {
-            "step_time": elapsed / len(self._steps),
+            "step_time": elapsed / self._num_steps,
             "data_wait": self._waited / elapsed,
-            "tokens_per_second": sum(work.num_tokens for work in self._steps) / elapsed,
-            "samples_per_second": sum(work.num_samples for work in self._steps) / elapsed,
+            "tokens_per_second": self._num_tokens / elapsed,
+            "samples_per_second": self._num_samples / elapsed,
         }
         if self._peak_flops:
-            reading["mfu"] = sum(work.flops for work in self._steps) / elapsed / self._peak_flops
+            reading["mfu"] = self._flops / elapsed / self._peak_flops
         self.restart()
         return reading
 

@@ -16,7 +16,7 @@ from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.distributed.collectives import data_ranks, gather_over_data_ranks
-from fabric_train.training.loss import WindowLoss
+from fabric_train.training.objective import WindowLoss
 
 _LISTED_ROWS = 64
 _NUM_NAMED = 3
@@ -136,7 +136,7 @@ class SpikeRule:
 
 def _highest(loss: WindowLoss) -> tuple[int, int]:
     """Return rank and index of the micro-batch with the highest mean loss."""
-    means = loss.summed / loss.num_supervised.clamp(min=1)
+    means = loss.summed / loss.counts.clamp(min=1)
     rank, batch = divmod(int(means.argmax()), means.shape[1])
     return rank, batch
 
@@ -167,7 +167,7 @@ class WorstDocuments:
         """Return the worst pieces of this rank, fp64 [3, 3]: mean loss, row of the run and piece in it; or row -1."""
         ranks, found, first = data_ranks(self.fabric), list[tuple[float, int, int]](), 0
         for number, batch in enumerate(window.batches):
-            if batch.pieces is None:
+            if batch.pieces is None or not len(of_pieces):  # the objective tells no tokens apart
                 continue
             rows = np.array(window.rows_of(number, ranks.size, ranks.rank))
             owners = self.data.train.pieces(rows.tolist()).rows

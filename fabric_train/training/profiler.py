@@ -13,8 +13,6 @@ from fabric_train.data.step_sampler import Window, WindowSource
 from fabric_train.distributed.signals import Heartbeat
 
 _RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
-INTERVAL = 50
-"""Steps between collections."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class ProfiledWindows:
 
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Collect only in :func:`collect` while the block runs.
+    """Leave garbage collection to the training loop while the block runs.
 
     Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
     """
@@ -88,9 +86,3 @@ def manual_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def collect(step: int) -> None:
-    """Collect if it is due at this step."""
-    if step % INTERVAL == 0:
-        gc.collect()

@@ -10,7 +10,7 @@ from lightning import Fabric
 from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
-from fabric_train.checkpoint import CheckpointManager, TrainerState
+from fabric_train.checkpoint import CheckpointManager, TokenLoss, TrainerState
 from fabric_train.cli.errors import FAILURE, STOPPED
 from fabric_train.cli.parser import to_yaml
 from fabric_train.data.streaming import Stream
@@ -21,19 +21,20 @@ from fabric_train.files.regular_file import check_no_link, check_no_links_in, wr
 from fabric_train.model.attention import check_isolation
 from fabric_train.training import summary
 from fabric_train.training.build_run import (
-    Validate,
-    build_loop_parts,
+    build_loop,
     build_outputs,
     build_validation,
     set_up_model,
     set_up_optimizer,
 )
-from fabric_train.training.loggers import Outputs
-from fabric_train.training.loop import train
+from fabric_train.training.evaluation import Validation
+from fabric_train.training.loggers import Logger, Outputs
+from fabric_train.training.loop import Loop
 from fabric_train.training.metrics import Metrics
+from fabric_train.training.objective import Objective, objective_of
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.profiler import manual_collection
-from fabric_train.training.run_log import log, progress, show, warn, write_log
+from fabric_train.training.run_log import log, progress, show, write_log
 from fabric_train.training.self_check import check_cuts
 
 
@@ -59,14 +60,17 @@ def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Con
         _write_run_folder(run)
     if not evaluation.only_reads:
         write_log(run.folder / "run.log")  # with the lines so far; input that cannot be used has left no folder
-    validate = build_validation(fabric, model, run, heartbeat)
+    objective = objective_of(run.arguments)
+    validation = build_validation(fabric, model, run, objective, heartbeat)
     if evaluation.eval_only:
-        assert validate is not None  # the step plan refuses a dataset without validation rows
-        return _evaluate(fabric, run, validate, heartbeat)
+        assert validation is not None  # the step plan refuses a dataset without validation rows
+        return _evaluate(fabric, run, validation, heartbeat)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
     if evaluation.self_check:
-        return _self_check(fabric, model, optimizer, run)
-    return _train(fabric, model, optimizer, validate, run, heartbeat, console)
+        return _self_check(fabric, model, optimizer, objective, run)
+    progress.info("opening the loggers")
+    outputs = build_outputs(fabric, run, objective, console)
+    return _train(build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs))
 
 
 def _write_run_folder(run: PreparedRun) -> None:
@@ -80,59 +84,44 @@ def _write_run_folder(run: PreparedRun) -> None:
         run.data.write_manifest()
 
 
-def _train(
-    fabric: Fabric,
-    model: Any,
-    optimizer: Any,
-    validate: Validate | None,
-    run: PreparedRun,
-    heartbeat: Heartbeat,
-    console: Console,
-) -> int:
+def _train(loop: Loop) -> int:
     """Train and print the result; return ``STOPPED`` if a signal ended the run after a save."""
-    progress.info("opening the loggers")
-    outputs = build_outputs(fabric, run, console)
-
-    def saved(path: Path) -> None:
-        log.info("saved %s", path)
-        outputs.saved(path)
-
-    parts = build_loop_parts(fabric, model, optimizer, validate, run, heartbeat, outputs, warn, saved)
-    log.info(summary.describe_mfu(parts.flops, parts.peak_flops))
+    run, heartbeat = loop.run, loop.stepper.heartbeat
+    log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
     progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile is True else "")
     started = time.monotonic()
     try:
         stop_signals.defer()
         with manual_collection():
-            end = train(parts, run.arguments, run.start.state)
+            end = loop.train()
         if end.checkpoint:
-            outputs.ended(end.checkpoint)
+            loop.outputs.saved(end.checkpoint, is_last=True)
     finally:
-        parts.checkpoints.close()
-        outputs.close()
+        loop.checkpoints.close()
+        loop.outputs.close()
     if end.stopped_by:
-        log.info(summary.describe_stop(end, parts.num_steps))
+        log.info(summary.describe_stop(end, loop.num_steps))
         return STOPPED
     assert end.checkpoint is not None  # the last step is saved
     if run.early_stopping and run.early_stopping.ends(end.state):
         log.info(run.early_stopping.describe(end.state))
     seconds = time.monotonic() - started
-    if fabric.is_global_zero:
+    if loop.stepper.fabric.is_global_zero:
         show(summary.describe_end(end.state, seconds, run, end.checkpoint))
     return 0
 
 
-def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: Heartbeat) -> int:
+def _evaluate(fabric: Fabric, run: PreparedRun, validation: Validation, heartbeat: Heartbeat) -> int:
     """Write ``RUN/evaluation.json`` and print the result; metrics.csv stays unchanged."""
     path = run.folder / "evaluation.json"
     check_no_link(path)
     progress.info("%s", heartbeat)
-    evaluation = validate()
+    evaluation = validation.evaluate()
     assert evaluation is not None  # a signal ends the process here, since nothing is to be saved
     if fabric.is_global_zero:
         whole, sources = evaluation.whole, evaluation.sources
-        content = {"model": run.model.source, "step": _step(run), **whole.figures(), **asdict(whole)}
-        _write_json(path, content | {"sources": {name: of.figures() | asdict(of) for name, of in sources.items()}})
+        content = {"model": run.model.source, "step": _step(run), **_figures(whole)}
+        _write_json(path, content | {"sources": {name: _figures(loss) for name, loss in sources.items()}})
         if len(sources) > 1:
             show(summary.describe_evaluation(evaluation))
         result = f"validation loss {whole.loss:.4f}, perplexity {whole.perplexity:.3f}"
@@ -144,7 +133,12 @@ def _evaluate(fabric: Fabric, run: PreparedRun, validate: Validate, heartbeat: H
     return 0
 
 
-def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) -> int:
+def _figures(loss: TokenLoss) -> dict[str, float | None]:
+    sums = {"nats": loss.nats, "num_tokens": loss.num_tokens, "num_bytes": loss.num_bytes}
+    return loss.figures() | sums
+
+
+def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective, run: PreparedRun) -> int:
     """Write ``RUN/self_check.json`` and print the figures; return ``FAILURE`` if they differ."""
     assert not isinstance(run.data, Stream)  # preflight refuses it
     path = run.folder / "self_check.json"
@@ -153,7 +147,7 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, run: PreparedRun) ->
     order = run.plan.window_order(run.arguments.data.seed)
     rows = order.rows_of(1).tolist()
     precision, micro_batch_size = run.arguments.model.precision, run.arguments.training.micro_batch_size
-    check = check_cuts(fabric, model, optimizer, run.data.train, rows, micro_batch_size, precision)
+    check = check_cuts(fabric, model, optimizer, objective, run.data.train, rows, micro_batch_size, precision)
     if fabric.is_global_zero:
         _write_json(path, asdict(check))
         show(summary.describe_self_check(check))
@@ -195,17 +189,22 @@ def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: He
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)
     optimizer = set_up_optimizer(fabric, model, decayed, run)
-    steps: list[Metrics] = []
-
-    def record(metrics: Metrics) -> None:
-        progress.info("")
-        log.info("step %d of %d: loss %.6f", metrics.step, last_step, metrics.train_loss)
-        steps.append(metrics)
-
-    parts = build_loop_parts(
-        fabric, model, optimizer, None, run, heartbeat, Outputs([], "none"), warn, lambda _: None, NoCheckpoints
-    )
+    recorder = _Recorder(last_step)
+    outputs, objective = Outputs([recorder], "none"), objective_of(run.arguments)
+    loop = build_loop(fabric, model, optimizer, objective, run, heartbeat, None, outputs, NoCheckpoints)
     progress.info("%s", heartbeat)
     with manual_collection():
-        train(replace(parts, num_steps=last_step, log=record), run.arguments, run.start.state)
-    return steps
+        replace(loop, num_steps=last_step).train()
+    return recorder.steps
+
+
+class _Recorder(Logger):
+    """Keeps the metrics of each step, and shows its loss."""
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step, self.steps = last_step, list[Metrics]()
+
+    def log(self, metrics: Metrics) -> None:
+        progress.info("")
+        log.info("step %d of %d: loss %.6f", metrics.step, self._last_step, metrics.train_loss)
+        self.steps.append(metrics)

@@ -20,7 +20,8 @@ from fabric_train.data.step_sampler import Window, positions
 from fabric_train.data.token_dataset import IndexedRows
 from fabric_train.distributed.collectives import data_ranks, gather_over_ranks
 from fabric_train.distributed.shards import clip_grad_norm, original_name
-from fabric_train.training.loop import accumulate
+from fabric_train.training.objective import Objective
+from fabric_train.training.step import accumulate
 
 TOLERANCES = {"32-true": 1e-5, "16-mixed": 2**-10, "bf16-mixed": 2**-8, "bf16-true": 2**-7}
 """Relative tolerances. In fp32 the order of additions changes the sixth digit. In 16 bits, kernels for different shapes
@@ -101,6 +102,7 @@ def check_cuts(
     fabric: Fabric,
     model: Any,
     optimizer: Any,
+    objective: Objective,
     rows: IndexedRows,
     indices: list[int],
     micro_batch_size: int,
@@ -112,6 +114,7 @@ def check_cuts(
         fabric: that model and optimizer are set up with.
         model: is in evaluation mode afterwards.
         optimizer: of the model.
+        objective: of the run.
         rows: of the token dataset.
         indices: rows of the first window, over all ranks.
         micro_batch_size: ``--micro_batch_size``.
@@ -132,7 +135,7 @@ def check_cuts(
     model.eval()
     figures, faults = [], []
     for name, parts, size in _cuts(whole, micro_batch_size, rows.isolates):
-        figures.append(_compute(fabric, model, optimizer, name, _share(parts, size, fabric)))
+        figures.append(_compute(fabric, model, optimizer, objective, name, _share(parts, size, fabric)))
         if len(figures) == 1:
             faults += _faults_of_parameters(fabric, model)
         optimizer.zero_grad()
@@ -195,11 +198,13 @@ def _share(rows: list[_Row], size: int, fabric: Fabric) -> list[Batch]:
     return batches
 
 
-def _compute(fabric: Fabric, model: Any, optimizer: Any, name: str, batches: list[Batch]) -> Figure:
+def _compute(
+    fabric: Fabric, model: Any, optimizer: Any, objective: Objective, name: str, batches: list[Batch]
+) -> Figure:
     window = Window(1, 0, ends_epoch=False, rows=np.arange(0), micro_batch_size=1, batches=batches)
     scaler: Any = getattr(fabric.strategy.precision, "scaler", None)
     while True:
-        loss = accumulate(fabric, model, window).mean
+        loss = accumulate(fabric, model, window, objective).mean
         norm = clip_grad_norm(fabric, model, optimizer, max_norm=0)
         if scaler is not None:
             scaler.update()  # halves an fp16 scale if the gradient overflows

@@ -100,23 +100,24 @@ def describe_end(state: TrainerState, seconds: float, run: PreparedRun, checkpoi
 
 
 def describe_evaluation(now: Evaluation, first: Evaluation | None = None) -> Table:
-    """Return the table of loss, perplexity and bits per byte of each source, also at the first evaluation."""
+    """Return the table of the figures of each source, such as loss, perplexity and bits per byte, also at the first."""
     first = first if first and first.step != now.step else None
-    names = ["loss", "perplexity", "bits per byte"]
+    figures = list(now.whole.figures())
+    names = [figure.replace("_", " ") for figure in figures]
     there = [f"{name} at step {first.step:,}" for name in names] if first else []
     columns = [name for pair in zip(there, names, strict=True) for name in pair] if first else names
     table = _source_table("Validation", columns)
     if first and first.follows_other_rows:
         table.caption = f"before step {first.step:,} other rows were evaluated, whose losses cannot be compared"
     for name, before, after in compare_evaluations(first or now, now):
-        pairs = zip(_figures(before), _figures(after), strict=True)
+        pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
         table.add_row(name, *(cell for pair in pairs for cell in (pair if first else pair[1:])))
     return table
 
 
-def _figures(loss: TokenLoss | None) -> list[str]:
-    figures = loss.figures().values() if loss else [None] * 3
-    return ["" if value is None else f"{value:.4f}" for value in figures]
+def _cells(loss: TokenLoss | None, figures: list[str]) -> list[str]:
+    values = [loss.figures().get(figure) if loss else None for figure in figures]
+    return ["" if value is None else f"{value:.4f}" for value in values]
 
 
 def describe_mixture(run: PreparedRun, seen: list[int] | None = None) -> list[Table]:

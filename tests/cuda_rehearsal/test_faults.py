@@ -52,6 +52,6 @@ def test_a_resumed_fp16_run_reads_no_counts_from_the_device(
 
     def waits(ended: PretendedRun) -> int:
         """Return how often the host waited for a number in the optimizer's steps."""
-        return sum(count for place, count in ended.notes[0].waits.items() if "item at" in place and "loop.py" in place)
+        return sum(count for place, count in ended.notes[0].waits.items() if "item at" in place and "step.py" in place)
 
     assert waits(resumed) == waits(first) // 2  # of the steps 3 and 4 alone

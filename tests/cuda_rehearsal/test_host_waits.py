@@ -42,7 +42,7 @@ def test_a_step_has_one_place_where_the_host_waits(
         of_steps = Counter({place: count for place, count in of_steps.items() if "event.synchronize" not in place})
     assert list(of_steps.values()) == [STEPS[1] - STEPS[0]], of_steps
     (place,) = of_steps
-    assert " exchange_step < _take_step < " in place
+    assert " exchange_step < take_step < " in place
     added = collectives[1] - collectives[0]
     assert not added["barrier"]
     assert added["allreduce"] == 3 * (STEPS[1] - STEPS[0])  # supervised tokens, gradient norm, the rest

@@ -28,7 +28,7 @@ SECONDS = 600
 # where the host may read from the device in some modes only
 FURTHER_READS = {
     "copy to host in forward",  # DDP's first forward pass
-    "item in _take_step",  # the GradScaler of 16-mixed
+    "item in take_step",  # the GradScaler of 16-mixed
     "copy to host in _scale",  # of the clip, for offloaded gradients
 }
 INTRODUCTION = """\

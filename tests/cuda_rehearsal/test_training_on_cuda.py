@@ -28,32 +28,32 @@ from fabric_train.checkpoint.writer import RankWriter
 RankWriter.wait_until_copied = lambda self: self._is_copied.wait()
 """
 ITEM = """
-from fabric_train.training import loop
-clip = loop.clip_grad_norm
+from fabric_train.training import step
+clip = step.clip_grad_norm
 def clip_and_read(*arguments):
     norm = clip(*arguments)
     norm.item()
     return norm
-loop.clip_grad_norm = clip_and_read
+step.clip_grad_norm = clip_and_read
 """
 CPU_TENSOR = """
 import torch
-from fabric_train.training import loop
-gather = loop.gather_over_data_ranks
+from fabric_train.training import step
+gather = step.gather_over_data_ranks
 def gather_and_more(*arguments):
     torch.distributed.all_reduce(torch.ones(1))
     return gather(*arguments)
-loop.gather_over_data_ranks = gather_and_more
+step.gather_over_data_ranks = gather_and_more
 """
 FIRST_DEVICE = """
 import torch
-from fabric_train.training import loop
-seed_step = loop.seed_step
+from fabric_train.training import step
+seed_step = step.seed_step
 def seed_step_on_first(*arguments):
     with torch.cuda.device(0):
         torch.empty(1, device="cuda")
     seed_step(*arguments)
-loop.seed_step = seed_step_on_first
+step.seed_step = seed_step_on_first
 """
 
 

@@ -14,12 +14,12 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from fabric_train.data.batch import Documents, isolate
+from fabric_train.data.batch import Batch, Documents, isolate
 from fabric_train.distributed.decoder_layers import compile_layers
 from fabric_train.model.attention import VARLEN
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns
 from tests.support.kills import Course, Training, differences, train_at_once, train_through
 from tests.support.plain_training import GRAD_CLIP, LR, WEIGHT_DECAY, plain_pytorch
@@ -104,7 +104,7 @@ def loss_and_gradients(
     model: Any, ids: torch.Tensor, documents: Documents | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = summed_loss(model, ids, ids, documents).total
+    loss = CrossEntropy().loss(model, Batch(ids, ids, documents)).total
     loss.backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 

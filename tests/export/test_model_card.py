@@ -27,7 +27,8 @@ from fabric_train.export.model_card import CardFacts, card_results, draw_card_pi
 from fabric_train.export.model_card.record import PublicNames
 from fabric_train.model.origin import ModelOrigin, find_origin
 from fabric_train.tokenization import merge
-from fabric_train.training.metrics import CSVLogger, Metrics
+from fabric_train.training.loggers import CSVLogger
+from fabric_train.training.metrics import Metrics
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import trained_weights, write_full
 from tests.support.exports import convert_run

@@ -28,7 +28,7 @@ from tests.support.programs import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.launchers]
 
 DEBUGPY = "debugpy==1.8.22"  # as in .vscode/tasks.json
-LOOP = ROOT / "fabric_train" / "training" / "loop.py"
+STEP = ROOT / "fabric_train" / "training" / "step.py"
 WITHIN = 400.0  # seconds; a slow machine imports torch for a minute
 IMAGE_ROOT = "/opt/fabric-train"
 
@@ -211,19 +211,24 @@ def connect(place: tuple[str, int]) -> socket.socket | None:
 
 
 def line_of(text: str) -> int:
-    """Return the number of the only line of loop.py that has this text."""
-    (number,) = [n for n, line in enumerate(LOOP.read_text(encoding="utf-8").splitlines(), 1) if text in line]
+    """Return the number of the only line of step.py that has this text."""
+    (number,) = [n for n, line in enumerate(STEP.read_text(encoding="utf-8").splitlines(), 1) if text in line]
     return number
 
 
 def in_a_step() -> dict[Path, list[int]]:
     """Breakpoints in ``accumulate`` and in what it calls, which a step of a run calls directly."""
-    return {LOOP: [line_of("loss = backpropagate(fabric, model, window)"), line_of("loss = summed_loss(model,")]}
+    return {
+        STEP: [
+            line_of("loss = backpropagate(fabric, model, window, objective or"),
+            line_of("loss = objective.loss(model,"),
+        ]
+    }
 
 
 def check_is_in_a_step(editor: Editor, frame: dict[str, Any], expected_rank: int, log: Path) -> None:
     """Check that a run has stopped in its first micro-batch."""
-    assert (frame["name"], Path(frame["source"]["path"])) == ("backpropagate", LOOP), log.read_text()
+    assert (frame["name"], Path(frame["source"]["path"])) == ("backpropagate", STEP), log.read_text()
     assert editor.evaluate("(window.step, index, fabric.global_rank)", frame) == f"(1, 0, {expected_rank})"
 
 
@@ -289,7 +294,7 @@ def test_a_run_at_the_images_path_is_attached_to(
     ):
         frame = editor.debug(configuration, in_a_step())
         check_is_in_a_step(editor, frame, 0, log)
-        assert IMAGE_ROOT in editor.evaluate("train.__code__.co_filename", frame)
+        assert IMAGE_ROOT in editor.evaluate("backpropagate.__code__.co_filename", frame)
         if service == "train-xla":
             assert editor.evaluate("fabric.device.type", frame) == "'xla'"
 
@@ -299,7 +304,7 @@ def test_one_test_of_the_open_file_stops_in_accumulate(debugpy: Path, tmp_path: 
     configuration = configured("launch.json", "configurations", "Run one test", **values)
     with launching(debugpy, tmp_path) as editor:
         frame = editor.debug(configuration, in_a_step())
-        assert (frame["name"], Path(frame["source"]["path"])) == ("accumulate", LOOP)
+        assert (frame["name"], Path(frame["source"]["path"])) == ("accumulate", STEP)
 
 
 @pytest.mark.parametrize("kind", ["launch.json", "tasks.json"])

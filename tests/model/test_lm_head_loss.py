@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fabric_train.data.batch import IGNORED_LABEL
+from fabric_train.data.batch import IGNORED_LABEL, Batch
 from fabric_train.model import lm_head_loss as chunked_loss
 from fabric_train.model.lm_head_loss import (
     compute_loss_in_head,
@@ -20,7 +20,7 @@ from fabric_train.model.lm_head_loss import (
     summed_cross_entropy,
     use_sparse_embedding_grad,
 )
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
 
 VOCABULARY, WIDTH, LENGTH = 96, 16, 40
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -66,7 +66,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     scale = torch.tensor(1 / 7, dtype=torch.float64)
-    loss = summed_loss(model, *rows(), scale=scale).total
+    loss = CrossEntropy().loss(model, Batch(*rows()), scale).total
     (loss * scale).backward()
     return loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
@@ -90,7 +90,7 @@ def test_loss_and_gradients_out_of_the_head_are_those_of_the_logits(family: str,
         torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=1e-6)
     assert list(model.state_dict()) == names
     with torch.no_grad():
-        assert summed_loss(model.eval(), *rows()).total.item() == pytest.approx(loss, rel=1e-6)
+        assert CrossEntropy().loss(model.eval(), Batch(*rows())).total.item() == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("family", COMPUTED_FURTHER)
@@ -117,7 +117,7 @@ def test_no_more_than_a_chunk_of_the_logits_is_ever_there() -> None:
     assert compute_loss_in_head(model)
     ids, _ = rows()
     with LargestTensor() as largest:
-        summed_loss(model, ids, ids).total.backward()
+        CrossEntropy().loss(model, Batch(ids, ids)).total.backward()
     # of 117 tokens; a chunk has one, and the weight and its gradient are the largest there is
     assert largest.num_elements == 4001 * WIDTH
 
@@ -126,13 +126,13 @@ def test_head_gradient_is_added_before_the_backward_pass() -> None:
     model = build("llama")
     assert compute_loss_in_head(model, grad_in_place=True)
     scale = torch.tensor(0.5, dtype=torch.float64)
-    summed_loss(model, *rows(), scale=scale)
+    CrossEntropy().loss(model, Batch(*rows()), scale)
     place, once = model.lm_head.weight.grad.data_ptr(), model.lm_head.weight.grad.clone()
-    summed_loss(model, *rows(), scale=scale)
+    CrossEntropy().loss(model, Batch(*rows()), scale)
     assert model.lm_head.weight.grad.data_ptr() == place
     torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
     with torch.no_grad():
-        summed_loss(model, *rows(), scale=scale)
+        CrossEntropy().loss(model, Batch(*rows()), scale)
     torch.testing.assert_close(model.lm_head.weight.grad, 2 * once)
 
 
@@ -145,7 +145,7 @@ def test_tied_embeddings_gradient_is_added_in_the_rows_of_its_tokens() -> None:
     model.zero_grad()
     ids, labels = rows()
     scale = torch.tensor(1 / 7, dtype=torch.float64)
-    loss = summed_loss(model, ids, labels, scale=scale).total * scale
+    loss = CrossEntropy().loss(model, Batch(ids, labels), scale).total * scale
     with Calls() as calls:
         loss.backward()
     torch.testing.assert_close(model.model.embed_tokens.weight.grad, expected, rtol=1e-4, atol=1e-6)
@@ -171,7 +171,7 @@ def test_unsupervised_batch_gives_no_loss_and_every_weight_a_gradient() -> None:
     model = build("llama")
     assert compute_loss_in_head(model)
     ids, _ = rows()
-    loss = summed_loss(model, ids, torch.full_like(ids, IGNORED_LABEL)).total
+    loss = CrossEntropy().loss(model, Batch(ids, torch.full_like(ids, IGNORED_LABEL))).total
     loss.backward()
     assert loss == 0
     assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())

@@ -40,8 +40,8 @@ from fabric_train.model.attention import VARLEN, check_attention, check_isolatio
 from fabric_train.model.hf_model import load_model, read_shape
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.evaluation import evaluate
-from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
+from fabric_train.training.step import accumulate
 from tests.support.varlen_kernel import varlen_kernel_on_cpu
 
 ROW_LENGTH = 40
@@ -148,7 +148,9 @@ def loss_and_gradient(model: Any, batches: list[Batch]) -> tuple[torch.Tensor, d
     device = next(model.parameters()).device
     num_supervised = sum(int(count_supervised(batch.labels)) for batch in batches)
     batches = [batch.to(device) for batch in batches]
-    losses = [summed_loss(model, batch.input_ids, batch.labels, batch.documents).total for batch in batches]
+    losses = [
+        CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total for batch in batches
+    ]
     loss = torch.stack(losses).sum() / num_supervised
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -198,8 +200,8 @@ def test_flex_attention_has_the_loss_of_the_documents_alone_on_cpu(
 ) -> None:
     with torch.no_grad():
         batch = packed(split)
-        loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents).total
-        expected = sum(summed_loss(model, one.input_ids, one.labels).total for one in alone(documents))
+        loss = CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total
+        expected = sum(CrossEntropy().loss(model, Batch(one.input_ids, one.labels)).total for one in alone(documents))
     torch.testing.assert_close(loss / count_supervised(batch.labels), expected / count_supervised(batch.labels))
 
 
@@ -285,7 +287,7 @@ def test_flash_attention_need_not_look_at_positions(
     monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", looks)
     batch = Rows(split, isolates).__getitems__([0])
     assert (batch.documents is not None) == isolates
-    summed_loss(model, batch.input_ids, batch.labels, batch.documents).total.backward()
+    CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents)).total.backward()
 
 
 @pytest.mark.parametrize("model", ["sdpa"], indirect=True)

@@ -27,7 +27,7 @@ from fabric_train.data.batch import Batch, find_targets, isolate
 from fabric_train.distributed.decoder_layers import checkpoint_layers
 from fabric_train.model import attention
 from fabric_train.model.attention import VARLEN, choose_attention, forward, why_model_cannot
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
 from tests.support.varlen_kernel import CALLS, varlen_kernel_on_cpu
@@ -56,7 +56,7 @@ def build(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.f
 
 
 def loss_and_gradients(model: Any, batch: Batch, isolates: bool = True) -> list[torch.Tensor]:
-    loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents if isolates else None).total
+    loss = CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents if isolates else None)).total
     loss.backward()
     return [loss.detach(), *(weight.grad for weight in model.parameters())]
 
@@ -134,7 +134,7 @@ def test_torch_checks_shapes_and_types_of_the_calls(batch: Batch, autocasts: boo
     with FakeTensorMode(allow_non_fake_inputs=True), AttentionCalls() as calls:
         model = build(LlamaConfig(**LLAMA), VARLEN, torch.float32 if autocasts else torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-            loss = summed_loss(model, batch.input_ids, batch.labels, batch.documents, targets).total
+            loss = CrossEntropy().loss(model, Batch(batch.input_ids, batch.labels, batch.documents, targets)).total
         loss.backward()
     assert calls.names == ["_varlen_attn"] * 2 + ["_varlen_attn_backward"] * 2
     assert calls.dtypes == {torch.bfloat16}

@@ -21,7 +21,7 @@ from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.shards import clip_grad_norm
 from fabric_train.distributed.strategy import build_fabric
 from fabric_train.model.parallelize import setup_model
-from fabric_train.training.loop import accumulate
+from fabric_train.training.step import accumulate
 
 VOCABULARY = 5
 _NOT = IGNORED_LABEL

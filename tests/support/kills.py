@@ -81,7 +81,7 @@ def make(original):
             die()
         return original(self, metrics)
     return dying
-change("fabric_train.training.metrics:CSVLogger.log", make)
+change("fabric_train.training.loggers:CSVLogger.log", make)
 """
 _IN_PRUNING = """
 def make(original):
@@ -107,7 +107,7 @@ MOMENTS: Mapping[str, Moment] = {
     "forward pass": Moment('die_in("transformers.models.llama.modeling_llama:LlamaMLP.forward", {nth})'),
     "backward pass": Moment(_IN_BACKWARD),
     "optimizer step, half the parameters changed": Moment('die_in("torch:_fused_adamw_", 2 * {nth})'),
-    "validation": Moment('die_in("fabric_train.training.evaluation:summed_loss", {nth})'),
+    "validation": Moment('die_in("fabric_train.training.evaluation:hash_supervised", {nth})'),
     "between two steps": Moment('die_in("fabric_train.data.step_sampler:WindowOrder.rows_hash_after", {nth})'),
     "row of metrics.csv": Moment(_IN_A_ROW, only_rank_0=True),
     "start, metrics.csv cut to the checkpoint": Moment(

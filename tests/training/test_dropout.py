@@ -44,15 +44,15 @@ def test_an_evaluation_has_no_dropout_and_the_steps_after_it_do(tmp_path: Path, 
 
 NOTE_SEEDS = """
 import torch
-import fabric_train.training.loop as loop
+import fabric_train.training.step as steps
 
-backpropagate = loop.backpropagate
+backpropagate = steps.backpropagate
 
 def noting(fabric, model, window, *args):
     print("seed", window.step, rank, torch.initial_seed())
     return backpropagate(fabric, model, window, *args)
 
-loop.backpropagate = noting
+steps.backpropagate = noting
 """
 
 

@@ -11,8 +11,8 @@ from lightning import Fabric
 from fabric_train.data.batch import IGNORED_LABEL, Batch, count_supervised
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.shards import clip_grad_norm
-from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
+from fabric_train.training.step import accumulate
 from tests.support.bigram import VOCABULARY, Bigram
 from tests.support.forked_runs import ForkedRuns
 
@@ -98,7 +98,7 @@ def test_the_first_token_of_a_row_is_never_a_target(fabric: Fabric) -> None:
     model = Bigram()
     with torch.no_grad():
         model.table.weight[:, 1] = 100.0  # predicts 1 after everything
-    assert summed_loss(model, rows, rows).total == 0
+    assert CrossEntropy().loss(model, Batch(rows, rows)).total == 0
 
 
 def test_clipping_scales_to_the_norm_and_tells_the_norm_before(fabric: Fabric) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from fabric_train.training.loggers import CSVLogger
 from fabric_train.training.loss_curves import PICTURE, LossCurves, draw_loss_curves
-from fabric_train.training.metrics import CSVLogger, Metrics
+from fabric_train.training.metrics import Metrics, further_columns
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "3d7fc4", "d9782d", "2a9d6f", "a05fb4", "767676"
 
@@ -53,7 +54,7 @@ def test_any_number_of_steps_is_drawn(tmp_path: Path, rows: list[Metrics]) -> No
 
 
 def test_a_run_draws_evaluations_in_a_hundredth_of_its_time_and_the_last_one_at_its_end(tmp_path: Path) -> None:
-    table, curves = CSVLogger(tmp_path / "metrics.csv", -1, ("es", "ca")), LossCurves(tmp_path)
+    table, curves = CSVLogger(tmp_path / "metrics.csv", -1, further_columns([], [], ["es", "ca"])), LossCurves(tmp_path)
     picture = tmp_path / PICTURE
     sizes = list[int]()
     for row in list(rows_of(4))[1:]:  # the steps 2 and 4 have evaluations; drawing one takes more than a millisecond

@@ -23,23 +23,22 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from fabric_train.checkpoint import TrainerState
 from fabric_train.cli.errors import InputError
 from fabric_train.training.loggers import (
-    Optional,
-    TensorBoardLogger,
-    WandbLogger,
-    complete_wandb,
+    CSVLogger,
+    GuardedLogger,
+    LoggedRun,
+    Logger,
     describe_loggers,
     open_loggers,
 )
 from fabric_train.training.metrics import (
-    CSVLogger,
-    Logger,
     Metrics,
-    StepWork,
     Stopwatch,
     find_lost_rows,
+    further_columns,
     peak_memory_gb,
     read_metrics,
 )
+from fabric_train.training.trackers import TensorBoardLogger, WandbLogger, complete_wandb
 from tests.support.wandb_files import read_history
 
 COLUMNS = [
@@ -48,6 +47,7 @@ COLUMNS = [
     "skipped_steps",
     "rows_hash",
 ]
+WANDB = {"project": "project", "entity": None}
 
 
 def metrics(step: int, loss: float = 2.5) -> Metrics:
@@ -154,7 +154,7 @@ def test_losses_of_sources_are_columns_whatever_the_names_hold(tmp_path: Path) -
     path = tmp_path / "metrics.csv"
     value = {"val_loss/es": 2.718281828459045, 'train_loss/a, "b"': 0.1, "val_bits_per_byte/gone\nlines": 3.5}
     row = replace(metrics(1), by_source=value)
-    logger = CSVLogger(path, -1, SOURCES)
+    logger = CSVLogger(path, -1, further_columns([], [], SOURCES))
     logger.log(row)
     logger.close()
     assert read_metrics(path, 1) == [row]
@@ -174,7 +174,7 @@ def test_a_run_that_resumes_with_other_sources_has_the_columns_of_both(tmp_path:
     path = tmp_path / "metrics.csv"
     write_csv(path, 0, range(1, 3))  # of before there were columns of sources
     for step, name in ((3, "es"), (4, "va")):
-        logger = CSVLogger(path, step - 1, (name,))
+        logger = CSVLogger(path, step - 1, further_columns([], [], [name]))
         logger.log(replace(metrics(step), by_source={f"val_loss/{name}": float(step)}))
         logger.close()
     rows = rows_of(path)
@@ -321,7 +321,7 @@ def test_a_damaged_wandb_id_is_named(tmp_path: Path) -> None:
     for content in (b"\xff\x00", b"", b"../elsewhere"):
         (tmp_path / "wandb_run_id").write_bytes(content)
         with pytest.raises(InputError, match=r"wandb_run_id: damaged; "):
-            WandbLogger(tmp_path, "project", None, {}, [])
+            WandbLogger(LoggedRun(tmp_path, -1, WANDB))
 
 
 def fails(*_: object) -> NoReturn:
@@ -332,7 +332,7 @@ def fails(*_: object) -> NoReturn:
 def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCaptureFixture, method: str) -> None:
     whole = Logger()
     setattr(whole, method, fails)
-    logger = Optional("--loggers tensorboard", lambda: whole)
+    logger = GuardedLogger("--loggers tensorboard", lambda: whole)
     given: dict[str, list[object]] = {"log": [metrics(1)], "log_samples": [[]], "log_model": [Path("step-00000001")]}
     for _ in range(2):
         getattr(logger, method)(*given.get(method, []))
@@ -344,7 +344,7 @@ def test_a_logger_that_fails_is_reported_once_and_left_out(caplog: pytest.LogCap
 def test_loggers_that_cannot_be_opened_leave_metrics_csv(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file")
     (tmp_path / "wandb_run_id").write_text("../elsewhere")
-    loggers = open_loggers(["tensorboard", "wandb"], tmp_path, 0, "project", None, {})
+    loggers = open_loggers(["tensorboard", "wandb"], LoggedRun(tmp_path, 0, WANDB))
     for logger in loggers:
         logger.log(metrics(1))
         logger.close()
@@ -360,11 +360,11 @@ def test_wandb_that_is_disabled_is_noted_and_writes_nothing(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     caplog.set_level(logging.INFO)
-    for logger in open_loggers(["wandb"], tmp_path, 0, "project", None, {}):
+    for logger in open_loggers(["wandb"], LoggedRun(tmp_path, 0, WANDB)):
         logger.log(metrics(1))
         logger.log_model(tmp_path)
         logger.close()
-    complete_wandb(tmp_path, 1, "project", None, {})
+    complete_wandb(LoggedRun(tmp_path, 1, WANDB))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
     assert caplog.messages == ["note: WANDB_MODE=disabled: nothing is logged to Weights & Biases"]
 
@@ -387,7 +387,7 @@ def test_metrics_csv_is_written_whatever_loggers_are_asked_for(tmp_path: Path) -
     for names in ([], ["csv"], ["tensorboard"]):
         folder = tmp_path / "-".join(["run", *names])
         folder.mkdir()
-        loggers = open_loggers(names, folder, 0, "project", None, {})
+        loggers = open_loggers(names, LoggedRun(folder, 0))
         for logger in loggers:
             logger.log(metrics(1))
             logger.close()
@@ -400,9 +400,9 @@ import os, signal, sys
 from pathlib import Path
 from typing import NoReturn
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.loggers import open_loggers
+from fabric_train.training.loggers import LoggedRun, open_loggers
 
-loggers = open_loggers(["tensorboard"], Path(sys.argv[1]), 0, "project", None, {})
+loggers = open_loggers(["tensorboard"], LoggedRun(Path(sys.argv[1]), 0))
 for step in (1, 2, 3):
     for logger in loggers:
         logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
@@ -418,14 +418,14 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.loggers import open_loggers
+from fabric_train.training.loggers import LoggedRun, open_loggers
 
 run, checkpoint, last_step = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-loggers = open_loggers(["wandb"], run, last_step, "project of ours", None, {"lr": 0.5})
+loggers = open_loggers(["wandb"], LoggedRun(run, last_step, {"project": "project of ours", "entity": None, "lr": 0.5}))
 for step in (last_step + 1, last_step + 2):
     for logger in loggers:
         logger.log(Metrics(step=step, epoch=0, train_loss=step / 2))
-print("mode", loggers[-1]._logger.mode)
+print("mode", loggers[-1].logger.mode)
 for logger in loggers:
     logger.log_model(checkpoint)
     logger.close()
@@ -501,8 +501,8 @@ def test_stopwatch_counts_everything_since_its_last_reading() -> None:
     stopwatch.restart()  # an evaluation: what was before does not count
     time.sleep(0.05)
     stopwatch.waited(0.01)
-    stopwatch.stepped(StepWork(300, 3, 4e6))
-    stopwatch.stepped(StepWork(200, 4, 3e6))
+    stopwatch.stepped(300, 3, 4e6)
+    stopwatch.stepped(200, 4, 3e6)
     reading = stopwatch.read()
     elapsed = reading["step_time"] * 2
     assert 0.05 <= elapsed < 5
@@ -510,7 +510,7 @@ def test_stopwatch_counts_everything_since_its_last_reading() -> None:
     assert reading["data_wait"] == pytest.approx(0.01 / elapsed)
     assert reading["samples_per_second"] == pytest.approx(7 / elapsed)
     assert reading["mfu"] == pytest.approx(7e6 / elapsed / 1e9)
-    stopwatch.stepped(StepWork(1, 1, 1.0))
+    stopwatch.stepped(1, 1, 1.0)
     assert stopwatch.read()["step_time"] < elapsed + 5
 
 

@@ -21,9 +21,9 @@ from fabric_train.data.batch import Batch
 from fabric_train.data.lanes import LaneCursor, TextPosition
 from fabric_train.data.step_sampler import Window, WindowOrder
 from fabric_train.distributed.shards import clip_grad_norm
-from fabric_train.training.loop import accumulate
-from fabric_train.training.loss import WindowLoss
 from fabric_train.training.nonfinite_guard import SpikeRule, StepGuard
+from fabric_train.training.objective import WindowLoss
+from fabric_train.training.step import accumulate
 from tests.support.bigram import Bigram
 from tests.support.forked_runs import ForkedRuns
 from tests.support.token_datasets import tokenize, write_jsonl

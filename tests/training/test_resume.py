@@ -169,19 +169,19 @@ STOP_IN_A_VALIDATION = """
 import os, signal, time
 import fabric_train.training.evaluation
 from fabric_train.distributed.signals import stop_signals
-summed_loss = fabric_train.training.evaluation.summed_loss
+hash_supervised = fabric_train.training.evaluation.hash_supervised
 def stopped(*args):
     if not stop_signals.received:
         os.kill(os.getpid(), signal.SIGTERM)
     while not stop_signals.received:  # a thread reads it
         time.sleep(0.01)
-    return summed_loss(*args)
-fabric_train.training.evaluation.summed_loss = stopped
+    return hash_supervised(*args)
+fabric_train.training.evaluation.hash_supervised = stopped
 """
 DIE_BEFORE_A_STEP = """
 import os, signal
-import fabric_train.training.loop
-fabric_train.training.loop.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+import fabric_train.training.objective
+fabric_train.training.objective.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -199,7 +199,7 @@ def test_step_whose_validation_a_signal_ended_is_logged_once(killing: Killing) -
 
 DIE_BEFORE_WANDB_ENDS = """
 import os, signal
-from fabric_train.training.loggers import WandbLogger
+from fabric_train.training.trackers import WandbLogger
 WandbLogger.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from fabric_train.training.loggers import ProgressLine
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.progress_line import ProgressLine
 from fabric_train.training.run_log import log, note, progress, show, start_log, warn, write_log
 from tests.support.forked_runs import ForkedRuns
 from tests.support.programs import ROOT, run_python
@@ -266,7 +266,7 @@ FAILS = """
 import sys, threading, time
 from fabric_train.cli.errors import end_run
 from fabric_train.training.metrics import Metrics
-from fabric_train.training.progress_line import ProgressLine
+from fabric_train.training.loggers import ProgressLine
 from fabric_train.training.run_log import start_log
 
 line = ProgressLine(0, 100_000, start_log())

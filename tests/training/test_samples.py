@@ -12,7 +12,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.inference.generate import GenerationSettings, generate
 from fabric_train.inference.load_model import load_for_inference
 from fabric_train.inference.prompts import encode_text
-from fabric_train.training.evaluation import Sample, SampleFile
+from fabric_train.training.loggers import Sample, SampleFile
 from tests.support.forked_runs import ForkedRuns
 from tests.support.short_runs import TERMINATE, argv, at_point, metrics
 
@@ -98,11 +98,11 @@ def test_a_run_that_is_resumed_has_each_step_once(
 def test_lines_after_the_last_step_and_a_cut_line_are_removed(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     samples = [Sample(step, "p", f"ä{step}") for step in (0, 2, 4)]
-    SampleFile(file, -1).log(samples)
+    SampleFile(file, -1).log_samples(samples)
     with file.open("a") as opened:
         opened.write('{"step": 6, "pro')
     assert SampleFile(file, 2).past == samples[:2]
-    SampleFile(file, 2).log([Sample(4, "p", "again")])
+    SampleFile(file, 2).log_samples([Sample(4, "p", "again")])
     assert SampleFile(file, 4).past == [*samples[:2], Sample(4, "p", "again")]
     file.write_text("no json\n")
     with pytest.raises(InputError, match=r"samples.jsonl, line 1: damaged .*; move the file away"):

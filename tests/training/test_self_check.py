@@ -15,14 +15,14 @@ from tests.support.unequal_rows import argv, write_model, write_rows
 pytestmark = pytest.mark.slow
 
 MEAN_OF_MICRO_BATCHES = """
-from fabric_train.training import loop
+from fabric_train.training import step
 from fabric_train.training import self_check
 
-def wrong(fabric, model, window):
+def wrong(fabric, model, window, objective):
     \"\"\"What weighs every micro-batch the same.\"\"\"
-    whole = loop.accumulate(fabric, model, window)
-    means = whole.summed / whole.num_supervised.clamp(min=1)
-    return loop.WindowLoss(means, (whole.num_supervised > 0).long())
+    whole = step.accumulate(fabric, model, window, objective)
+    means = whole.summed / whole.counts.clamp(min=1)
+    return step.WindowLoss(means, (whole.counts > 0).long())
 
 self_check.accumulate = wrong
 """

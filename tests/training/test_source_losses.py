@@ -26,8 +26,8 @@ from fabric_train.data.token_mixture import TokenMixture, open_mixture
 from fabric_train.export.model_card import CardFacts, write_model_card
 from fabric_train.model.lm_head_loss import compute_loss_in_head
 from fabric_train.training.evaluation import evaluate
-from fabric_train.training.loop import backpropagate
-from fabric_train.training.loss import sum_by_piece, sum_by_source
+from fabric_train.training.objective import CrossEntropy, sum_by_piece, sum_by_source
+from fabric_train.training.step import backpropagate
 from tests.support.bad_input_folder import edit_json
 from tests.support.checkpoint_examples import write_checksums
 from tests.support.forked_runs import ForkedRuns
@@ -126,7 +126,7 @@ def test_losses_of_sources_are_those_of_every_token_by_hand(
         cut = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
         batches = [mixture.train.__getitems__(part) for part in [*cut, []]]
         window = Window(1, 0, False, np.array(rows), size, batches)
-        loss = backpropagate(fabric, wrapped, window, num_sources=3)
+        loss = backpropagate(fabric, wrapped, window, CrossEntropy(), num_sources=3)
         for number, name in enumerate(SOURCES):
             nats, tokens, _ = wanted[name]
             assert loss.tokens_of_sources[number] == tokens > 0

@@ -11,8 +11,6 @@ from fabric_train.export.model_card.record import ModelRecord, code, last_part, 
 from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
 from fabric_train.training.metrics import Metrics, read_metrics
 
-_FIGURES = ("loss", "perplexity", "bits per byte")
-
 
 def results(record: ModelRecord, folder: Path) -> str:
     """Return the section of the results; ``folder`` is the export, with or without the picture."""
@@ -52,16 +50,17 @@ def _validation(record: ModelRecord) -> str:
         if loss is None:
             return "The step of this checkpoint was not evaluated."
         return f"Validation loss {loss:.4f} nats per token, perplexity {perplexity(loss):.2f}."
-    first = first or now
+    first, figures = first or now, list(now.whole.figures())
     rows = []
     for name, before, after in compare_evaluations(first, now):
-        figures = zip(_figures(before), _figures(after), strict=True)
+        pairs = zip(_cells(before, figures), _cells(after, figures), strict=True)
         cells = [
-            f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if first.step < now.step else here for there, here in figures
+            f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if first.step < now.step else here for there, here in pairs
         ]
         change = [_change(before, after)] if first.step < now.step else []
         rows.append((record.part_name(name), f"{after.num_tokens:,}", *cells, *change))
-    columns = ["source", "tokens evaluated", *_FIGURES, *(["change of loss"] if first.step < now.step else [])]
+    columns = ["source", "tokens evaluated", *(figure.replace("_", " ") for figure in figures)]
+    columns += ["change of loss"] if first.step < now.step else []
     return f"{_explanation(first, now.step, len(record.stages) + 1)}\n\n" + table(" | ".join(columns), rows)
 
 
@@ -77,9 +76,9 @@ def _explanation(evaluated: Evaluation, now: int, stage: int) -> str:
     return f"{text} Loss is in nats per token; lower is better. Bits per byte do not depend on the tokenizer."
 
 
-def _figures(loss: TokenLoss | None) -> list[str]:
-    figures = loss.figures().values() if loss else [None] * len(_FIGURES)
-    return ["" if value is None else _figure(value) for value in figures]
+def _cells(loss: TokenLoss | None, figures: Sequence[str]) -> list[str]:
+    values = [loss.figures().get(figure) if loss else None for figure in figures]
+    return ["" if value is None else _figure(value) for value in values]
 
 
 def _figure(value: float) -> str:

@@ -82,7 +82,7 @@ def _results_of(name: str, loss: TokenLoss) -> list[EvalResult]:
             dataset_name=f"{name}, held out",
             dataset_split="validation",
             metric_type=figure,
-            metric_name=_METRICS[figure],
+            metric_name=_METRICS.get(figure, figure.replace("_", " ")),
             metric_value=float(f"{value:.6g}"),
         )
         for figure, value in loss.figures().items()

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fabric_train.data.batch import Targets
+from fabric_train.data.batch import Batch, Targets
 from fabric_train.distributed.decoder_layers import checkpoint_layers, kept_share
 from fabric_train.model.lm_head_loss import compute_loss_in_head, traced_as
-from fabric_train.training.loss import summed_loss
+from fabric_train.training.objective import CrossEntropy
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -220,7 +220,7 @@ def _trace(shape: "ModelShape", num_layers: int, arguments: "TrainArguments", ba
 
         def forward() -> torch.Tensor:
             with torch.autocast("cpu", batch.autocast, enabled=batch.autocast is not None):
-                return summed_loss(model, ids, ids, targets=targets).total
+                return CrossEntropy().loss(model, Batch(ids, ids, targets=targets)).total
 
         if 0 < budget < 1:
             forward()  # the first pass chooses what is kept

@@ -10,7 +10,7 @@ import numpy as np
 
 from fabric_train.tokenization.packing.token_folder import RowBatch
 
-IGNORED_LABEL = -100  # as in fabric_train.training.loss, which imports torch
+IGNORED_LABEL = -100  # as in fabric_train.data.batch, which imports torch
 _TOLERATED_UNKNOWN = 0.001
 
 

@@ -83,7 +83,7 @@ def waits_in_steps(run: PretendedRun) -> set[str]:
         for what, functions in (
             re.sub(r" at \S+ ", "\n", place, count=1).split("\n")[:2] for place in notes.waits if " < " in place
         )
-        if "_take_step" in functions.split(" < ")
+        if "take_step" in functions.split(" < ")
     }
 
 

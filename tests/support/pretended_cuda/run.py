@@ -26,7 +26,7 @@ class Notes:
     """What the devices have noted in one rank.
 
     ``waits`` counts the host's waits for the device by place, such as "item at fabric_train/training/loop.py:166
-    _take_step < train < main": what waits, the project's innermost line, and the functions that led there, innermost
+    take_step < train < main": what waits, the project's innermost line, and the functions that led there, innermost
     first. ``late_copies`` counts by such places the copies to the host that were delayed. ``contexts`` has the thread
     and place that made a context on a device, by its index, and ``collectives`` counts NCCL's by name. ``peak_bytes``
     is the largest memory of a device.

@@ -1,0 +1,160 @@
+"""The objective: what the documents of a batch add to the loss of a window, and cross entropy, which is the default.
+
+A loss is a sum, and says over how many things it sums. The step divides by the number in the whole window on all ranks,
+so the mean does not depend on how a window is split into ranks and micro-batches.
+
+Shapes: B rows, T tokens a row, N supervised tokens, P pieces of documents.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from fabric_train.data.batch import Batch, count_supervised, find_targets
+from fabric_train.distributed.memory import to_device_async
+from fabric_train.model.attention import forward
+from fabric_train.model.lm_head_loss import has_loss_in_head
+
+if TYPE_CHECKING:
+    from arguments import TrainArguments
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a batch.
+
+    ``total``, fp64 [], can be differentiated. ``of_tokens``, fp32 [N] without a gradient, are the losses of the targets
+    in their order; None if the loss is none of single tokens, and then it is not told apart by source and document.
+    ``metrics``, fp64 [metrics] without a gradient, are sums like the total; None without metrics.
+    """
+
+    total: torch.Tensor
+    of_tokens: torch.Tensor | None = None
+    metrics: torch.Tensor | None = None
+
+
+class Objective(Protocol):
+    """The loss that training minimizes and evaluation reports.
+
+    ``metric_names`` name the ``metrics`` of its losses. Their means over the window are the columns ``train_NAME`` of
+    metrics.csv, and those over the validation split ``val_NAME``.
+    """
+
+    @property
+    def metric_names(self) -> tuple[str, ...]: ...
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Return how many things the loss of a batch sums over, such as tokens or pairs: int64 [], where the batch is.
+
+        The sum of the counts of some rows must not depend on how they are split into batches.
+        """
+
+    def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
+        """Return the loss of a batch.
+
+        Args:
+            model: causal language model, wrapped by Fabric.
+            batch: on the model's device; its ``pieces`` are on the CPU.
+            scale: the factor that the caller multiplies the total by before the backward pass, [] on the model's
+                device. It is for models with the loss in their head, see ``lm_head_loss.summed_cross_entropy``.
+        """
+
+
+@dataclass(frozen=True)
+class WindowLoss:
+    """The losses of a window's micro-batches, the same on all ranks.
+
+    ``summed``, fp64, and ``counts``, int64, are [data ranks, micro-batches of one rank].
+    """
+
+    summed: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The loss of the window, such as nats per supervised token, fp64 []; 0 if nothing is counted."""
+        return self.summed.sum() / self.counts.sum().clamp(min=1)
+
+
+class CrossEntropy:
+    """The cross entropy of the next token, summed over the supervised tokens."""
+
+    metric_names = ()
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Return the number of supervised tokens."""
+        return count_supervised(batch.labels)
+
+    def loss(self, model: Any, batch: Batch, scale: torch.Tensor | None = None) -> BatchLoss:
+        """Return the loss, 0 if nothing is supervised.
+
+        ``model.parallelize.setup_model`` replaces the head of a Llama, so the model returns the loss itself, and no
+        logits exist (``model.lm_head_loss``). A model whose head cannot be replaced returns logits [B, T, V].
+        """
+        targets = batch.targets or find_targets(batch.labels)
+        if has_loss_in_head(model):
+            given = {"positions": targets.positions, "targets": targets.ids, "scale": scale}
+            return BatchLoss(*forward(model, batch.input_ids, batch.documents, **given))
+        logits = forward(model, batch.input_ids, batch.documents).logits.flatten(0, 1)
+        losses = F.cross_entropy(logits.index_select(0, targets.positions).float(), targets.ids, reduction="none")
+        return BatchLoss(losses.sum(dtype=torch.float64), losses.detach())
+
+
+MakeObjective = Callable[["TrainArguments"], Objective]
+_make: MakeObjective = lambda _: CrossEntropy()  # noqa: E731
+
+
+def use_objective(make: MakeObjective) -> None:
+    """Let the runs of this process train with another objective; ``make`` gets their arguments."""
+    global _make
+    _make = make
+
+
+def objective_of(arguments: "TrainArguments") -> Objective:
+    """Return the objective of a run."""
+    return _make(arguments)
+
+
+def losses_of_targets(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the losses of the targets alone, [N]: for XLA, where every position has a target, on the CPU."""
+    if of_tokens.device.type != "xla":
+        return of_tokens
+    return of_tokens.cpu().index_select(0, (batch.targets or find_targets(batch.labels)).positions)
+
+
+def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sum the losses of a batch by the pieces of documents that its targets belong to.
+
+    The host does not wait for a GPU, and the sums are the same each time: ``segment_reduce`` adds in a fixed order. A
+    loss that is not finite is in its own piece only.
+
+    Args:
+        of_tokens: [N], see :class:`BatchLoss`.
+        batch: that they are of, on the CPU, with P pieces.
+
+    Returns:
+        fp64 [P] on the device of ``of_tokens``; for XLA, whose shapes must not change, on the CPU.
+    """
+    assert batch.pieces is not None
+    return _sum_segments(losses_of_targets(of_tokens, batch).double(), batch.pieces.num_targets)
+
+
+def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
+    """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU; see :func:`sum_by_piece`.
+
+    Returns:
+        fp64 [sources] on the device of ``of_pieces``.
+    """
+    in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
+    return _sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
+
+
+def _sum_segments(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sums of consecutive parts of ``values``, whose lengths are int64 on the CPU."""
+    if not len(values):
+        return values.new_zeros(len(lengths))
+    lengths = to_device_async(lengths, values.device)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # else it reads the lengths, and waits

@@ -1,0 +1,94 @@
+"""A logger from outside gets metrics, samples and checkpoints, and one that fails changes nothing of the run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked_runs import ForkedRuns
+from tests.support.short_runs import argv, metrics
+
+NOTES = """
+from fabric_train.training.loggers import LOGGERS, Logger
+
+class Notes(Logger):
+    def __init__(self, run):
+        self.file = (run.folder / "notes.txt").open("a")
+        self.note("after", run.last_step, run.config["max_step"])
+
+    def note(self, *words):
+        print(*words, file=self.file, flush=True)
+
+    def log(self, metrics):
+        self.note("step", metrics.step, metrics.train_loss)
+
+    def log_samples(self, samples):
+        self.note("samples", samples[0].step, len(samples))
+
+    def log_model(self, checkpoint):
+        self.note("model", checkpoint.name)
+
+    def flush(self):
+        self.note("flush")
+
+    def close(self):
+        self.note("close")
+
+LOGGERS["notes"] = Notes
+"""
+BROKEN = """
+import sys
+from fabric_train.training.loggers import LOGGERS, Logger
+
+def fail(*_):
+    raise {error}
+
+Broken = type("Broken", (Logger,), {{"{method}": fail}})
+LOGGERS["broken"] = lambda run: Broken(run) if "{method}" == "__init__" else Broken()
+"""
+OPTIONS = {
+    "max_step": 2,
+    "eval_step_interval": 2,
+    "save_step_interval": 1,
+    "log_step_interval": 1,
+    "log_model": "all",
+    "async_save": "false",
+    "sample_tokens": 2,
+}
+ENVIRONMENT = {"WANDB_MODE": "disabled"}  # which --log_model would open
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("To be\nOr not")
+    return file
+
+
+def test_a_logger_from_outside_gets_everything_in_order(
+    forked_runs: ForkedRuns, tmp_path: Path, tiny_model_dir: Path, tiny_tokens_dir: Path, prompts: Path
+) -> None:
+    given = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS, sample_prompts=prompts)
+    forked_runs.start(given, 2, before=NOTES, env=ENVIRONMENT).finish()
+    losses = [row[2] for row in metrics(tmp_path / "run")]
+    assert (tmp_path / "run" / "notes.txt").read_text().splitlines() == [
+        *("after -1 2", f"step 1 {losses[0]}", "flush", "model step-00000001"),
+        *("samples 2 2", f"step 2 {losses[1]}", "flush", "model step-00000002", "close"),
+    ]
+
+
+@pytest.mark.parametrize("method", ["__init__", "log", "log_samples", "log_model", "flush", "close"])
+def test_no_logger_ends_a_run_or_changes_its_exit_code(
+    forked_runs: ForkedRuns,
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    tiny_tokens_dir: Path,
+    prompts: Path,
+    method: str,
+) -> None:
+    error = "SystemExit(3)" if method == "log" else "RuntimeError('no room')"
+    given = argv(tiny_model_dir, tiny_tokens_dir, tmp_path / "run", **OPTIONS, sample_prompts=prompts)
+    run = forked_runs.start(given, 1, before=BROKEN.format(method=method, error=error), env=ENVIRONMENT)
+    run.finish()
+    assert [row[0] for row in metrics(tmp_path / "run")] == ["1", "2"]
+    (line,) = [line for line in run.lines() if line.startswith("warning: broken: ")]
+    assert line.endswith("; the run goes on without it, and metrics.csv has every step")
