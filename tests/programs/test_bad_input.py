@@ -2,13 +2,15 @@
 standard error by rank 0 only, no traceback, and nothing written.
 """
 
+import importlib
 import os
 import re
 import shlex
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
@@ -16,6 +18,9 @@ from stat import S_ISREG
 import pytest
 import torch
 
+from arguments import TrainArguments, parse
+from fabric_train.cli.errors import InputError
+from fabric_train.preflight.prepare import prepare
 from tests.support.bad_input_folder import MODULES, make_folder
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 
@@ -44,7 +49,7 @@ class Case:
 
     ``words`` are added to the program's good command line; ``-name`` removes ``--name`` from it. ``…`` in a fault
     stands for any text. Exit code 1 is a failure while running. ``before`` is Python source that the process executes
-    first.
+    first. ``process``: the whole program runs, and not only its checks.
     """
 
     program: str
@@ -54,6 +59,12 @@ class Case:
     num_ranks: int = 1
     before: str = ""
     env: dict[str, str] = field(default_factory=dict)
+    process: bool = False
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether the claim is about more than the checks in one process."""
+        return self.process or self.code != 2 or self.num_ranks > 1 or bool(self.before or self.env)
 
     def line(self, output_dir: str) -> list[str]:
         """Return the whole command line."""
@@ -72,7 +83,7 @@ TRAINER = "runs/{}/checkpoints/step-00000007"
 
 CASES: dict[str, Case] = {
     # ------------------------------------------------------------------------------------------ types of arguments
-    "text for a number": Case("train", "--lr fast", "--lr: expected a number above 0, got 'fast'"),
+    "text for a number": Case("train", "--lr fast", "--lr: expected a number above 0, got 'fast'", process=True),
     "a negative number": Case("train", "--lr -1", "--lr: expected a number above 0, got '-1'"),
     "zero": Case("train", "--micro_batch_size 0", "--micro_batch_size: expected a whole number above 0, got '0'"),
     "a fraction": Case("train", "--max_step 1.5", "--max_step: expected a whole number above 0 or null, got '1.5'"),
@@ -109,20 +120,27 @@ CASES: dict[str, Case] = {
         "generate",
         "-model_name -prompt stray",
         ["'stray' belongs to no argument: write …", "--model_name is required"],
+        process=True,
     ),
     "a misspelt argument": Case(
         "train", "--micro_batch_sise 2", "…: no such argument; did you mean --micro_batch_size?"
     ),
-    "an argument by its long name": Case("train", "--learning_rate 1", "…: no such argument; here it is --lr"),
-    "an unknown argument": Case("tokenize", "--zzz 1", "--zzz: no such argument; --help lists them"),
-    "a wrong value of debug": Case("inspect", "tokens --debug so", "--debug: expected true or false, got 'so'"),
+    "an argument by its long name": Case(
+        "train", "--learning_rate 1", "…: no such argument; here it is --lr", process=True
+    ),
+    "an unknown argument": Case("tokenize", "--zzz 1", "--zzz: no such argument; --help lists them", process=True),
+    "a wrong value of debug": Case(
+        "inspect", "tokens --debug so", "--debug: expected true or false, got 'so'", process=True
+    ),
     "required arguments left out": Case(
         "train",
         "-train_data_dir",
         "--train_data_dir is required, or --streaming_dataset",
     ),
     # ------------------------------------------------------------------------------------------------- the YAML file
-    "no config": Case("train", "--config nowhere.yaml", "--config nowhere.yaml: No such file or directory"),
+    "no config": Case(
+        "train", "--config nowhere.yaml", "--config nowhere.yaml: No such file or directory", process=True
+    ),
     "a folder as config": Case("tokenize", "--config full", "--config full: a folder, not a YAML file"),
     "a config in a loop of links": Case(
         "merge", "a b --config circle", "--config circle: Too many levels of symbolic links"
@@ -133,10 +151,13 @@ CASES: dict[str, Case] = {
         "--config configs/list.yaml: expected lines of the form 'argument: value'",
     ),
     "a config that is not YAML": Case(
-        "train", "--config configs/broken.yaml", "--config configs/broken.yaml: not a YAML file: …"
+        "train", "--config configs/broken.yaml", "--config configs/broken.yaml: not a YAML file: …", process=True
     ),
     "a config that runs code": Case(
-        "train", "--config configs/code.yaml", "--config configs/code.yaml: line 1: the tag … is not supported; …"
+        "train",
+        "--config configs/code.yaml",
+        "--config configs/code.yaml: line 1: the tag … is not supported; …",
+        process=True,
     ),
     "a config of another encoding": Case(
         "train",
@@ -163,6 +184,7 @@ CASES: dict[str, Case] = {
             "configs/unknown.yaml: learning_rate: no such argument; here it is --lr",
             "configs/unknown.yaml: micro_batch_sise: no such argument; did you mean --micro_batch_size?",
         ],
+        process=True,
     ),
     "wrong types in a config": Case(
         "train",
@@ -194,6 +216,7 @@ CASES: dict[str, Case] = {
         "train",
         "--parallelism single --devices 2",
         "--parallelism single takes one device, not 2; use fsdp, fsdp2 or ddp",
+        process=True,
     ),
     "min_lr above lr": Case("train", "--lr 1e-5 --min_lr 1e-4", "--min_lr 0.0001 is above --lr 1e-05"),
     "more warm-up than steps": Case("train", "--warmup_steps 6", "--warmup_steps 6 is more than --max_step 1"),
@@ -268,7 +291,9 @@ CASES: dict[str, Case] = {
     "not a size": Case(
         "convert", "--max_shard_size big", "--max_shard_size: expected a size such as 5GB or 500MB, got 'big'"
     ),
-    "a push to a wrong name": Case("convert", "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'"),
+    "a push to a wrong name": Case(
+        "convert", "--push_to_hub name", "--push_to_hub: expected OWNER/NAME, got 'name'", process=True
+    ),
     "a push without login": Case(
         "convert",
         "--push_to_hub a/b",
@@ -281,7 +306,7 @@ CASES: dict[str, Case] = {
         "generate", "--top_p 0", "--top_p 0 leaves no token to choose from: give a number above 0"
     ),
     "temperature below 0": Case(
-        "generate", "--temperature -1", "--temperature: expected a number, 0 or more, got '-1'"
+        "generate", "--temperature -1", "--temperature: expected a number, 0 or more, got '-1'", process=True
     ),
     "more tokens than positions": Case(
         "generate",
@@ -296,11 +321,15 @@ CASES: dict[str, Case] = {
         "--shard 1/4 --dataset https://example.org/a.jsonl",
         "--shard: every task would download https://example.org/a.jsonl; download it once, and give its path",
     ),
-    "a slice and itself": Case("merge", "slice slice", "--dataset_dirs: slice is given twice; give it once"),
+    "a slice and itself": Case(
+        "merge", "slice slice", "--dataset_dirs: slice is given twice; give it once", process=True
+    ),
     "lines in no documents": Case(
         "tokenize", "--boilerplate 0", "--boilerplate 0: give a whole number from 2 on, or leave it out"
     ),
-    "one token dataset to merge": Case("merge", "tokens", "--dataset_dirs: give two token datasets or more"),
+    "one token dataset to merge": Case(
+        "merge", "tokens", "--dataset_dirs: give two token datasets or more", process=True
+    ),
     "a token dataset and itself": Case(
         "merge", "tokens ./tokens", "--dataset_dirs: tokens is given twice, also as ./tokens; give it once"
     ),
@@ -316,6 +345,7 @@ CASES: dict[str, Case] = {
         "generate",
         "--model_name nobody/nothing",
         "--model_name nobody/nothing: no such folder, and the hub does not provide it: …; check the name …",
+        process=True,
     ),
     "a model without config.json": Case(
         "train",
@@ -332,6 +362,7 @@ CASES: dict[str, Case] = {
         "train",
         "--model_name models/text-for-number",
         "--model_name models/text-for-number: its config.json is invalid: … 'hidden_size' expected int, …; give …",
+        process=True,
     ),
     "a config.json that makes no model": Case(
         "generate",
@@ -363,6 +394,7 @@ CASES: dict[str, Case] = {
         "train",
         "--model_name models/cut-weights",
         "models/cut-weights/model.safetensors: not a complete safetensors file (…); fetch the model again",
+        process=True,
     ),
     "an empty file of weights": Case(
         "generate",
@@ -388,6 +420,7 @@ CASES: dict[str, Case] = {
         "generate",
         "--model_name models/deeper",
         "--model_name models/deeper: 9 weights are missing or do not have the shape in config.json, … first; fetch …",
+        process=True,
     ),
     # ------------------------------------------------------------------------------------------------ token datasets
     "no token dataset": Case(
@@ -468,11 +501,13 @@ CASES: dict[str, Case] = {
         "train",
         "--train_data_dir datasets/cut-arrow",
         "--train_data_dir datasets/cut-arrow: damaged, …; tokenize again",
+        process=True,
     ),
     "a lost arrow file": Case(
         "inspect",
         "datasets/lost-arrow",
         "datasets/lost-arrow/train/data-00000-of-00001.arrow: the file is missing; tokenize again",
+        process=True,
     ),
     "an empty dataset_dict.json": Case(
         "merge",
@@ -501,6 +536,7 @@ CASES: dict[str, Case] = {
         "merge",
         "tokens datasets/unbalanced",
         "…manifest.json is damaged: tokens in rows of train: … is not 64; …",
+        process=True,
     ),
     "merging a token dataset without a manifest": Case(
         "merge",
@@ -528,6 +564,7 @@ CASES: dict[str, Case] = {
         "tokenize",
         "--dataset a.txt b.csv",
         ["--dataset a.txt: no such file or folder; …", "--dataset b.csv: no such …"],
+        process=True,
     ),
     "texts of an unknown kind": Case(
         "tokenize", "--dataset texts/a.docx", f"--dataset texts/a.docx: cannot read .docx; {READABLE}"
@@ -542,7 +579,7 @@ CASES: dict[str, Case] = {
         "train has 3 tokens in 1 documents, less than one row of 32; give more documents, a smaller --max_length",
     ),
     "a truncated line": Case(
-        "tokenize", "--dataset texts/bad-line.jsonl", "texts/bad-line.jsonl, line 41: not JSON: …; …"
+        "tokenize", "--dataset texts/bad-line.jsonl", "texts/bad-line.jsonl, line 41: not JSON: …; …", process=True
     ),
     "numbers instead of texts": Case(
         "tokenize",
@@ -578,7 +615,10 @@ CASES: dict[str, Case] = {
         "tokenize", "--dataset texts/cut.jsonl.gz", "texts/cut.jsonl.gz: not a whole gzip file: …; fetch it again"
     ),
     "truncated parquet": Case(
-        "tokenize", "--dataset texts/cut.parquet", "texts/cut.parquet: not a whole parquet file: …; fetch it again"
+        "tokenize",
+        "--dataset texts/cut.parquet",
+        "texts/cut.parquet: not a whole parquet file: …; fetch it again",
+        process=True,
     ),
     "csv with unequal rows": Case(
         "tokenize", "--dataset texts/ragged.csv", "texts/ragged.csv, line 3: 1 fields, but the header has 2; …"
@@ -631,7 +671,9 @@ CASES: dict[str, Case] = {
         "--tokenizer_name tokenizers/config-list",
         "tokenizers/config-list/tokenizer_config.json: damaged (no JSON object); fetch the file again",
     ),
-    "a tokenizer without EOS": Case("tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …"),
+    "a tokenizer without EOS": Case(
+        "tokenize", "--tokenizer_name tokenizers/no-eos", "… it has no EOS token, …", process=True
+    ),
     "a tokenizer.model of random bytes": Case(
         "tokenize",
         "--tokenizer_name tokenizers/garbage.model",
@@ -645,6 +687,7 @@ CASES: dict[str, Case] = {
         "convert",
         "--checkpoint runs/no-trainer",
         "…step-00000007 is damaged: trainer.json is missing; there is no undamaged one; use another checkpoint",
+        process=True,
     ),
     "a truncated trainer.json": Case(
         "convert", "--checkpoint runs/cut-trainer", "… is damaged: trainer.json has 11 bytes instead of …"
@@ -665,7 +708,7 @@ CASES: dict[str, Case] = {
         "convert", "--checkpoint runs/cut-config", "…/config.json: damaged (…); use another checkpoint"
     ),
     "a pickle as checkpoint": Case(
-        "train", "--checkpoint pickled.pt", "pickled.pt: a file, not a folder; checkpoints are …"
+        "train", "--checkpoint pickled.pt", "pickled.pt: a file, not a folder; checkpoints are …", process=True
     ),
     "a pickle as model": Case(
         "generate", "--model_name pickled.ckpt", "--model_name pickled.ckpt: this is a file; give the folder …"
@@ -674,7 +717,7 @@ CASES: dict[str, Case] = {
         "tokenize", "--dataset pickled.pt", "--dataset pickled.pt: cannot read .pt; readable are …"
     ),
     "a pickle as tokenizer": Case(
-        "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …"
+        "tokenize", "--tokenizer_name pickled.pt", "pickled.pt is neither a SentencePiece model …", process=True
     ),
     "two checkpoints with the same name": Case(
         "convert", "--checkpoint runs/good runs/cut-config", "… have the same name: convert them one at a time"
@@ -684,6 +727,7 @@ CASES: dict[str, Case] = {
         "train",
         "--output_dir runs/good",
         "--output_dir runs/good has a run up to step-00000007; --resume true …, …",
+        process=True,
     ),
     "a folder with a run that has saved nothing": Case(
         "train",
@@ -691,10 +735,13 @@ CASES: dict[str, Case] = {
         "--output_dir runs/unsaved has a run that has not saved a checkpoint; --resume true …, …",
     ),
     "a folder that is not empty": Case(
-        "tokenize", "--output_dir full", "full already exists and is not empty; choose another folder or remove it"
+        "tokenize",
+        "--output_dir full",
+        "full already exists and is not empty; choose another folder or remove it",
+        process=True,
     ),
     "a file instead of a folder": Case(
-        "convert", "--output_dir file", "file already exists and is a file; choose another name …"
+        "convert", "--output_dir file", "file already exists and is a file; choose another name …", process=True
     ),
     "a file above the folder": Case(
         "train", "--output_dir file/run", "--output_dir file/run: … is a file; give another folder"
@@ -723,13 +770,20 @@ CASES: dict[str, Case] = {
     "a link to itself": Case(
         "train", "--output_dir circle/run", "cannot write to circle/run: circle is a link to circle, …"
     ),
-    "a name too long": Case("train", f"--output_dir {LONG}", "File name too long: …; give a shorter name"),
-    "a source's name too long": Case("tokenize", f"--dataset {LONG}", "File name too long: …; give a shorter name"),
+    "a name too long": Case(
+        "train", f"--output_dir {LONG}", "File name too long: …; give a shorter name", process=True
+    ),
+    "a source's name too long": Case(
+        "tokenize", f"--dataset {LONG}", "File name too long: …; give a shorter name", process=True
+    ),
     "a run in a token dataset": Case(
-        "train", "--output_dir tokens/run", "cannot write to tokens/run: tokens is complete …"
+        "train", "--output_dir tokens/run", "cannot write to tokens/run: tokens is complete …", process=True
     ),
     "an export in its checkpoint": Case(
-        "convert", f"--output_dir {TRAINER.format('good')}/hf", "cannot write to …: … is complete and stays as it is; …"
+        "convert",
+        f"--output_dir {TRAINER.format('good')}/hf",
+        "cannot write to …: … is complete and stays as it is; …",
+        process=True,
     ),
     "a run in a read-only folder": Case(
         "train",
@@ -752,6 +806,19 @@ CASES: dict[str, Case] = {
         "inspect", "tokens --html /dev/full", "No space left on device…; free some space …", code=1
     ),
 }
+
+PROCESSES = [name for name, case in CASES.items() if case.needs_process]
+CHECKS = [name for name, case in CASES.items() if not case.needs_process]
+
+
+def check(program: str, argv: list[str]) -> None:
+    """Run a program in this process; of training, what precedes the launch."""
+    if program == "train":
+        prepare(parse(TrainArguments, argv))
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [program, *argv])
+            importlib.import_module(MODULES[program]).main()
 
 
 @pytest.fixture(scope="module")
@@ -783,14 +850,15 @@ def before(there: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def ends(there: Path, before: dict, forked_runs: ForkedRuns) -> dict[str, ForkedRun]:
-    """Every case's run after rank 0 has ended; as many at a time as there are cores."""
+    """The runs of the cases that need a process, after rank 0 has ended; as many at a time as there are cores."""
     ended: dict[str, ForkedRun] = {}
-    waiting = list(enumerate(CASES.items()))
+    waiting = list(PROCESSES)
     running: dict[str, ForkedRun] = {}
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
-            number, (name, case) = waiting.pop(0)
-            argv = case.line(f"out-{number}")
+            name = waiting.pop(0)
+            case = CASES[name]
+            argv = case.line(f"out-{len(waiting)}")
             running[name] = forked_runs.start(
                 argv, case.num_ranks, cwd=there, before=case.before, env=case.env, program=MODULES[case.program]
             )
@@ -806,14 +874,30 @@ def matches(fault: str, line: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, fault.split("…"))), line) is not None
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_fault_is_one_line_that_names_it_and_its_place(ends: dict[str, ForkedRun], name: str) -> None:
+def check_faults(case: Case, faults: Sequence[str]) -> None:
+    expected = [case.faults] if isinstance(case.faults, str) else case.faults
+    assert len(faults) == len(expected), faults
+    assert all(map(matches, expected, faults)), faults
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_find_each_fault_and_name_its_place(
+    there: Path, before: dict, name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    case = CASES[name]
+    monkeypatch.chdir(there)
+    with pytest.raises(InputError) as caught:
+        check(case.program, case.line("out"))
+    check_faults(case, caught.value.faults)
+    assert not any("\n" in fault for fault in caught.value.faults)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_each_fault_is_one_line_and_the_exit_code_says_whose(ends: dict[str, ForkedRun], name: str) -> None:
     case, run = CASES[name], ends[name]
     printed = run.stderr()
-    lines = [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")]
-    expected = [case.faults] if isinstance(case.faults, str) else case.faults
-    assert len(lines) == len(expected), printed
-    assert all(map(matches, expected, lines)), printed
+    check_faults(case, [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")])
     assert run.codes()[0] == case.code, printed
     assert ("Traceback" in printed) == ("--debug" in case.words)
     if case.code == 2:
