@@ -1,4 +1,4 @@
-"""An encoded document, one that is left out, and the error for a row that cannot be used."""
+"""A document as it is read, encoded or left out: the text of a row, checks of columns, and the error for a bad row."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from fabric_train.tokenization.cleaning.cleaner import Dropped
 from fabric_train.tokenization.cleaning.dropped_sample import PER_SHARD, TEXT_CHARACTERS, TaskHit
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
+from fabric_train.tokenization.shards import Shard
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
 # characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
@@ -34,24 +35,6 @@ PART = np.dtype([("documents", "u4"), ("rows", "u4"), ("sha256", f"V{SHA256_BYTE
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
-FORMAT = 6
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Parts of one source that are encoded together; ``key`` names its files, ``source`` is the source's number.
-
-    ``origins`` has the number of each part's file or split, int64 [parts]; ``read_at_once`` whether its reader hashes
-    it, bool [parts].
-    """
-
-    index: int
-    source: int
-    parts: Sequence[Any]
-    num_bytes: int
-    key: str
-    origins: np.ndarray
-    read_at_once: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -62,10 +45,8 @@ class ShardRecord:
         folder: where the shard's files are.
         documents: ENCODED [kept].
         parts: PART [parts of the shard].
-        skipped: SKIPPED [rows skipped].
-        reasons: of the skipped rows, as in the ledger.
-        edits: EDIT [any number], what cleaning changed.
-        kinds: of the edits, as in the ledger.
+        skipped: SKIPPED [rows skipped]; ``reasons`` of the skipped rows, as in the ledger.
+        edits: EDIT [any number], what cleaning changed; ``kinds`` of the edits, as in the ledger.
         samples: a few of the documents that cleaning dropped.
         hits: what documents share with evaluation tasks.
         hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
@@ -92,7 +73,6 @@ class ShardRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.documents["length"].sum(dtype=np.int64))
 
 
@@ -146,7 +126,6 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
 
 
 def signatures_file(folder: Path, shard: Shard) -> Path:
-    """Return the file with the signatures of a shard's documents."""
     return folder / f"{shard.key}.signatures"
 
 
@@ -169,10 +148,10 @@ class ShardWriter:
     Args:
         folder: where the files are written.
         shard: what is encoded.
+        show: called with the bytes, documents and tokens done.
         hashed: whether documents are hashed.
         signed: whether documents have signatures.
         skips_bad_rows: whether bad rows are recorded; otherwise the first one is an error.
-        show: called with the bytes, documents and tokens done.
     """
 
     def __init__(
@@ -221,11 +200,7 @@ class ShardWriter:
     def end_part(self, num_documents: int, num_bytes: int, num_rows: int, sha256: bytes) -> None:
         """Count a part as read; its documents may be written later.
 
-        Args:
-            num_documents: documents kept.
-            num_bytes: size of the part.
-            num_rows: rows counted by the reader.
-            sha256: of its file, or NO_SHA256.
+        ``num_rows`` are those counted by the reader; ``sha256`` is that of the file, or NO_SHA256.
         """
         self._parts.append((num_documents, num_rows, sha256))
         self._bytes_before += num_bytes
@@ -237,7 +212,6 @@ class ShardWriter:
         return self._num_read
 
     def skip(self, ordinal: int, left_out: LeftOut) -> None:
-        """Record a row as skipped."""
         number = self._reasons.setdefault(left_out.reason, len(self._reasons))
         self._skipped.append((ordinal, number, left_out.num_tokens_cut))
 

@@ -19,12 +19,11 @@ _LONGEST_CHARACTER = 4  # in bytes of UTF-8, and so in tokens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer of a token dataset.
+    """The tokenizer of a token dataset; an id is None if there is no such token.
 
     Attributes:
         size: the largest id plus one.
         special: the special tokens' texts by id.
-        bos_token_id: None if the tokenizer has no such token; the other ids likewise.
     """
 
     tokenizer: "Tokenizer"
