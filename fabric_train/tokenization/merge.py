@@ -47,6 +47,8 @@ _VERSIONS_OF = ("fabric-train", "pyarrow")
 
 @dataclass(frozen=True)
 class MergeInput:
+    """A token dataset to merge."""
+
     folder: Path
     manifest: Manifest
     splits: dict[str, Split]

@@ -126,6 +126,7 @@ def read_record(folder: Path, shard: Shard) -> ShardRecord | None:
 
 
 def signatures_file(folder: Path, shard: Shard) -> Path:
+    """Return the file with the signatures of a shard's documents."""
     return folder / f"{shard.key}.signatures"
 
 

@@ -73,6 +73,8 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class Slice:
+    """A finished slice."""
+
     folder: Path
     arguments: "TokenizeArguments"
     part: InputSlice
@@ -80,6 +82,7 @@ class Slice:
 
 
 def is_slice(folder: Path) -> bool:
+    """Return whether a folder has a finished slice."""
     return (folder / FILE_NAME).is_file()
 
 
@@ -125,6 +128,7 @@ def find_finished_slice(arguments: "TokenizeArguments") -> bool:
 
 
 def part_of(arguments: "TokenizeArguments") -> InputSlice:
+    """Return the slice of --shard."""
     assert arguments.part is not None, "the caller has looked at --shard"
     return InputSlice(*arguments.part)
 
@@ -139,6 +143,7 @@ def content_hash(file: Path) -> str:
 
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
+    """Return the states of the files of each source."""
     states: list[list[FileState]] = []
     for number, source in enumerate(sources):
         names = (os.fsencode(file.name).decode("utf-8", "backslashreplace") for file in source.files)

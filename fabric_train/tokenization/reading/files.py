@@ -124,11 +124,13 @@ def memory_errors_name(place: str) -> Iterator[None]:
 
 
 def is_readable(name: str | Path) -> bool:
+    """Return whether a file of this name can be read."""
     suffix = file_suffix(name)
     return suffix in _READERS and not (suffix == ".parquet" and is_compressed(name))
 
 
 def readable_suffixes() -> str:
+    """Return the suffixes of readable files for messages."""
     return f"{', '.join(_READERS)} (all except parquet also with {' or '.join(COMPRESSIONS)})"
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SHOWN_CHARACTERS = 60
-_MOST_GROWTH = 256 << 20  # bytes of cached pieces in one process
-_TEXT_BETWEEN_LOOKS = 8 << 20  # bytes of text; pieces that never repeat take several times as much memory
 
 
 @dataclass(frozen=True)
@@ -139,12 +137,22 @@ class FastEncoder:
 class GigatokenEncoder:
     """An encoder on one core, whose ids are those of the ``tokenizers`` library.
 
+    It looks at the memory of the process after each ``text_between_looks`` bytes of text; pieces that never repeat take
+    several times as much. If its cache has grown by ``most_growth`` bytes, it loads the tokenizer again.
+
     Raises:
         UnsupportedTokenizerError: gigatoken does not know this kind of tokenizer, or is not installed.
     """
 
-    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        special_text_is_plain: bool,
+        most_growth: int = 256 << 20,
+        text_between_looks: int = 8 << 20,
+    ) -> None:
         self._arguments = tokenizer_file, special_text_is_plain
+        self._most_growth, self._text_between_looks = most_growth, text_between_looks
         try:
             self._json = read_for_gigatoken(tokenizer_file, special_text_is_plain)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -152,7 +160,7 @@ class GigatokenEncoder:
         self._load()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._arguments
+        return type(self), (*self._arguments, self._most_growth, self._text_between_looks)
 
     def _load(self) -> None:
         try:
@@ -214,11 +222,11 @@ class GigatokenEncoder:
         return FastEncoder(*self._arguments)
 
     def _limit_memory(self, num_bytes: int) -> None:
-        """Load the tokenizer again, which takes half a second, if its cache has grown to 256 MiB."""
+        """Load the tokenizer again, which takes half a second, if its cache has grown too large."""
         self._num_bytes += num_bytes
-        if self._num_bytes > _TEXT_BETWEEN_LOOKS:
+        if self._num_bytes > self._text_between_looks:
             self._num_bytes = 0
-            if process_memory() - self._memory_before > _MOST_GROWTH:
+            if process_memory() - self._memory_before > self._most_growth:
                 del self._backend
                 self._load()
 
