@@ -96,30 +96,17 @@ class Caps:
 
 @dataclass(frozen=True)
 class OpenedCorpus:
-    """The sources, the tokenizer, and how documents are cleaned and encoded.
+    """The sources, the tokenizer, and how documents are cleaned and encoded."""
 
-    Args:
-        arguments: the command line of ``tokenize_dataset.py``, with the packing that the sources decide.
-        named: the name and place of each source as given.
-        train: the sources of --dataset.
-        held_out: the sources of --validation_dataset.
-        tokenizer: the tokenizer.
-        tokenizer_folder: the folder that it was saved in, with the chat template that is used.
-        tokenizer_hashes: SHA-256 of each file in that folder.
-        formats: one per source.
-        cleaner: cleans texts before they are encoded; None leaves them as they are.
-        sizes: of the shards.
-    """
-
-    arguments: "TokenizeArguments"
-    named: list[tuple[str, str]]
-    train: list[Source]
-    held_out: list[Source]
+    arguments: "TokenizeArguments"  # with the packing that the sources decide
+    named: list[tuple[str, str]]  # the name and place of each source as given
+    train: list[Source]  # the sources of --dataset
+    held_out: list[Source]  # the sources of --validation_dataset
     tokenizer: CorpusTokenizer
-    tokenizer_folder: Path
-    tokenizer_hashes: dict[str, str]
-    formats: list[SourceFormat]
-    cleaner: Cleaner | None
+    tokenizer_folder: Path  # where it was saved, with the chat template that is used
+    tokenizer_hashes: dict[str, str]  # SHA-256 of each file in that folder
+    formats: list[SourceFormat]  # one per source
+    cleaner: Cleaner | None  # cleans texts before they are encoded; None leaves them as they are
     sizes: ShardSizes
 
     @property

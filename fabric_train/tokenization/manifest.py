@@ -41,42 +41,26 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source of --dataset or --validation_dataset.
+    """A source of --dataset or --validation_dataset."""
 
-    Args:
-        name: the name given to it, or its place; records of one name are one source.
-        kind: ``files``, ``saved_dataset`` or ``hub``.
-        files: the files read; empty for a hub dataset.
-        splits: the splits read; empty for files.
-        revision: a hub dataset's commit; None for others. ``subset`` likewise.
-        documents: documents kept; ``tokens`` are theirs.
-        weight: its value in --weights, None without --weights.
-        epochs: how often its training documents are in the train split: their tokens there / their tokens.
-        train_tokens: its tokens in the train split, repeats included; None if an older version has not counted them.
-        share_asked: the share of the train split's tokens that --weights asks for; None without --weights.
-        share_reached: the share of the train split's tokens that it has; None after a merge.
-        place: the path, pattern, URL or hub name as given, without passwords; None from older versions, whose name is
-            the place, of a hub dataset without subset and revision.
-        folder: the folder to which the paths of ``files`` are relative; None for URLs and datasets.
-        documents_skipped: documents read and not kept, by reason; None if an older version has not counted them.
-    """
-
-    name: str
-    kind: str
-    files: tuple[SourceFile, ...]
-    splits: tuple[str, ...]
-    revision: str | None
+    name: str  # the name given to it, or its place; records of one name are one source
+    kind: str  # `files`, `saved_dataset` or `hub`
+    files: tuple[SourceFile, ...]  # the files read; empty for a hub dataset
+    splits: tuple[str, ...]  # the splits read; empty for files
+    revision: str | None  # a hub dataset's commit; None for others. `subset` likewise
     subset: str | None = None
-    documents: int = 0
+    documents: int = 0  # documents kept; `tokens` are theirs
     tokens: int = 0
-    weight: float | None = None
-    epochs: float = 1.0
-    train_tokens: int | None = None
-    share_asked: float | None = None
-    share_reached: float | None = None
+    weight: float | None = None  # its value in --weights, None without --weights
+    epochs: float = 1.0  # how often its training documents are in the train split: their tokens there / their tokens
+    train_tokens: int | None = None  # its tokens in the train split, repeats included; None from older versions
+    share_asked: float | None = None  # of the train split's tokens, by --weights; None without --weights
+    share_reached: float | None = None  # the share of the train split's tokens that it has; None after a merge
+    # the path, pattern, URL or hub name as given, without passwords; None from older versions, whose name is the
+    # place, of a hub dataset without subset and revision
     place: str | None = None
-    folder: str | None = None
-    documents_skipped: dict[str, int] | None = None
+    folder: str | None = None  # the folder to which the paths of `files` are relative; None for URLs and datasets
+    documents_skipped: dict[str, int] | None = None  # documents read and not kept, by reason; None from older versions
 
     @property
     def given(self) -> str:
@@ -176,30 +160,19 @@ class SourceLedger:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """The documents and tokens of one split.
+    """The documents and tokens of one split."""
 
-    Args:
-        documents: documents packed, repeats included; ``characters`` are their code points.
-        tokens_in: their tokens, BOS and EOS included.
-        tokens_repeated: tokens that are in a further row because of --overlap.
-        tokens_in_rows: tokens in rows, repeated ones included and padding not.
-        tokens_supervised: tokens whose label is not -100.
-        tokens_dropped: tokens in no row, by reason.
-        chats_severed: chats with a supervised token in a row that does not hold the chat's beginning.
-        sources: the split's sources by name; empty without a document index.
-    """
-
-    documents: int
+    documents: int  # documents packed, repeats included; `characters` are their code points
     characters: int
-    tokens_in: int
-    tokens_repeated: int
-    tokens_in_rows: int
+    tokens_in: int  # their tokens, BOS and EOS included
+    tokens_repeated: int  # tokens that are in a further row because of --overlap
+    tokens_in_rows: int  # tokens in rows, repeated ones included and padding not
     tokens_padding: int
-    tokens_supervised: int
-    tokens_dropped: dict[str, int]
+    tokens_supervised: int  # tokens whose label is not -100
+    tokens_dropped: dict[str, int]  # tokens in no row, by reason
     rows: int
-    chats_severed: int = 0
-    sources: dict[str, SourceLedger] = field(default_factory=dict)
+    chats_severed: int = 0  # chats with a supervised token in a row that does not hold the chat's beginning
+    sources: dict[str, SourceLedger] = field(default_factory=dict)  # by name; empty without a document index
 
 
 @dataclass(frozen=True)

@@ -28,39 +28,22 @@ _Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 
 @dataclass(frozen=True)
 class Collection:
-    """The encoded documents of some sources.
+    """The encoded documents of some sources."""
 
-    Args:
-        documents: all documents on disk, including those that are not kept.
-        kept: int64 [kept], the documents left after caps and deduplication, in the order of the sources.
-        characters: uint32 [documents], code points of each document.
-        sources: uint32 [documents], the number of each document's source.
-        places: DOCUMENT [documents], the file, the row in it, tokens and bytes of each document.
-        num_read: rows read, up to the row at which a cap was reached.
-        skipped: number of a source → reason → rows skipped among those.
-        tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
-        edits: kind → what cleaning changed in the rows read.
-        dropped: some of the documents that cleaning dropped.
-        duplicates: int64 [any number], documents that were left out because an earlier one is the same.
-        near_duplicates: int64 [any number], documents that were left out because they nearly repeat another.
-        hits: documents read that share words with evaluation tasks, in the order of the sources.
-        hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
-    """
-
-    documents: SpooledDocuments
-    kept: np.ndarray
-    characters: np.ndarray
-    sources: np.ndarray
-    places: np.ndarray
-    num_read: int
-    skipped: dict[int, Counter[str]]
-    tokens_cut: dict[str, int]
-    edits: dict[str, int]
-    dropped: list[DroppedDocument]
-    duplicates: np.ndarray
-    near_duplicates: np.ndarray
-    hits: list[ContaminatedDocument]
-    hashes: np.ndarray
+    documents: SpooledDocuments  # all documents on disk, including those that are not kept
+    kept: np.ndarray  # int64 [kept], the documents left after caps and deduplication, in the order of the sources
+    characters: np.ndarray  # uint32 [documents], code points of each document
+    sources: np.ndarray  # uint32 [documents], the number of each document's source
+    places: np.ndarray  # DOCUMENT [documents], the file, the row in it, tokens and bytes of each document
+    num_read: int  # rows read, up to the row at which a cap was reached
+    skipped: dict[int, Counter[str]]  # number of a source → reason → rows skipped among those
+    tokens_cut: dict[str, int]  # reason → tokens removed from kept chats, and tokens of chats skipped for this reason
+    edits: dict[str, int]  # kind → what cleaning changed in the rows read
+    dropped: list[DroppedDocument]  # some of the documents that cleaning dropped
+    duplicates: np.ndarray  # int64 [any number], documents that were left out because an earlier one is the same
+    near_duplicates: np.ndarray  # int64 [any number], documents that were left out because they nearly repeat another
+    hits: list[ContaminatedDocument]  # documents that share words with evaluation tasks, in the order of the sources
+    hashes: np.ndarray  # uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate
 
 
 @dataclass(frozen=True)

@@ -39,37 +39,22 @@ HASH_BYTES = 16
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard holds.
+    """What a finished shard holds."""
 
-    Args:
-        folder: where the shard's files are.
-        documents: ENCODED [kept].
-        parts: PART [parts of the shard].
-        skipped: SKIPPED [rows skipped]; ``reasons`` of the skipped rows, as in the ledger.
-        edits: EDIT [any number], what cleaning changed; ``kinds`` of the edits, as in the ledger.
-        samples: a few of the documents that cleaning dropped.
-        hits: what documents share with evaluation tasks.
-        hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
-        num_read: rows read.
-        has_masks: whether there is a file of masks.
-        first_bad_row: what is wrong with the first bad row; empty if there is none.
-        turn_ends: int32 [any number], the control tokens with which supervised turns of its chats end.
-    """
-
-    folder: Path
-    documents: np.ndarray
-    parts: np.ndarray
-    skipped: np.ndarray
+    folder: Path  # where the shard's files are
+    documents: np.ndarray  # ENCODED [kept]
+    parts: np.ndarray  # PART [parts of the shard]
+    skipped: np.ndarray  # SKIPPED [rows skipped]; `reasons` of the skipped rows, as in the ledger
     reasons: tuple[str, ...]
-    edits: np.ndarray
+    edits: np.ndarray  # EDIT [any number], what cleaning changed; `kinds` of the edits, as in the ledger
     kinds: tuple[str, ...]
-    samples: tuple["DroppedRow", ...]
-    hits: tuple["ContaminatedRow", ...]
-    hashes: np.ndarray
-    num_read: int
-    has_masks: bool
-    first_bad_row: str
-    turn_ends: np.ndarray
+    samples: tuple["DroppedRow", ...]  # a few of the documents that cleaning dropped
+    hits: tuple["ContaminatedRow", ...]  # what documents share with evaluation tasks
+    hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
+    num_read: int  # rows read
+    has_masks: bool  # whether there is a file of masks
+    first_bad_row: str  # what is wrong with the first bad row; empty if there is none
+    turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
 
     @property
     def num_tokens(self) -> int:

@@ -53,21 +53,13 @@ class InputFile:
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """The content of ``slice.json``.
+    """The content of ``slice.json``."""
 
-    Args:
-        encoder: see ``EncodedSources``; empty if lines were counted.
-        settings: what decides the content of the shards: see ``OpenedCorpus`` and ``line_counts``.
-        files: the files of the input that are this task's; each is one task's.
-        shard_files: bytes and ``content_hash`` of each file of the slice's shards, by name.
-        folder: where the task ran; paths in its arguments are relative to it.
-    """
-
-    encoder: str
-    settings: str
-    files: list[InputFile]
-    shard_files: dict[str, tuple[int, str]]
-    folder: str
+    encoder: str  # see `EncodedSources`; empty if lines were counted
+    settings: str  # what decides the content of the shards: see `OpenedCorpus` and `line_counts`
+    files: list[InputFile]  # the files of the input that are this task's; each is one task's
+    shard_files: dict[str, tuple[int, str]]  # bytes and `content_hash` of each file of the slice's shards, by name
+    folder: str  # where the task ran; paths in its arguments are relative to it
     format: int = _FORMAT
 
 

@@ -90,20 +90,13 @@ def _ranges(codes: list[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class ReadableJson:
-    """A ``tokenizer.json`` for gigatoken.
+    """A ``tokenizer.json`` for gigatoken."""
 
-    Args:
-        content: the JSON.
-        has_all_bytes: whether each byte of UTF-8 has a token.
-        first_unknown_id: if not, a text with this id or a larger one is left to ``tokenizers``.
-        unknown: a text with one of these characters is left to ``tokenizers``.
-        separators: the text of each added token by id that may stand between documents, see ``_separators``.
-    """
-
-    content: bytes
-    has_all_bytes: bool
-    first_unknown_id: int
-    unknown: CharacterFinder
+    content: bytes  # the JSON
+    has_all_bytes: bool  # whether each byte of UTF-8 has a token
+    first_unknown_id: int  # if not, a text with this id or a larger one is left to `tokenizers`
+    unknown: CharacterFinder  # a text with one of these characters is left to `tokenizers`
+    # the text of each added token by id that may stand between documents, see `_separators`
     separators: dict[int, bytes]
 
 

@@ -43,20 +43,14 @@ _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is matched in the text itself, before the model gets it.
-
-    Attributes:
-        single_word: whether it must have word borders around it.
-        lstrip: whether it includes the whitespace before it; ``rstrip``: after it.
-        normalized: whether it is matched after normalization.
-    """
+    """A token that is matched in the text itself, before the model gets it."""
 
     id: int
     content: str
-    single_word: bool
-    lstrip: bool
+    single_word: bool  # whether it must have word borders around it
+    lstrip: bool  # whether it includes the whitespace before it; `rstrip`: after it
     rstrip: bool
-    normalized: bool
+    normalized: bool  # whether it is matched after normalization
     special: bool
 
     @property
@@ -150,26 +144,20 @@ def set_chat_template(folder: Path, template: str) -> None:
 
 @dataclass(frozen=True)
 class CorpusTokenizer:
-    """A tokenizer's special tokens, and the files or the object that it is saved from.
-
-    Attributes:
-        bos_token: None for a tokenizer without BOS (Qwen's); documents then begin without one.
-        vocab_size: the largest id plus one.
-        special_text_is_plain: whether the text of a special token in a document is encoded as text, as in the
-            sentencepiece library, not as the token.
-        source: a plain folder, or transformers' tokenizer.
-    """
+    """A tokenizer's special tokens, and the files or the object that it is saved from."""
 
     name: str
-    bos_token: str | None
+    bos_token: str | None  # None for a tokenizer without BOS (Qwen's); documents then begin without one
     eos_token: str
     bos_token_id: int | None
     eos_token_id: int
     pad_token_id: int | None
-    vocab_size: int
+    vocab_size: int  # the largest id plus one
+    # whether the text of a special token in a document is encoded as text, as in the sentencepiece library, not
+    # as the token
     special_text_is_plain: bool
     chat_template: str | None
-    source: "Path | PreTrainedTokenizerFast"
+    source: "Path | PreTrainedTokenizerFast"  # a plain folder, or transformers' tokenizer
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder with ``tokenizer.json``."""
