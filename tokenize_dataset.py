@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from arguments import TokenizeArguments
     from fabric_train.tokenization.build import Outcome
     from fabric_train.tokenization.manifest import Manifest, SourceRecord
+    from fabric_train.tokenization.shards import ShardSizes
 
 _WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich would cut to 80
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Tokenize what the command line names and print a summary.
+def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> None:
+    """Tokenize what the command line names and print a summary; ``sizes`` are those of the shards.
 
     Raises:
         InputError: the input cannot be used; nothing has been written.
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     if arguments.shard is not None:
-        _run_task(arguments)
+        _run_task(arguments, sizes)
         return
 
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
@@ -54,23 +55,36 @@ def main(argv: list[str] | None = None) -> None:
     with _terminated_as_interrupted(), ParityCheck() as check:
         check.start_early(arguments.tokenizer_name)
         from fabric_train.tokenization.build import build_token_dataset
+        from fabric_train.tokenization.shards import SIZES
 
-        outcome = build_token_dataset(arguments, check)
+        outcome = build_token_dataset(arguments, check, sizes or SIZES)
     _print_summary(arguments, outcome)
     if arguments.push_to_hub:
         _publish(arguments, outcome.manifest)
 
 
-def _run_task(arguments: "TokenizeArguments") -> None:
+def _run_task(arguments: "TokenizeArguments", sizes: "ShardSizes | None") -> None:
     """Encode the slice of --shard or count its lines, unless that is done already, and print what follows."""
+    from fabric_train.tokenization.shards import SIZES
     from fabric_train.tokenization.slice_folder import find_finished_slice
-    from fabric_train.tokenization.slices import beside_slices, encode_command, merge_command
+    from fabric_train.tokenization.slices import (
+        beside_slices,
+        count_slice,
+        encode_command,
+        encode_slice,
+        merge_command,
+    )
+    from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
     if find_finished_slice(arguments):
         print(f"{arguments.output_dir} has slice {arguments.shard} already: nothing to do")
     else:
-        with _terminated_as_interrupted():
-            lines = _count_slice(arguments) if arguments.counts_lines else _encode_slice(arguments)
+        with _terminated_as_interrupted(), ParityCheck() as check:
+            if arguments.counts_lines:
+                lines = count_slice(arguments, sizes or SIZES)
+            else:
+                check.start_early(arguments.tokenizer_name)
+                lines = encode_slice(arguments, check, sizes or SIZES)
         print(*lines, f"written    {arguments.output_dir}", sep="\n")
     repeated = beside_slices(arguments, "lines")
     merge = merge_command(arguments, repeated if arguments.counts_lines else "DIR")
@@ -79,39 +93,10 @@ def _run_task(arguments: "TokenizeArguments") -> None:
         print(f"then       for this slice: {encode_command(arguments, repeated)}")
 
 
-def _count_slice(arguments: "TokenizeArguments") -> list[str]:
-    """Count the lines of the slice of --shard, and return lines of a summary."""
-    from fabric_train.tokenization.slices import count_slice
-
-    outcome = count_slice(arguments)
-    return [
-        f"slice      {arguments.shard}: lines of {outcome.num_shards:,} shards are counted",
-        f"speed      {outcome.num_bytes / 1e6 / outcome.seconds:,.1f} MB/s, {outcome.seconds:.1f} s with "
-        f"{outcome.num_proc} processes",
-    ]
-
-
-def _encode_slice(arguments: "TokenizeArguments") -> list[str]:
-    """Encode the slice of --shard, and return lines of a summary."""
-    from fabric_train.tokenization.slices import encode_slice
-    from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-
-    with ParityCheck() as check:
-        check.start_early(arguments.tokenizer_name)
-        outcome = encode_slice(arguments, check)
-    speed = outcome.num_tokens / outcome.seconds
-    return [
-        f"slice      {arguments.shard}: {outcome.num_shards:,} shards, {outcome.num_documents:,} documents, "
-        f"{outcome.num_tokens:,} tokens",
-        f"speed      {speed:,.0f} tokens/s, {outcome.seconds:.1f} s with {outcome.num_proc} processes",
-        *(f"note       {note}" for note in outcome.notes),
-    ]
-
-
 def _check_publication(arguments: "TokenizeArguments") -> "Manifest | None":
     """Check that the token dataset can be pushed; return its manifest if it is finished already."""
     from fabric_train.export.hub import PushRequest, check_push
-    from fabric_train.tokenization.unfinished import find_finished
+    from fabric_train.tokenization.build import find_finished
 
     finished = find_finished(arguments)
     check_push(PushRequest.of(arguments, "dataset"))

@@ -15,9 +15,9 @@ from fabric_train.data.token_dataset import IndexedRows, TokenDataset
 from fabric_train.data.token_mixture import TokenMixture
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.chats.chat_format import columns, read_chat
+from fabric_train.tokenization.corpus import find_kind
 from fabric_train.tokenization.documents import BadRowError, EncodedDocument
-from fabric_train.tokenization.reading.opening import open_sources, split_names
-from fabric_train.tokenization.shards import find_kind
+from fabric_train.tokenization.reading.sources import open_sources, split_names
 from fabric_train.tokenization.tokenizers.parity_check import Reference, find_difference
 from fabric_train.tokenization.tokenizers.text_encoder import (
     Borders,
@@ -26,8 +26,8 @@ from fabric_train.tokenization.tokenizers.text_encoder import (
     add_borders,
     open_encoder,
 )
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
 
 if TYPE_CHECKING:
     from arguments import DataArguments

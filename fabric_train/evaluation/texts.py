@@ -16,10 +16,10 @@ from fabric_train.data.batch import Documents, Targets, find_targets
 from fabric_train.data.stream_documents import StreamedSource
 from fabric_train.data.token_dataset import TokenDataset, open_dataset
 from fabric_train.data.token_mixture import unpredicted_tokens
+from fabric_train.tokenization.corpus import find_kind
 from fabric_train.tokenization.documents import utf8_length
 from fabric_train.tokenization.manifest import FILE_NAME
-from fabric_train.tokenization.reading.opening import open_sources, split_names
-from fabric_train.tokenization.shards import find_kind
+from fabric_train.tokenization.reading.sources import open_sources, split_names
 
 _PART_TOKENS = 1 << 18
 _ROWS_AT_ONCE = 64

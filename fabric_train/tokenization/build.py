@@ -1,9 +1,9 @@
-"""Build a token dataset: open the corpus, encode, select, pack, and write the manifest."""
+"""Build a token dataset: open the corpus, encode, select, pack, and write ledger and manifest."""
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from fabric_train.files.atomic_folder import check_not_taken, complete_folder
 from fabric_train.tokenization.cleaning.dropped import count_by_task, write_hits, write_sample
 from fabric_train.tokenization.cleaning.line_counts import find_boilerplate
 from fabric_train.tokenization.cleaning.near_duplicates import NearDuplicates, find_near_duplicates, sample_duplicates
-from fabric_train.tokenization.corpus import InputSlice, OpenedCorpus, open_corpus
+from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus, unfinished_folder
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources
 from fabric_train.tokenization.manifest import (
     BAD_ROW,
@@ -24,10 +24,10 @@ from fabric_train.tokenization.manifest import (
     Ledger,
     Manifest,
     Settings,
-    SourceLedger,
     SourceRecord,
     SplitLedger,
     TokenizerRecord,
+    read_manifest,
     write_manifest,
 )
 from fabric_train.tokenization.packing.arrow_folder import (
@@ -38,11 +38,11 @@ from fabric_train.tokenization.packing.arrow_folder import (
 )
 from fabric_train.tokenization.packing.document_index import SourceTable, count_sources, write_index
 from fabric_train.tokenization.packing.rows import RowPlan, plan_rows
-from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.selection import Collection, collect, draw_validation, mix
+from fabric_train.tokenization.reading.sources import Source, split_names
+from fabric_train.tokenization.selection import Collection, Split, collect, select, tokens_by_source
 from fabric_train.tokenization.shard_files import HASH_BYTES, signatures_file
+from fabric_train.tokenization.shards import SIZES, InputSlice, ShardSizes
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
@@ -60,46 +60,27 @@ class Outcome:
     num_proc: int
 
 
-@dataclass(frozen=True)
-class _Split:
-    """Documents of a collection in packing order, int64 [documents of the split]; one may come several times."""
-
-    collection: Collection
-    order: np.ndarray
-
-
-def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck) -> Outcome:
+def build_token_dataset(arguments: "TokenizeArguments", check: ParityCheck, sizes: ShardSizes = SIZES) -> Outcome:
     """Write the token dataset that ``arguments`` describe. The output folder is complete or absent.
 
-    Args:
-        arguments: the command line of ``tokenize_dataset.py``.
-        check: compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
+    ``check`` compares gigatoken's ids with the tokenizer's; it may already be loading the tokenizer.
 
     Raises:
         InputError: a source, the tokenizer or the output folder cannot be used, or a split has less than one row.
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
-    with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
-        corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
-        corpus = _count_boilerplate(corpus, unfinished)
+    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
+        corpus = open_corpus(arguments, folder, unfinished, sizes)
+        if corpus.cleaner is not None and isinstance(arguments.boilerplate, int):
+            # the lines that --boilerplate removes are known once all documents have been read
+            corpus = replace(corpus, cleaner=corpus.cleaner.with_boilerplate(find_boilerplate(corpus, unfinished)))
         started = time.monotonic()
         encoded = encode_sources(corpus, unfinished, check, InputSlice())
         seconds = time.monotonic() - started
         notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
     return Outcome(manifest, tuple(notes), seconds, encoded.num_proc)
-
-
-def _count_boilerplate(corpus: OpenedCorpus, folder: Path) -> OpenedCorpus:
-    """Give the cleaner the lines that --boilerplate removes, which are known once all documents have been read.
-
-    Raises:
-        InputError: a source cannot be read, or has a bad row and bad rows are not skipped.
-    """
-    if corpus.cleaner is None or not isinstance(corpus.arguments.boilerplate, int):
-        return corpus
-    return replace(corpus, cleaner=corpus.cleaner.with_boilerplate(find_boilerplate(corpus, folder)))
 
 
 def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSources) -> Manifest:
@@ -119,7 +100,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
         near = find_near_duplicates(files, arguments.near_duplicates, folder / "bands")
     collections = _collect(corpus, encoded, near)
     encoded.records.clear()  # gigabytes of a large corpus, of which the collections have what is needed
-    splits = _select(collections, corpus.train, arguments)
+    splits = select(collections, corpus.train, arguments)
     sources = corpus.source_records(encoded.digests)
     table = SourceTable(sources)
     ledgers = _write_splits(splits, folder, corpus, table)
@@ -127,11 +108,14 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
     dropped += sample_duplicates(near, collections, table, corpus.tokenizer_folder)
     write_sample(folder, dropped, table)
     write_hits(folder, [one for collection in collections for one in collection.hits], table)
+    settings = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    if arguments.validation_dataset:  # a URL may hold a password
+        settings["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]
     manifest = Manifest(
         ledger=_ledger(collections, splits, ledgers),
         sources=tuple(_with_shares(sources, collections, splits, arguments)),
         tokenizer=tokenizer,
-        settings=_settings(arguments),
+        settings=Settings(**settings),
         versions={name: version(name) for name in _VERSIONS_OF},
         has_index=True,
         cleaning={} if corpus.cleaner is None else corpus.cleaner.settings(),
@@ -198,41 +182,8 @@ def _nothing_left(left_out: Counter[str]) -> str:
     return f"every document is left out ({counts}); leave out the source, or what drops them"
 
 
-def _select(
-    collections: Sequence[Collection], sources: Sequence[Source], arguments: "TokenizeArguments"
-) -> dict[str, _Split]:
-    """Return the documents of each split; --weights samples those of train.
-
-    Raises:
-        InputError: --weights names a source that has no document for training.
-    """
-    collection = collections[0]
-    share = 0.0 if arguments.validation_dataset else arguments.validation_split
-    in_validation = draw_validation(len(collection.kept), share, arguments.seed)
-    train = collection.kept[~in_validation]
-    if arguments.weights:
-        own = collection.sources[train]
-        without = [source.name for number, source in enumerate(sources) if not (own == number).any()]
-        if without:
-            raise InputError(
-                f"--weights: no document for training in {', '.join(without)}; "
-                "give more documents, a smaller --validation_split, or leave the source out"
-            )
-        lengths = collection.documents.lengths[train]
-        train = train[mix(lengths, own, arguments.weights, arguments.max_tokens, arguments.seed)]
-    splits = {"train": _Split(collection, train)}
-    if arguments.validation_dataset:
-        splits["validation"] = _Split(collections[1], collections[1].kept)
-    elif share > 0:
-        splits["validation"] = _Split(collection, collection.kept[in_validation])
-    return splits
-
-
 def _write_splits(
-    splits: dict[str, _Split],
-    folder: Path,
-    corpus: OpenedCorpus,
-    sources: SourceTable,
+    splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
 ) -> dict[str, SplitLedger]:
     """Pack and write each split with its document index, and return its ledger.
 
@@ -260,33 +211,26 @@ def _write_splits(
         num_severed = count_severed_chats(collection.documents, plan, is_chat[collection.sources])
         documents = collection.places[plan.order]
         write_index(folder / name, plan, documents, checksums)
-        by_source = count_sources(plan, documents, sources)
-        ledgers[name] = _split_ledger(splits[name], plan, num_supervised, num_severed, by_source)
+        ledgers[name] = SplitLedger(
+            documents=len(splits[name].order),
+            characters=int(collection.characters[splits[name].order].sum()),
+            tokens_in=plan.tokens_in,
+            tokens_repeated=plan.tokens_repeated,
+            tokens_in_rows=plan.tokens_in_rows,
+            tokens_padding=plan.tokens_padding,
+            tokens_supervised=num_supervised,
+            tokens_dropped=plan.tokens_dropped,
+            rows=plan.num_rows,
+            chats_severed=num_severed,
+            sources=count_sources(plan, documents, sources),
+        )
     write_dataset_dict(folder, splits)
     return ledgers
 
 
-def _split_ledger(
-    split: _Split, plan: RowPlan, num_supervised: int, num_severed: int, by_source: dict[str, SourceLedger]
-) -> SplitLedger:
-    return SplitLedger(
-        documents=len(split.order),
-        characters=int(split.collection.characters[split.order].sum()),
-        tokens_in=plan.tokens_in,
-        tokens_repeated=plan.tokens_repeated,
-        tokens_in_rows=plan.tokens_in_rows,
-        tokens_padding=plan.tokens_padding,
-        tokens_supervised=num_supervised,
-        tokens_dropped=plan.tokens_dropped,
-        rows=plan.num_rows,
-        chats_severed=num_severed,
-        sources=by_source,
-    )
-
-
-def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArguments") -> str:
+def _too_short(name: str, split: Split, plan: RowPlan, arguments: "TokenizeArguments") -> str:
     if not len(split.collection.kept):
-        return f"{name}: {_nothing_left(Counter(_all_skipped([split.collection])))}"
+        return f"{name}: {_nothing_left(Counter(_sum_counts(split.collection.skipped.values())))}"
     without = " or --validation_split 0" if name == "validation" else ""
     return (
         f"{name} has {plan.tokens_in:,} tokens in {len(split.order):,} documents, less than one row of "
@@ -294,58 +238,56 @@ def _too_short(name: str, split: _Split, plan: RowPlan, arguments: "TokenizeArgu
     )
 
 
-def _ledger(collections: Sequence[Collection], splits: dict[str, _Split], ledgers: dict[str, SplitLedger]) -> Ledger:
-    tokens_cut: Counter[str] = Counter()
-    edits: Counter[str] = Counter()
-    for collection in collections:
-        edits.update(collection.edits)
-        tokens_cut.update(collection.tokens_cut)
+def _ledger(collections: Sequence[Collection], splits: dict[str, Split], ledgers: dict[str, SplitLedger]) -> Ledger:
     num_kept = sum(len(collection.kept) for collection in collections)
     num_distinct = sum(len(np.unique(split.order)) for split in splits.values())
     return Ledger(
         splits=ledgers,
         documents_read=sum(collection.num_read for collection in collections),
         documents_kept=num_kept,
-        documents_skipped=_all_skipped(collections),
+        documents_skipped=_sum_counts(counts for one in collections for counts in one.skipped.values()),
         documents_repeated=sum(len(split.order) for split in splits.values()) - num_distinct,
         documents_unsampled=num_kept - num_distinct,
-        tokens_cut=dict(tokens_cut),
-        edits=dict(edits),
+        tokens_cut=_sum_counts(collection.tokens_cut for collection in collections),
+        edits=_sum_counts(collection.edits for collection in collections),
         contaminated=count_by_task([one for collection in collections for one in collection.hits]),
     )
 
 
-def _all_skipped(collections: Sequence[Collection]) -> dict[str, int]:
-    """Return the documents skipped by reason, of all sources."""
-    skipped: Counter[str] = Counter()
-    for collection in collections:
-        for of_source in collection.skipped.values():
-            skipped.update(of_source)
-    return dict(skipped)
+def _sum_counts(all_counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in all_counts:
+        total.update(counts)
+    return dict(total)
 
 
 def _with_shares(
     sources: Sequence[SourceRecord],
     collections: Sequence[Collection],
-    splits: dict[str, _Split],
+    splits: dict[str, Split],
     arguments: "TokenizeArguments",
 ) -> list[SourceRecord]:
     """Return the sources' records with their documents and tokens, and with their shares of the train split."""
     train = splits["train"]
-    tokens_in_train = _tokens_by_source(train.collection, train.order, len(arguments.dataset))
-    left_for_train = _tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
+    tokens_in_train = tokens_by_source(train.collection, train.order, len(arguments.dataset))
+    left_for_train = tokens_by_source(collections[0], collections[0].kept, len(arguments.dataset))
     for name, split in splits.items():
         if name != "train" and split.collection is collections[0]:
-            left_for_train -= _tokens_by_source(split.collection, split.order, len(arguments.dataset))
+            left_for_train -= tokens_by_source(split.collection, split.order, len(arguments.dataset))
     records = []
     for number, record in enumerate(sources):
         is_train = number < len(arguments.dataset)
         collection = collections[0] if is_train else collections[-1]
         own = collection.kept[collection.sources[collection.kept] == number]
-        record = replace(record, documents=len(own), tokens=int(collection.documents.lengths[own].sum()))
-        record = replace(record, documents_skipped=dict(collection.skipped.get(number, {})))
         sampled = int(tokens_in_train[number]) if is_train else 0
-        record = replace(record, train_tokens=sampled, share_reached=round(sampled / int(tokens_in_train.sum()), 6))
+        record = replace(
+            record,
+            documents=len(own),
+            documents_skipped=dict(collection.skipped.get(number, {})),
+            tokens=int(collection.documents.lengths[own].sum()),
+            train_tokens=sampled,
+            share_reached=round(sampled / int(tokens_in_train.sum()), 6),
+        )
         if is_train and arguments.weights:
             weight = arguments.weights[number]
             share = round(weight / sum(arguments.weights), 6)
@@ -353,20 +295,6 @@ def _with_shares(
             record = replace(record, weight=weight, share_asked=share, epochs=epochs)
         records.append(record)
     return records
-
-
-def _tokens_by_source(collection: Collection, documents: np.ndarray, num_sources: int) -> np.ndarray:
-    """Return the tokens that each of the first sources has in ``documents``, int64 [num_sources]."""
-    lengths = collection.documents.lengths[documents]
-    tokens = np.bincount(collection.sources[documents], weights=lengths, minlength=num_sources)
-    return tokens.astype(np.int64)[:num_sources]
-
-
-def _settings(arguments: "TokenizeArguments") -> Settings:
-    values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
-    if arguments.validation_dataset:  # a URL may hold a password
-        values["validation_dataset"] = [redact(name) for name in arguments.validation_dataset]
-    return Settings(**values)
 
 
 def _tokenizer_record(corpus: OpenedCorpus, encoded: EncodedSources) -> TokenizerRecord:
@@ -394,3 +322,41 @@ def notes_of(corpus: OpenedCorpus, encoded: EncodedSources) -> list[str]:
         notes += format_.chat.notes if format_.chat is not None else ()
     bad = next((record.first_bad_row for record in encoded.records if record.first_bad_row), "")
     return [*dict.fromkeys(notes), *([f"the first bad row left out: {bad}"] if bad else [])]
+
+
+def find_finished(arguments: "TokenizeArguments") -> Manifest | None:
+    """Return the manifest of the token dataset in --output_dir, or None if nothing is there.
+
+    Only arguments are compared, not the content of the sources, which takes as long as reading them.
+
+    Raises:
+        InputError: the folder has something else, or a token dataset that was made with other arguments.
+    """
+    folder = Path(arguments.output_dir).expanduser()
+    if not any(folder.glob("*")):
+        return None
+    manifest = read_manifest(folder)
+    if manifest is None or manifest.parts:
+        raise InputError(f"{folder} already exists and is not a token dataset of this program; choose another folder")
+    differences = [f"--{name} {made}, not {asked}" for name, made, asked in _differences(manifest, arguments)]
+    if differences:
+        raise InputError(f"{folder} was made with other arguments: {', '.join(differences)}; choose another folder")
+    return manifest
+
+
+def _differences(manifest: Manifest, arguments: "TokenizeArguments") -> Iterator[tuple[str, object, object]]:
+    if manifest.tokenizer.name != arguments.tokenizer_name:
+        yield "tokenizer_name", manifest.tokenizer.name, arguments.tokenizer_name
+    made = [(source.name, source.place) for source in manifest.sources]
+    given = [
+        (name, redact(place))
+        for option in ("--dataset", "--validation_dataset")
+        for name, place in split_names(getattr(arguments, option[2:]) or [], option)
+    ]
+    if made != given:
+        yield "dataset", [place for _, place in made], [place for _, place in given]
+    for name, value in asdict(manifest.settings).items():
+        asked = getattr(arguments, name)
+        # without --packing, it was chosen by the rows; the sources of validation are compared above
+        if asked != value and (name, asked) != ("packing", None) and name != "validation_dataset":
+            yield name, value, asked

@@ -1,108 +1,88 @@
-"""Divide the shards and the files of the input among the tasks of ``--shard I/N``, by bytes."""
+"""Open the corpus of a run: sources, tokenizer, formats and cleaner; and the folder that keeps unfinished work."""
 
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fabric_train.cli.errors import InputError, raise_reached_limit
 from fabric_train.cli.output import redact
+from fabric_train.files.atomic_folder import hold_lock
+from fabric_train.files.regular_file import check_no_links_in
+from fabric_train.tokenization.chats.chat_format import columns, detect_format, read_chat, unexpected_format
 from fabric_train.tokenization.chats.chat_template import read_chosen_template
+from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
+from fabric_train.tokenization.documents import BadRowError, Row, missing_column, name_in, text_of
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
-from fabric_train.tokenization.reading.opening import open_sources, split_names
-from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import Shard
-from fabric_train.tokenization.shards import SourceFormat, find_kinds, open_formats, split_into_shards
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
+from fabric_train.tokenization.reading.sources import PART, Source, open_sources, split_names
+from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, files_read_at_once, split_into_shards
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
+    from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
-_BYTES_HASHED_TOGETHER = 256 << 20
+DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")
+# the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
+_SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 160_000
+
+
+@contextmanager
+def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]:
+    """Yield the locked folder ``.NAME.unfinished`` next to ``target``, and remove it when the block succeeds.
+
+    If an exception leaves the block and the folder holds finished work that is worth keeping, the folder stays and a
+    line on standard error names it.
+
+    Raises:
+        InputError: another process is tokenizing into ``target``, its parent folder cannot be written to, or a link is
+            in the way.
+    """
+    target = Path(os.path.abspath(target))
+    folder = target.parent / f".{target.name}.unfinished"
+    check_no_links_in(folder)
+    with ExitStack() as stack:
+        try:
+            taken = f"{target}: another process is tokenizing into it"
+            stack.enter_context(hold_lock(folder / "lock", taken, "wait for it or stop it"))
+        except OSError as error:
+            raise_reached_limit(error)
+            raise InputError(f"cannot write to {target.parent}: {error.strerror}; choose another folder") from None
+        try:
+            yield folder
+        except BaseException:
+            num_finished = sum(file.suffix in (".npz", ".lines") for file in folder.glob("*"))
+            downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != PART]
+            parts = folder.rglob("*") if num_finished else downloads
+            if sum(file.stat().st_size for file in parts) > sizes.worth_keeping:
+                kept = f"{num_finished:,} finished shards" + (f" and {len(downloads):,} downloads" if downloads else "")
+                print(f"{kept} are kept in {folder}: the same command continues with them", file=sys.stderr)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
-class InputSlice:
-    """Slice ``number`` of ``count``, from 1: what one task reads. 1 of 1 is all of the input."""
+class SourceFormat:
+    """How to encode rows of a ``kind``: ``chat`` encodes chats; if it is None, ``columns[0]`` holds text."""
 
-    number: int = 1
-    count: int = 1
-
-    def of(self, sizes: Sequence[int]) -> list[bool]:
-        """Return which of consecutive items of these sizes in bytes are in this slice."""
-        return [number == self.number for number in slice_numbers(sizes, self.count)]
-
-
-def slice_numbers(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the slice, from 1 to ``count``, of each of consecutive items: the one that its middle byte is in.
-
-    Slices have as many bytes each as the items allow.
-
-    Args:
-        sizes: bytes of each item.
-        count: number of slices.
-    """
-    ends = np.cumsum(sizes, dtype=np.int64)
-    total = max(1, int(ends[-1])) if len(ends) else 1
-    numbers = 1 + ((ends - np.asarray(sizes) / 2) * count / total).astype(np.int64)
-    return [min(number, count) for number in numbers.tolist()]
-
-
-@dataclass(frozen=True)
-class FilesToHash:
-    """The files ``start`` to ``stop - 1`` of source ``source``, which one process hashes."""
-
-    source: int
-    start: int
-    stop: int
-
-
-def files_read_at_once(sources: Sequence[Source], shards: Sequence[Shard]) -> list[np.ndarray]:
-    """Return which files of each source are hashed when their shard is read, bool [files] each."""
-    are_read = [np.zeros(len(source.files), dtype=bool) for source in sources]
-    for shard in shards:
-        are_read[shard.source][shard.origins[shard.read_at_once]] = True
-    return are_read
-
-
-def files_to_hash(
-    sources: Sequence[Source], input_slice: InputSlice, are_read: Sequence[np.ndarray]
-) -> Iterator[FilesToHash]:
-    """Yield the files of a slice, in groups of about 256 MiB; the slices of files are not those of shards.
-
-    A file is hashed by one process, so that SHA-256 of it is as for the whole file.
-
-    Args:
-        sources: all sources.
-        input_slice: the slice.
-        are_read: which files of each source are hashed elsewhere, bool [files] each.
-    """
-    is_in = input_slice.of([size for source in sources for size in source.files.sizes])
-    is_in = (np.array(is_in, dtype=bool) & ~np.concatenate([[], *are_read]).astype(bool)).tolist()
-    first = 0
-    for number, source in enumerate(sources):
-        start, num_bytes = 0, 0
-        for index, size in enumerate(source.files.sizes):
-            num_bytes += size if is_in[first + index] else 0
-            if not is_in[first + index]:
-                if start < index:
-                    yield FilesToHash(number, start, index)
-                start, num_bytes = index + 1, 0
-            elif num_bytes >= _BYTES_HASHED_TOGETHER:
-                yield FilesToHash(number, start, index + 1)
-                start, num_bytes = index + 1, 0
-        if start < len(source.files):
-            yield FilesToHash(number, start, len(source.files))
-        first += len(source.files)
+    kind: str
+    columns: tuple[str, ...]
+    chat: "ChatEncoder | None"
 
 
 @dataclass(frozen=True)
@@ -116,38 +96,27 @@ class Caps:
 
 @dataclass(frozen=True)
 class OpenedCorpus:
-    """The sources, the tokenizer, and how documents are cleaned and encoded.
+    """The sources, the tokenizer, and how documents are cleaned and encoded."""
 
-    Args:
-        arguments: the command line of ``tokenize_dataset.py``, with the packing that the sources decide.
-        named: the name and place of each source as given.
-        train: the sources of --dataset.
-        held_out: the sources of --validation_dataset.
-        tokenizer: the tokenizer.
-        tokenizer_folder: the folder that it was saved in, with the chat template that is used.
-        tokenizer_hashes: SHA-256 of each file in that folder.
-        formats: one per source.
-        cleaner: cleans texts before they are encoded; None leaves them as they are.
-    """
-
-    arguments: "TokenizeArguments"
-    named: list[tuple[str, str]]
-    train: list[Source]
-    held_out: list[Source]
+    arguments: "TokenizeArguments"  # with the packing that the sources decide
+    named: list[tuple[str, str]]  # the name and place of each source as given
+    train: list[Source]  # the sources of --dataset
+    held_out: list[Source]  # the sources of --validation_dataset
     tokenizer: CorpusTokenizer
-    tokenizer_folder: Path
-    tokenizer_hashes: dict[str, str]
-    formats: list[SourceFormat]
-    cleaner: Cleaner | None
+    tokenizer_folder: Path  # where it was saved, with the chat template that is used
+    tokenizer_hashes: dict[str, str]  # SHA-256 of each file in that folder
+    formats: list[SourceFormat]  # one per source
+    cleaner: Cleaner | None  # cleans texts before they are encoded; None leaves them as they are
+    sizes: ShardSizes
 
     @property
     def sources(self) -> list[Source]:
-        """Return all sources, by which shards and files are numbered."""
+        """All sources, by which shards and files are numbered."""
         return [*self.train, *self.held_out]
 
     @property
     def settings(self) -> str:
-        """Return what decides the tokens of a shard besides its source and the encoder, as JSON."""
+        """What decides the tokens of a shard besides its source and the encoder, as JSON."""
         given = self.arguments
         longest = None if given.packing == "concat" else given.max_length
         chosen = (given.text_column, given.data_format, given.train_on, given.too_long, longest)
@@ -156,12 +125,12 @@ class OpenedCorpus:
 
     @property
     def num_proc(self) -> int:
-        """Return the number of processes that may work at a time."""
+        """The number of processes that may work at a time."""
         return self.arguments.num_proc or available_cores()
 
     @property
     def caps(self) -> Caps:
-        """Return where reading may stop; --deduplicate, --near_duplicates and --weights need all documents."""
+        """Where reading may stop; --deduplicate, --near_duplicates and --weights need all documents."""
         given = self.arguments
         reads_all = given.deduplicate or given.near_duplicates is not None or given.weights is not None
         caps = (None, None) if reads_all else (given.max_documents, given.max_tokens)
@@ -169,7 +138,7 @@ class OpenedCorpus:
 
     def shards(self, encoder: str) -> list[Shard]:
         """Return all shards of the sources, as the encoder of this name encodes them."""
-        return split_into_shards(self.sources, f"{self.settings} {encoder}")
+        return split_into_shards(self.sources, f"{self.settings} {encoder}", self.sizes)
 
     def files_read_at_once(self, shards: Sequence[Shard]) -> list[np.ndarray]:
         """Return which files of each source are hashed when their shard is read, bool [files] each.
@@ -180,20 +149,19 @@ class OpenedCorpus:
         return files_read_at_once(self.sources, [] if ends_early else shards)
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
-        """Return the sources' records for the manifest; ``digests`` has the SHA-256 of the files of each source."""
+        """Return the sources' records for the manifest; ``digests`` are the SHA-256 of the files of each source."""
         records = []
         for source, of_files, (name, place) in zip(self.sources, digests, self.named, strict=True):
             records.append(replace(source.record(of_files), name=name, place=redact(place)))
         return records
 
 
-def open_corpus(arguments: "TokenizeArguments", tokenizer_folder: Path, downloads: Path) -> OpenedCorpus:
-    """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer.
+def open_corpus(
+    arguments: "TokenizeArguments", folder: Path, unfinished: Path, sizes: ShardSizes = SIZES
+) -> OpenedCorpus:
+    """Open the sources and the tokenizer, print the sources' notes, and save the tokenizer into ``folder/tokenizer``.
 
-    Args:
-        arguments: the command line of ``tokenize_dataset.py``.
-        tokenizer_folder: where to save the tokenizer, with the chat template that is used.
-        downloads: folder for the files that URLs name.
+    ``unfinished`` is the folder for downloads.
 
     Raises:
         InputError: a source, the tokenizer, the chat template or a cleaning step cannot be used.
@@ -202,11 +170,12 @@ def open_corpus(arguments: "TokenizeArguments", tokenizer_folder: Path, download
     tokenizer = load_tokenizer(arguments.tokenizer_name)
     chosen = None if arguments.chat_template is None else read_chosen_template(arguments.chat_template, tokenizer)
     train, held_out = (
-        open_sources([place for _, place in given], option, arguments.stream, downloads)
+        open_sources([place for _, place in given], option, arguments.stream, unfinished / DOWNLOADS)
         for option, given in named.items()
     )
     for source in (*train, *held_out):
         print(f"reading {source.name}", *source.notes, sep="\n  ", file=sys.stderr)
+    tokenizer_folder = folder / "tokenizer"
     tokenizer.save(tokenizer_folder)
     if chosen is not None:
         set_chat_template(tokenizer_folder, chosen)
@@ -224,7 +193,118 @@ def open_corpus(arguments: "TokenizeArguments", tokenizer_folder: Path, download
         tokenizer_hashes={file.name: sha256(file) for file in sorted(tokenizer_folder.iterdir())},
         formats=formats,
         cleaner=open_cleaner(arguments, kinds),
+        sizes=sizes,
     )
+
+
+def find_kinds(sources: Sequence[Source], arguments: "TokenizeArguments") -> list[str]:
+    """Return each source's data format, found from its first row.
+
+    Raises:
+        InputError: one line for each source whose first row is bad or neither text nor a chat.
+    """
+    kinds: list[str] = []
+    faults: list[str] = []
+    for source in sources:
+        try:
+            given, skips = arguments.data_format, arguments.on_bad_rows == "skip"
+            kinds.append(find_kind(source, arguments.text_column, skips) if given == "auto" else given)
+        except InputError as error:
+            faults += error.faults
+    if faults:
+        raise InputError(*faults)
+    return kinds
+
+
+def find_kind(source: Source, text_column: str, skips_bad_rows: bool) -> str:
+    """Return the data format of a source's first row: text if it has that column, else a format of chats.
+
+    Raises:
+        InputError: it has none of them, or the row is bad and bad rows are not skipped.
+    """
+    looked_for = (text_column, *columns("auto"))
+    for part in source.parts(1 << 20):
+        reader = source.reader(part, looked_for)
+        for number, row in reader:
+            if isinstance(row, BadRowError):
+                if not skips_bad_rows:
+                    raise row.fault()
+                continue
+            if name_in(text_column, row) in row:
+                return "text"
+            kind = detect_format(row)
+            if kind is None:
+                no_text = str(missing_column(reader.place(number), text_column, row))
+                raise InputError(unexpected_format(row, "auto", f"{no_text}; and no chat or instruction"))
+            return kind
+    return "text"
+
+
+def open_formats(
+    kinds: Sequence[str], tokenizer_folder: Path, arguments: "TokenizeArguments", by_parts: bool = True
+) -> list[SourceFormat]:
+    """Return how to encode the sources of these kinds; ``by_parts`` as for ``ChatEncoder``.
+
+    If there are chats, their template becomes the one of ``tokenizer_folder``.
+
+    Raises:
+        InputError: the chat template cannot be used.
+    """
+    formats = {"text": SourceFormat("text", (arguments.text_column,), None)}
+    longest = None if arguments.packing == "concat" else arguments.max_length
+    for kind in sorted(set(kinds) - {"text"}):
+        from fabric_train.tokenization.chats.chat_encoder import ChatEncoder  # slow to import, and texts do not need it
+
+        encoder = ChatEncoder(
+            tokenizer_folder,
+            kind,
+            arguments.train_on,
+            arguments.too_long,
+            longest,
+            by_parts=by_parts,
+            is_chosen=arguments.chat_template is not None,
+        )
+        formats[kind] = SourceFormat(kind, columns(kind), encoder)
+        set_chat_template(tokenizer_folder, encoder.chat_template)
+    return [formats[kind] for kind in kinds]
+
+
+def sample_texts(corpus: OpenedCorpus) -> Iterator[str]:
+    """Yield texts from parts spaced evenly over the sources, to compare ids on."""
+    sources = corpus.sources
+    num_bytes = sum(source.num_bytes for source in sources)
+    part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
+    characters = min(max(int(num_bytes * _SAMPLED_SHARE), _MIN_SAMPLED), _MAX_SAMPLED) // _SAMPLED_PARTS
+    parts = [source.pack(source.parts(part_bytes)) for source in sources]
+    every = max(1, sum(map(len, parts)) // _SAMPLED_PARTS)
+    before = 0
+    for source, format_, own in zip(sources, corpus.formats, parts, strict=True):
+        for index in range(-before % every, len(own), every):
+            yield from _first_texts(source, format_, own[index], characters)
+        before += len(own)
+
+
+def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) -> Iterator[str]:
+    """Yield the part's first documents, at most ``left`` characters in all."""
+    reader = source.reader(part, format_.columns)
+    for number, row in reader:
+        if left <= 0:
+            return
+        try:
+            text = "" if isinstance(row, BadRowError) else _text_in(row, format_, partial(reader.place, number))
+        except BadRowError:
+            continue  # reported or skipped when the shard is encoded
+        if text:
+            yield text[:left]
+            left -= len(text)
+
+
+def _text_in(row: Row, format_: SourceFormat, place: Callable[[], str]) -> str:
+    if format_.chat is None:
+        return text_of(row, format_.columns[0], place)[0]
+    text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
+    check_surrogates(text)
+    return text
 
 
 def available_cores() -> int:

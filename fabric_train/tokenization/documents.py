@@ -1,4 +1,4 @@
-"""An encoded document, one that is left out, and the error for a row that cannot be used."""
+"""A document as it is read, encoded or left out: the text of a row, checks of columns, and the error for a bad row."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document or a chat as tokens, BOS and EOS included.
+    """A document or a chat as tokens, BOS and EOS included."""
 
-    Args:
-        input_ids: int32 [number of tokens].
-        supervised: bool [number of tokens], whether the token is a target; None if all are.
-        num_characters: code points of the encoded text; of a chat, of the content of its messages.
-        num_bytes: UTF-8 bytes of the same.
-        num_tokens_cut: tokens of the turns that were removed because they did not fit into a row.
-        turn_ends: the ids of the control tokens with which supervised turns of a chat end.
-    """
-
-    input_ids: np.ndarray
-    supervised: np.ndarray | None
-    num_characters: int
-    num_bytes: int
-    num_tokens_cut: int = 0
-    turn_ends: frozenset[int] = frozenset()
+    input_ids: np.ndarray  # int32 [number of tokens]
+    supervised: np.ndarray | None  # bool [number of tokens], whether the token is a target; None if all are
+    num_characters: int  # code points of the encoded text; of a chat, of the content of its messages
+    num_bytes: int  # UTF-8 bytes of the same
+    num_tokens_cut: int = 0  # tokens of the turns that were removed because they did not fit into a row
+    turn_ends: frozenset[int] = frozenset()  # the ids of the control tokens with which supervised turns of a chat end
 
 
 @dataclass(frozen=True)

@@ -1,47 +1,56 @@
-"""Encode all shards of all sources in several processes, while another process checks the encoder's ids."""
+"""Encode the shards of the corpus in several processes: read, clean and encode documents, and write their tokens.
+
+Another process meanwhile compares the encoder's ids with the tokenizer's.
+"""
 
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_train.tokenization.chats.chat_format import read_chat
-from fabric_train.tokenization.chats.control_tokens import check_surrogates
-from fabric_train.tokenization.corpus import Caps, FilesToHash, InputSlice, OpenedCorpus, files_to_hash
-from fabric_train.tokenization.documents import BadRowError, Row, text_of
-from fabric_train.tokenization.manifest import BAD_ROW
-from fabric_train.tokenization.reading.listing import SHA256_BYTES, check_unchanged, hash_files
-from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import Shard, ShardRecord, read_record, remove_outdated_shards
-from fabric_train.tokenization.shards import (
-    EncodingJob,
-    SourceFormat,
-    encode_shard,
-    open_formats,
-    part_name,
+from fabric_train.tokenization import manifest
+from fabric_train.tokenization.chats.chat_format import Chat, is_blank, read_chat
+from fabric_train.tokenization.cleaning.cleaner import Dropped, text_without_system
+from fabric_train.tokenization.corpus import Caps, OpenedCorpus, open_formats, sample_texts
+from fabric_train.tokenization.documents import BadRowError, LeftOut, text_of
+from fabric_train.tokenization.reading.files import memory_errors_name
+from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
+from fabric_train.tokenization.reading.sources import PartReader
+from fabric_train.tokenization.shard_files import (
+    ENCODED,
+    ShardRecord,
+    ShardWriter,
+    read_record,
+    remove_outdated_shards,
 )
+from fabric_train.tokenization.shards import FilesToHash, InputSlice, Shard, files_to_hash, part_name
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, open_encoder
-from fabric_train.tokenization.workers import ShowProgress, WorkerPool, progress
+from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
+from fabric_train.tokenization.workers import WorkerPool, progress
+
+if TYPE_CHECKING:
+    from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _TICK_SECONDS = 0.2
-# the sample on which ids are compared: parts of the sources, characters per byte, limits of characters
-_SAMPLED_PARTS, _SAMPLED_SHARE, _MIN_SAMPLED, _MAX_SAMPLED = 8, 0.01, 20_000, 160_000
+_BATCH_BYTES = 2 << 20  # of text passed to the encoder at once
+_Place = tuple[int, int]  # number and row of a document, see ENCODED
+_Task = int | FilesToHash  # an int is the index of a shard
+_kept_alive: list[TextEncoder] = []  # freeing an encoder takes longer than writing the rows
 
 
 @dataclass(frozen=True)
 class EncodedSources:
-    """The finished shards in the order of the sources, with one record each, and the hashes of files.
+    """The finished shards in the order of the sources, with one record each.
 
     ``digests`` has the SHA-256 of the files of each source, uint8 [files, 32], zeros for those in other slices.
-    ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``.
-    ``num_proc`` processes have encoded.
+    ``encoder`` is ``gigatoken``, or ``tokenizers: WHY``. ``num_proc`` processes have encoded.
     """
 
     shards: list[Shard]
@@ -55,170 +64,147 @@ class _DifferentIdsError(Exception):
     """The encoder and the tokenizer give different ids; the message shows where."""
 
 
-_kept_alive: list[EncodingJob] = []  # freeing an encoder takes longer than writing the rows
+@dataclass(frozen=True)
+class EncodingJob:
+    """What a process needs to encode a shard, of which it gets the index, or to hash files.
 
-_Task = int | FilesToHash  # an int is the index of a shard
+    ``shards`` are all shards, with their many files. ``progress`` is an array of int64 [3 * shards] in shared memory:
+    the bytes, documents and tokens done of each shard.
+    """
+
+    corpus: OpenedCorpus
+    folder: Path
+    encoder: TextEncoder
+    shards: Sequence[Shard]
+    progress: Any
+
+    @property
+    def borders(self) -> Borders:
+        return Borders(self.corpus.tokenizer.bos_token_id, self.corpus.tokenizer.eos_token_id)
+
+    def run(self, task: _Task) -> bytes:
+        """Encode a shard, or return the SHA-256 of files, joined."""
+        if isinstance(task, int):
+            encode_shard(self, self.shards[task])
+            return b""
+        files = self.corpus.sources[task.source].files
+        return b"".join(hash_files(map(files.__getitem__, range(task.start, task.stop))))
+
+    def show(self, shard: int, num_bytes: int, num_documents: int, num_tokens: int) -> None:
+        """Record what is done of the shard with this index."""
+        self.progress[3 * shard : 3 * shard + 3] = num_bytes, num_documents, num_tokens
+
+    def what_is_read(self, task: _Task) -> str:
+        """Return the file or dataset that a task has come to."""
+        if not isinstance(task, int):
+            return self.corpus.sources[task.source].name
+        done, shard = self.progress[3 * task], self.shards[task]
+        for part in shard.parts:
+            if done < part.num_bytes:
+                break
+            done -= part.num_bytes
+        return part_name(self.corpus.sources[shard.source], part)
 
 
 def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice) -> EncodedSources:
-    """Encode the shards of a slice that are not finished yet.
+    """Encode the shards of a slice that are not finished yet, into ``folder``.
 
-    If gigatoken gives another id than the Hugging Face tokenizer, everything is encoded again with the latter.
-
-    Args:
-        corpus: the opened corpus.
-        folder: where the shards are written.
-        check: compares the encoder's ids with the tokenizer's.
-        input_slice: what to encode and hash of the sources.
+    If gigatoken gives another id than the Hugging Face tokenizer, as ``check`` finds out, everything is encoded again
+    with the latter.
 
     Raises:
         InputError: a source cannot be read, has a bad row and bad rows are not skipped, or has changed meanwhile.
         ChildProcessError: a process was killed.
         RunError: memory ran out.
     """
-    file, tokenizer = corpus.tokenizer_folder / "tokenizer.json", corpus.tokenizer
-    check.start(file, tokenizer.special_text_is_plain)
-    check.prepare(list(_sample(corpus.sources, corpus.formats)))
-    encoder, name = open_encoder(file, tokenizer.special_text_is_plain)
-    job = EncodingJob(
-        folder=folder,
-        sources=corpus.sources,
-        formats=corpus.formats,
-        cleaner=corpus.cleaner,
-        encoder=encoder,
-        borders=Borders(tokenizer.bos_token_id, tokenizer.eos_token_id),
-        hashed=corpus.arguments.deduplicate,
-        skips_bad_rows=corpus.arguments.on_bad_rows == "skip",
-        progress=None,
-    )
-    _kept_alive.append(job)
+    file, special_text_is_plain = corpus.tokenizer_folder / "tokenizer.json", corpus.tokenizer.special_text_is_plain
+    check.start(file, special_text_is_plain)
+    check.prepare(list(sample_texts(corpus)))
+    encoder, name = open_encoder(file, special_text_is_plain)
+    _kept_alive.append(encoder)
     try:
-        return _encode_all(corpus, job, name, check, input_slice)
+        return _encode_with(encoder, name, corpus, folder, check, input_slice)
     except _DifferentIdsError as error:
-        encoder, name = open_encoder(file, tokenizer.special_text_is_plain, why_not_gigatoken=str(error))
+        encoder, name = open_encoder(file, special_text_is_plain, why_not_gigatoken=str(error))
         kinds = [format_.kind for format_ in corpus.formats]
-        formats = open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, by_parts=False)
-        return _encode_all(corpus, replace(job, encoder=encoder, formats=formats), name, check, input_slice)
+        corpus = replace(corpus, formats=open_formats(kinds, corpus.tokenizer_folder, corpus.arguments, by_parts=False))
+        return _encode_with(encoder, name, corpus, folder, check, input_slice)
 
 
-def _encode_all(
-    corpus: OpenedCorpus, job: EncodingJob, encoder: str, check: ParityCheck, input_slice: InputSlice
+def _encode_with(
+    encoder: TextEncoder,
+    name: str,
+    corpus: OpenedCorpus,
+    folder: Path,
+    check: ParityCheck,
+    input_slice: InputSlice,
 ) -> EncodedSources:
     """Encode with the encoder of this name.
 
     Raises:
         _DifferentIdsError: its ids differ from the tokenizer's.
     """
-    outdated = remove_outdated_shards(job.folder)
+    outdated = remove_outdated_shards(folder)
     if outdated:
         print(f"{outdated:,} shards that an older version finished are encoded again", file=sys.stderr)
-    all_shards = corpus.shards(encoder)
+    all_shards = corpus.shards(name)
     shards = list(compress(all_shards, input_slice.of([shard.num_bytes for shard in all_shards])))
-    to_hash = list(files_to_hash(job.sources, input_slice, corpus.files_read_at_once(all_shards)))
-    job = replace(job, progress=multiprocessing.RawArray("q", 3 * len(all_shards)), shards=all_shards)
+    to_hash = list(files_to_hash(corpus.sources, input_slice, corpus.files_read_at_once(all_shards)))
+    job = EncodingJob(corpus, folder, encoder, all_shards, multiprocessing.RawArray("q", 3 * len(all_shards)))
     records = {shard.index: record for shard in shards if (record := _usable_record(job, shard)) is not None}
     for index, record in records.items():
-        done = (all_shards[index].num_bytes, len(record.documents), record.num_tokens)
-        job.progress[3 * index : 3 * index + 3] = done
-    digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in job.sources]
+        job.show(index, all_shards[index].num_bytes, len(record.documents), record.num_tokens)
+    digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in corpus.sources]
     total = sum(shard.num_bytes for shard in shards)
     tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(shards, records, corpus.caps)))
     num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
-    with WorkerPool(partial(_run_task, job), num_proc, partial(_what_is_read, job)) as workers, progress(total) as show:
+    with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
         next(finished_tasks, None)  # starts the first tasks
-        is_compared = not isinstance(job.encoder, FastEncoder)
+        is_compared = not isinstance(encoder, FastEncoder)
         if is_compared:
-            check.begin(job.encoder, job.borders)
+            check.begin(encoder, job.borders)
         import pyarrow  # noqa: F401 - needed to write the rows; the import takes no extra time while others encode
 
         for finished in finished_tasks:
             if finished is not None:
                 task, result = finished
                 if isinstance(task, int):
-                    record = read_record(job.folder, all_shards[task])
+                    record = read_record(folder, all_shards[task])
                     assert record is not None, task
                     records[task] = record
                 else:
                     hashed = np.frombuffer(result, np.uint8).reshape(-1, SHA256_BYTES)
                     digests[task.source][task.start : task.stop] = hashed
-            _show(job, show)
+            show(*(sum(job.progress[start::3]) for start in range(3)))
         difference = check.result() if is_compared else None
     if difference:
         raise _DifferentIdsError(difference)
     used = [shard for shard in shards if shard.index in records]
-    for shard in used:
-        hashed = np.ascontiguousarray(records[shard.index].parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
+    encoded = EncodedSources(used, [records[shard.index] for shard in used], digests, name, num_proc)
+    _check_files(corpus, encoded)
+    return encoded
+
+
+def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
+    """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed.
+
+    Raises:
+        InputError: a file has changed since it was listed.
+    """
+    for shard, record in zip(encoded.shards, encoded.records, strict=True):
+        hashed = np.ascontiguousarray(record.parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
         are_hashed = hashed.any(axis=1)
-        digests[shard.source][shard.origins[are_hashed]] = hashed[are_hashed]
-    for source, of_files in zip(job.sources, digests, strict=True):
+        encoded.digests[shard.source][shard.origins[are_hashed]] = hashed[are_hashed]
+    for source, of_files in zip(corpus.sources, encoded.digests, strict=True):
         for number in np.flatnonzero(of_files.any(axis=1)).tolist():
             check_unchanged(source.files[number], of_files[number].tobytes())
-    return EncodedSources(used, [records[shard.index] for shard in used], digests, encoder, num_proc)
-
-
-def _run_task(job: EncodingJob, task: _Task) -> bytes:
-    """Encode a shard, or return the SHA-256 of files, joined."""
-    if isinstance(task, int):
-        encode_shard(job, job.shards[task])
-        return b""
-    files = job.sources[task.source].files
-    return b"".join(hash_files(map(files.__getitem__, range(task.start, task.stop))))
-
-
-def _what_is_read(job: EncodingJob, task: _Task) -> str:
-    """Return the file or dataset that a task has come to."""
-    if not isinstance(task, int):
-        return job.sources[task.source].name
-    done, shard = job.progress[3 * task], job.shards[task]
-    for part in shard.parts:
-        if done < part.num_bytes:
-            break
-        done -= part.num_bytes
-    return part_name(job.sources[shard.source], part)
-
-
-def _sample(sources: Sequence[Source], formats: Sequence[SourceFormat]) -> Iterator[str]:
-    """Yield texts from parts spaced evenly over the sources."""
-    num_bytes = sum(source.num_bytes for source in sources)
-    part_bytes = max(1, num_bytes // _SAMPLED_PARTS)
-    characters = min(max(int(num_bytes * _SAMPLED_SHARE), _MIN_SAMPLED), _MAX_SAMPLED) // _SAMPLED_PARTS
-    parts = [source.pack(source.parts(part_bytes)) for source in sources]
-    every = max(1, sum(map(len, parts)) // _SAMPLED_PARTS)
-    before = 0
-    for source, format_, own in zip(sources, formats, parts, strict=True):
-        for index in range(-before % every, len(own), every):
-            yield from _first_texts(source, format_, own[index], characters)
-        before += len(own)
-
-
-def _first_texts(source: Source, format_: SourceFormat, part: Any, left: int) -> Iterator[str]:
-    """Yield the part's first documents, at most ``left`` characters in all."""
-    reader = source.reader(part, format_.columns)
-    for number, row in reader:
-        if left <= 0:
-            return
-        try:
-            text = "" if isinstance(row, BadRowError) else _text_in(row, format_, partial(reader.place, number))
-        except BadRowError:
-            continue  # reported or skipped when the shard is encoded
-        if text:
-            yield text[:left]
-            left -= len(text)
-
-
-def _text_in(row: Row, format_: SourceFormat, place: Callable[[], str]) -> str:
-    if format_.chat is None:
-        return text_of(row, format_.columns[0], place)[0]
-    text = "\n".join(message["content"] for message in read_chat(row, format_.kind).messages)
-    check_surrogates(text)
-    return text
 
 
 def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     """Return the record of a finished shard; None if it skipped bad rows and this run must report them."""
     record = read_record(job.folder, shard)
-    if record is not None and not job.skips_bad_rows and BAD_ROW in record.reasons:
+    if record is not None and job.corpus.arguments.on_bad_rows != "skip" and manifest.BAD_ROW in record.reasons:
         return None
     return record
 
@@ -241,7 +227,154 @@ def unfinished_shards(shards: Sequence[Shard], records: dict[int, ShardRecord], 
             yield shard
 
 
-def _show(job: EncodingJob, show: ShowProgress) -> None:
-    done = job.progress[:]
-    num_bytes, num_documents, num_tokens = (sum(done[start::3]) for start in range(3))
-    show(num_bytes, num_documents, num_tokens)
+def encode_shard(job: EncodingJob, shard: Shard) -> None:
+    """Read, encode and write one shard.
+
+    Raises:
+        InputError: a file is not of the kind that its name says, or has changed since it was listed; or a row is bad,
+            and bad rows are not skipped.
+        RunError: memory ran out.
+    """
+    corpus = job.corpus
+    source, format_ = corpus.sources[shard.source], corpus.formats[shard.source]
+    writer = ShardWriter(
+        job.folder,
+        shard,
+        partial(job.show, shard.index),
+        hashed=corpus.arguments.deduplicate,
+        signed=corpus.cleaner is not None and corpus.cleaner.near_duplicates is not None,
+        skips_bad_rows=corpus.arguments.on_bad_rows == "skip",
+    )
+    with writer:
+        texts = _WaitingTexts(job, writer)
+        for part in shard.parts:
+            reader = source.reader(part, format_.columns)
+            try:
+                with memory_errors_name(part_name(source, part)):
+                    if format_.chat is None:
+                        num_documents = _encode_texts(corpus, format_.columns[0], reader, texts, writer)
+                    else:
+                        num_documents = _encode_chats(corpus, format_.kind, format_.chat, reader, writer)
+            finally:  # what is written to while it is read may look damaged: then that is the error to report
+                if isinstance(part, FilePart):
+                    check_unchanged(part.file)
+            writer.end_part(num_documents, part.num_bytes, reader.num_counted, reader.sha256())
+        with memory_errors_name(part_name(source, shard.parts[-1])):
+            texts.encode(0)
+        writer.finish()
+
+
+class _WaitingTexts:
+    """Texts of a shard, also of several parts, that wait to be encoded at once."""
+
+    def __init__(self, job: EncodingJob, writer: ShardWriter) -> None:
+        self._encoder, self._borders, self._writer = job.encoder, job.borders, writer
+        self._texts: list[bytes] = []
+        self._counts: list[tuple[int, ...]] = []
+        self._num_bytes = 0
+
+    def add(self, place: _Place, text: str, data: bytes, position: int) -> None:
+        """Add a text, ``data`` in UTF-8; ``position`` is the number of the part's bytes that have been read."""
+        self._texts.append(data)
+        self._counts.append((*place, len(text), len(data)))
+        self._num_bytes += len(data)
+        if self._num_bytes >= _BATCH_BYTES:
+            self.encode(position)
+
+    def encode(self, position: int) -> None:
+        if not self._texts:
+            return
+        ids, lengths = self._encoder.encode_documents(self._texts, self._borders)
+        documents = np.zeros(len(self._texts), dtype=ENCODED)
+        documents["length"] = lengths
+        columns = np.array(self._counts, dtype=np.uint32)
+        for index, name in enumerate(("number", "row", "characters", "bytes")):
+            documents[name] = columns[:, index]
+        self._writer.write(documents, ids, None, position)
+        self._texts, self._counts, self._num_bytes = [], [], 0
+
+
+def _encode_texts(
+    corpus: OpenedCorpus, column: str, reader: PartReader, waiting: _WaitingTexts, writer: ShardWriter
+) -> int:
+    """Read and clean a part's documents, encode them in batches, and return the number of those that are kept."""
+    num_documents, cleaner = 0, corpus.cleaner
+    for row_number, row in reader:
+        ordinal = writer.read()
+        try:
+            if isinstance(row, BadRowError):
+                raise row
+            text, data = text_of(row, column, partial(reader.place, row_number))
+        except BadRowError as error:
+            writer.skip_bad_row(ordinal, error)
+            continue
+        if not text or text.isspace():
+            writer.skip(ordinal, LeftOut(manifest.EMPTY))
+            continue
+        if cleaner is not None:
+            result = cleaner.clean(text)
+            writer.list_hits(ordinal, row_number, result.hits)
+            if isinstance(result, Dropped):
+                writer.drop(ordinal, row_number, result, text, cleaner.redact)
+                continue
+            writer.count_edits(ordinal, result.edits)
+            writer.sign(result.signature)
+            text, data = result.text, result.text.encode()
+        waiting.add((ordinal, row_number), text, data, reader.position)
+        num_documents += 1
+    return num_documents
+
+
+def _encode_chats(corpus: OpenedCorpus, kind: str, chat: "ChatEncoder", reader: PartReader, writer: ShardWriter) -> int:
+    """Read, clean, encode and write a part's chats, and return the number of those that are kept."""
+    num_documents = 0
+    waiting: deque[tuple[_Place, Chat | BadRowError, np.ndarray | None]] = deque()
+
+    def read_chats() -> Iterator[Chat | BadRowError]:
+        for row_number, row in reader:
+            place = writer.read(), row_number
+            try:
+                read = row if isinstance(row, BadRowError) else read_chat(row, kind)
+                cleaned = _clean_chat(corpus, read, place, writer)
+            except BadRowError as error:
+                cleaned = BadRowError(f"{reader.place(row_number)}: {error}"), None
+            if cleaned is not None:
+                waiting.append((place, *cleaned))
+                yield cleaned[0]
+
+    for encoded in chat.encode_all(read_chats()):
+        (ordinal, row_number), given, signature = waiting.popleft()
+        if isinstance(encoded, BadRowError):
+            place = "" if encoded is given else f"{reader.place(row_number)}: "
+            writer.skip_bad_row(ordinal, BadRowError(f"{place}{encoded}"))
+        elif isinstance(encoded, LeftOut):
+            writer.skip(ordinal, encoded)
+        else:
+            counts = (encoded.num_characters, encoded.num_bytes, encoded.num_tokens_cut)
+            document = np.array([(ordinal, row_number, len(encoded.input_ids), *counts)], dtype=ENCODED)
+            writer.write(document, encoded.input_ids, encoded.supervised, reader.position)
+            writer.sign(signature)
+            writer.turn_ends |= encoded.turn_ends
+            num_documents += 1
+    return num_documents
+
+
+def _clean_chat(
+    corpus: OpenedCorpus, chat: Chat | BadRowError, place: _Place, writer: ShardWriter
+) -> tuple[Chat | BadRowError, np.ndarray | None] | None:
+    """Return the chat as cleaning leaves it with its signature, or None if cleaning drops it; record what was found.
+
+    Bad rows stay as they are, and so do blank chats: encoding reports or counts them.
+
+    Raises:
+        BadRowError: the chat is nested too deeply, or has half of a surrogate pair.
+    """
+    if corpus.cleaner is None or isinstance(chat, BadRowError) or is_blank(chat):
+        return chat, None
+    result = corpus.cleaner.clean_chat(chat)
+    writer.list_hits(*place, result.hits)
+    if isinstance(result, Dropped):
+        writer.drop(*place, result, text_without_system(chat), corpus.cleaner.redact)
+        return None
+    writer.count_edits(place[0], result.edits)
+    return result.chat, result.signature

@@ -41,44 +41,26 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source of --dataset or --validation_dataset.
+    """A source of --dataset or --validation_dataset."""
 
-    Args:
-        name: the name given to it, or its place; records of one name are one source.
-        kind: ``files``, ``saved_dataset`` or ``hub``.
-        files: the files read; empty for a hub dataset.
-        splits: the splits read; empty for files.
-        revision: a hub dataset's commit; None for others.
-        subset: a hub dataset's subset (configuration); None for others.
-        documents: documents kept.
-        documents_skipped: documents read and not kept, by reason; None if an older version has not counted them.
-        tokens: tokens of the documents kept.
-        weight: its value in --weights, None without --weights.
-        epochs: how often its training documents are in the train split: their tokens there / their tokens.
-        train_tokens: its tokens in the train split, repeats included; None if an older version has not counted them.
-        share_asked: the share of the train split's tokens that --weights asks for; None without --weights.
-        share_reached: the share of the train split's tokens that it has; None after a merge.
-        place: the path, pattern, URL or hub name as given, without passwords; None if an older version has not recorded
-            it: then it is the name, of a hub dataset without subset and revision.
-        folder: the folder to which the paths of ``files`` are relative; None for URLs and datasets.
-    """
-
-    name: str
-    kind: str
-    files: tuple[SourceFile, ...]
-    splits: tuple[str, ...]
-    revision: str | None
+    name: str  # the name given to it, or its place; records of one name are one source
+    kind: str  # `files`, `saved_dataset` or `hub`
+    files: tuple[SourceFile, ...]  # the files read; empty for a hub dataset
+    splits: tuple[str, ...]  # the splits read; empty for files
+    revision: str | None  # a hub dataset's commit; None for others. `subset` likewise
     subset: str | None = None
-    documents: int = 0
+    documents: int = 0  # documents kept; `tokens` are theirs
     tokens: int = 0
-    weight: float | None = None
-    epochs: float = 1.0
-    train_tokens: int | None = None
-    share_asked: float | None = None
-    share_reached: float | None = None
+    weight: float | None = None  # its value in --weights, None without --weights
+    epochs: float = 1.0  # how often its training documents are in the train split: their tokens there / their tokens
+    train_tokens: int | None = None  # its tokens in the train split, repeats included; None from older versions
+    share_asked: float | None = None  # of the train split's tokens, by --weights; None without --weights
+    share_reached: float | None = None  # the share of the train split's tokens that it has; None after a merge
+    # the path, pattern, URL or hub name as given, without passwords; None from older versions, whose name is the
+    # place, of a hub dataset without subset and revision
     place: str | None = None
-    folder: str | None = None
-    documents_skipped: dict[str, int] | None = None
+    folder: str | None = None  # the folder to which the paths of `files` are relative; None for URLs and datasets
+    documents_skipped: dict[str, int] | None = None  # documents read and not kept, by reason; None from older versions
 
     @property
     def given(self) -> str:
@@ -163,15 +145,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class SourceLedger:
-    """The documents, tokens and bytes of one source in one split.
+    """The documents, tokens and bytes of one source in one split, counted as in ``SplitLedger``.
 
-    Args:
-        documents: its documents packed, repeats included.
-        bytes: UTF-8 bytes of their text; of a chat, of the content of its messages.
-        tokens_in: their tokens, BOS and EOS included.
-        tokens_repeated: tokens that are in a further row because of --overlap.
-        tokens_in_rows: tokens in rows, repeated ones included.
-        tokens_dropped: tokens in no row.
+    ``bytes`` are those of the UTF-8 text; of a chat, of the content of its messages.
     """
 
     documents: int
@@ -184,33 +160,19 @@ class SourceLedger:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """The documents and tokens of one split.
+    """The documents and tokens of one split."""
 
-    Args:
-        documents: documents packed, repeats included.
-        characters: their code points.
-        tokens_in: their tokens, BOS and EOS included.
-        tokens_repeated: tokens that are in a further row because of --overlap.
-        tokens_in_rows: tokens in rows, repeated ones included and padding not.
-        tokens_padding: padding in rows.
-        tokens_supervised: tokens whose label is not -100.
-        tokens_dropped: tokens in no row, by reason.
-        rows: number of rows.
-        chats_severed: chats with a supervised token in a row that does not hold the chat's beginning.
-        sources: the split's sources by name; empty without a document index.
-    """
-
-    documents: int
+    documents: int  # documents packed, repeats included; `characters` are their code points
     characters: int
-    tokens_in: int
-    tokens_repeated: int
-    tokens_in_rows: int
+    tokens_in: int  # their tokens, BOS and EOS included
+    tokens_repeated: int  # tokens that are in a further row because of --overlap
+    tokens_in_rows: int  # tokens in rows, repeated ones included and padding not
     tokens_padding: int
-    tokens_supervised: int
-    tokens_dropped: dict[str, int]
+    tokens_supervised: int  # tokens whose label is not -100
+    tokens_dropped: dict[str, int]  # tokens in no row, by reason
     rows: int
-    chats_severed: int = 0
-    sources: dict[str, SourceLedger] = field(default_factory=dict)
+    chats_severed: int = 0  # chats with a supervised token in a row that does not hold the chat's beginning
+    sources: dict[str, SourceLedger] = field(default_factory=dict)  # by name; empty without a document index
 
 
 @dataclass(frozen=True)
@@ -235,11 +197,7 @@ class Ledger:
     contaminated: dict[str, int] = field(default_factory=dict)
 
     def imbalances(self, max_length: int) -> list[str]:
-        """Return one line for each sum that does not balance.
-
-        Args:
-            max_length: tokens in a row.
-        """
+        """Return one line for each sum that does not balance, in rows of ``max_length`` tokens."""
         sampled = self.documents_kept + self.documents_repeated - self.documents_unsampled
         sums = [
             ("documents read", self.documents_read, self.documents_kept + sum(self.documents_skipped.values())),
@@ -259,14 +217,10 @@ def _sums_of_sources(name: str, split: SplitLedger) -> list[tuple[str, int, int]
     """Return what, a total of the split and its sum over the sources; nothing without a document index."""
     if not split.sources:
         return []
-    sums = [
-        (
-            f"tokens of {source} into {name}",
-            one.tokens_in + one.tokens_repeated,
-            one.tokens_in_rows + one.tokens_dropped,
-        )
-        for source, one in split.sources.items()
-    ]
+    sums = []
+    for source, one in split.sources.items():
+        placed = one.tokens_in_rows + one.tokens_dropped
+        sums.append((f"tokens of {source} into {name}", one.tokens_in + one.tokens_repeated, placed))
     totals = {what: getattr(split, what) for what in ("documents", "tokens_in", "tokens_repeated", "tokens_in_rows")}
     totals["tokens_dropped"] = sum(split.tokens_dropped.values())
     for what, total in totals.items():
@@ -277,10 +231,7 @@ def _sums_of_sources(name: str, split: SplitLedger) -> list[tuple[str, int, int]
 
 @dataclass(frozen=True)
 class MergedPart:
-    """A token dataset that was merged into this one; ``rows`` has its number of rows in each split.
-
-    ``cleaning`` is that of its manifest.
-    """
+    """A token dataset that was merged into this one; ``rows`` has its number of rows in each split."""
 
     name: str
     manifest_sha256: str
@@ -363,10 +314,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         InputError: the file is damaged, has another format, or its ledger does not balance.
     """
     manifest = load_manifest(folder)
-    imbalances = manifest.imbalances() if manifest else []
-    if imbalances:
-        file = folder / FILE_NAME
-        raise InputError(*(f"{file} is damaged: {imbalance}; tokenize again" for imbalance in imbalances))
+    if manifest and (imbalances := manifest.imbalances()):
+        raise InputError(*(f"{folder / FILE_NAME} is damaged: {one}; tokenize again" for one in imbalances))
     return manifest
 
 
@@ -380,8 +329,7 @@ def load_manifest(folder: Path) -> Manifest | None:
     if not file.exists():
         return None
     content = read_json(file, dict, "tokenize again")
-    if content.get("format") != FORMAT:
-        found = content.get("format")
+    if (found := content.get("format")) != FORMAT:
         raise InputError(f"{file} has format {found!r}, this version reads {FORMAT}; tokenize again")
     try:
         of_totals = [one.name for one in fields(Ledger) if one.name != "splits"]

@@ -36,9 +36,10 @@ from fabric_train.tokenization.manifest import (
 )
 from fabric_train.tokenization.packing.document_index import join_indexes, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits, read_arrow
+from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import Slice, is_slice, open_slices
 from fabric_train.tokenization.slices import encode_command, merge_counts, merge_slices
-from fabric_train.tokenization.tokenizers import tokenizer_folder
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CHAT_TEMPLATE_FILE
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
 
@@ -127,7 +128,7 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
         )
     digests, others = ours.tokenizer.sha256, theirs.tokenizer.sha256
     names = [name for name in sorted({*digests, *others}) if digests.get(name) != others.get(name)]
-    if names == [tokenizer_folder.FILE_NAME]:
+    if names == [CHAT_TEMPLATE_FILE]:
         has, lacks = (other, first) if names[0] in others else (first, other)
         yield (
             f"{other.folder}: its chat template is not that of {first.folder}; tokenize {lacks.folder} again with "
@@ -145,29 +146,21 @@ def _differences(first: MergeInput, other: MergeInput) -> Iterator[str]:
             "tokenize one of them again"
         )
     for name in first.splits.keys() & other.splits.keys():
-        if _without_labels(first.splits[name].schema) != _without_labels(other.splits[name].schema):
+        schemas = (dataset.splits[name].schema for dataset in (first, other))
+        here, there = ({field.name: field.type for field in schema if field.name != "labels"} for schema in schemas)
+        if here != there:
             yield f"{other.folder}: {name} has other columns than that of {first.folder}; tokenize again"
 
 
-def _without_labels(schema: pa.Schema) -> dict[str, pa.DataType]:
-    return {field.name: field.type for field in schema if field.name != "labels"}
-
-
 def _sum(ledgers: Sequence[Ledger], with_sources: bool) -> Ledger:
-    names = dict.fromkeys(name for ledger in ledgers for name in ledger.splits)
     splits = {}
-    for name in names:
+    for name in dict.fromkeys(name for ledger in ledgers for name in ledger.splits):
         of_split = [ledger.splits[name] for ledger in ledgers if name in ledger.splits]
-        splits[name] = SplitLedger(**_totals(of_split), sources=_sum_sources(of_split) if with_sources else {})
-    return Ledger(splits=splits, **{key: value for key, value in _totals(ledgers).items() if key != "splits"})
-
-
-def _sum_sources(ledgers: Sequence[SplitLedger]) -> dict[str, SourceLedger]:
-    names = dict.fromkeys(name for ledger in ledgers for name in ledger.sources)
-    return {
-        name: SourceLedger(**_totals([ledger.sources[name] for ledger in ledgers if name in ledger.sources]))
-        for name in names
-    }
+        names = dict.fromkeys(source for one in of_split for source in one.sources) if with_sources else ()
+        of_sources = {source: [one.sources[source] for one in of_split if source in one.sources] for source in names}
+        sources = {source: SourceLedger(**_totals(own)) for source, own in of_sources.items()}
+        splits[name] = SplitLedger(**_totals(of_split), sources=sources)
+    return Ledger(splits=splits, **_totals(ledgers))
 
 
 def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceLedger]) -> dict:
@@ -191,8 +184,8 @@ def _tokenizer(merged: Sequence[MergeInput]) -> TokenizerRecord:
     return replace(first, turn_end_token_ids=tuple(sorted(ends)))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Merge the token datasets of the command line and print a summary.
+def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
+    """Merge the token datasets of the command line and print a summary; slices have shards of these ``sizes``.
 
     Raises:
         InputError: the token datasets cannot be merged; nothing has been written.
@@ -204,9 +197,9 @@ def main(argv: list[str] | None = None) -> None:
         raise InputError("--dataset_dirs: give two token datasets or more")
     slices = open_slices(folders, target) if are_slices else []
     if slices and slices[0].arguments.counts_lines:
-        _merge_counts(slices, target)
+        _merge_counts(slices, target, sizes)
         return
-    manifest, notes = merge_slices(slices, target) if slices else merge(folders, target)
+    manifest, notes = merge_slices(slices, target, sizes) if slices else merge(folders, target)
     console = open_console()
     merged = f"{len(folders):,} slices" if are_slices else ", ".join(part.name for part in manifest.parts)
     rows = ", ".join(f"{split.rows:,} rows of {name}" for name, split in manifest.ledger.splits.items())
@@ -216,9 +209,9 @@ def main(argv: list[str] | None = None) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _merge_counts(slices: Sequence[Slice], target: Path) -> None:
+def _merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes) -> None:
     """Write the lines that repeat in all counted slices, and print some of them and what follows."""
-    lines, given = merge_counts(slices, target), slices[0].arguments
+    lines, given = merge_counts(slices, target, sizes), slices[0].arguments
     print(
         f"merged   {len(slices):,} counted slices",
         f"lines    {len(lines.hashes):,} are in {lines.num_documents:,} documents or more; look at the most frequent:",
@@ -313,7 +306,6 @@ def _join_indexes(merged: Sequence[MergeInput], split: str, folder: Path) -> Non
 
 
 def _join_lists(folders: Sequence[Path], target: Path, name: str) -> None:
-    """Write the lines of the files ``name`` of all folders in order; no file if none of them has one."""
     lists = [(folder / name).read_bytes() for folder in folders if (folder / name).exists()]
     if lists:
         (target / name).write_bytes(b"".join(lists))

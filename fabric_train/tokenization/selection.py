@@ -1,4 +1,4 @@
-"""Select the documents of each split, their order and their number of repeats.
+"""Select the documents of each split, their order and their number of repeats: caps, deduplication, split, mixture.
 
 The result depends only on the order of the documents in the sources, the settings and the seed, not on the number of
 processes or shards.
@@ -7,7 +7,7 @@ processes or shards.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -17,47 +17,41 @@ from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE, TOO_LO
 from fabric_train.tokenization.packing.arrow_folder import SpooledDocuments, SpooledFile
 from fabric_train.tokenization.packing.document_index import DOCUMENT
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import HASH_BYTES, ContaminatedRow, DroppedRow, Shard, ShardRecord
-from fabric_train.tokenization.shards import part_name
+from fabric_train.tokenization.shard_files import HASH_BYTES, ContaminatedRow, DroppedRow, ShardRecord
+from fabric_train.tokenization.shards import Shard, part_name
+
+if TYPE_CHECKING:
+    from arguments import TokenizeArguments
 
 _Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 
 
 @dataclass(frozen=True)
 class Collection:
-    """The encoded documents of some sources.
+    """The encoded documents of some sources."""
 
-    Args:
-        documents: all documents on disk, including those that are not kept.
-        kept: int64 [kept], the documents left after caps and deduplication, in the order of the sources.
-        characters: uint32 [documents], code points of each document.
-        sources: uint32 [documents], the number of each document's source.
-        places: DOCUMENT [documents], the file, the row in it, tokens and bytes of each document.
-        num_read: rows read, up to the row at which a cap was reached.
-        skipped: number of a source → reason → rows skipped among those.
-        tokens_cut: reason → tokens removed from kept chats, and tokens of chats skipped for this reason.
-        edits: kind → what cleaning changed in the rows read.
-        dropped: some of the documents that cleaning dropped.
-        duplicates: int64 [any number], documents that were left out because an earlier one is the same.
-        near_duplicates: int64 [any number], documents that were left out because they nearly repeat another.
-        hits: documents read that share words with evaluation tasks, in the order of the sources.
-        hashes: uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate.
-    """
+    documents: SpooledDocuments  # all documents on disk, including those that are not kept
+    kept: np.ndarray  # int64 [kept], the documents left after caps and deduplication, in the order of the sources
+    characters: np.ndarray  # uint32 [documents], code points of each document
+    sources: np.ndarray  # uint32 [documents], the number of each document's source
+    places: np.ndarray  # DOCUMENT [documents], the file, the row in it, tokens and bytes of each document
+    num_read: int  # rows read, up to the row at which a cap was reached
+    skipped: dict[int, Counter[str]]  # number of a source → reason → rows skipped among those
+    tokens_cut: dict[str, int]  # reason → tokens removed from kept chats, and tokens of chats skipped for this reason
+    edits: dict[str, int]  # kind → what cleaning changed in the rows read
+    dropped: list[DroppedDocument]  # some of the documents that cleaning dropped
+    duplicates: np.ndarray  # int64 [any number], documents that were left out because an earlier one is the same
+    near_duplicates: np.ndarray  # int64 [any number], documents that were left out because they nearly repeat another
+    hits: list[ContaminatedDocument]  # documents that share words with evaluation tasks, in the order of the sources
+    hashes: np.ndarray  # uint8 [kept, 16], of each kept document's content; [0, 16] without --deduplicate
 
-    documents: SpooledDocuments
-    kept: np.ndarray
-    characters: np.ndarray
-    sources: np.ndarray
-    places: np.ndarray
-    num_read: int
-    skipped: dict[int, Counter[str]]
-    tokens_cut: dict[str, int]
-    edits: dict[str, int]
-    dropped: list[DroppedDocument]
-    duplicates: np.ndarray
-    near_duplicates: np.ndarray
-    hits: list[ContaminatedDocument]
-    hashes: np.ndarray
+
+@dataclass(frozen=True)
+class Split:
+    """Documents of a collection in packing order, int64 [documents of the split]; one may come several times."""
+
+    collection: Collection
+    order: np.ndarray
 
 
 def collect(
@@ -101,8 +95,11 @@ def collect(
         for source, count in zip(*np.unique(own_sources[repeats], return_counts=True), strict=True):
             skipped[int(source)][reason] += int(count)
     parts = _parts(shards, records, sources)
+    files = tuple(_spooled(shard, record) for shard, record in zip(shards, records, strict=True))
+    samples = _placed([record.samples for record in records], parts, records, num_read)
+    hits = _placed([record.hits for record in records], parts, records, num_read)
     return Collection(
-        documents=SpooledDocuments(lengths, tuple(_spooled(*pair) for pair in zip(shards, records, strict=True))),
+        documents=SpooledDocuments(lengths, files),
         kept=kept,
         characters=documents["characters"].copy(),
         sources=own_sources,
@@ -111,14 +108,8 @@ def collect(
         skipped=skipped,
         tokens_cut={TOO_LONG: num_cut} if num_cut else {},
         edits=dict(edits),
-        dropped=[
-            DroppedDocument(one.reason, one.detail, *place, one.text)
-            for one, place in _placed([record.samples for record in records], parts, records, num_read)
-        ],
-        hits=[
-            ContaminatedDocument(one.hit, *place)
-            for one, place in _placed([record.hits for record in records], parts, records, num_read)
-        ],
+        dropped=[DroppedDocument(one.reason, one.detail, *place, one.text) for one, place in samples],
+        hits=[ContaminatedDocument(one.hit, *place) for one, place in hits],
         duplicates=duplicates,
         near_duplicates=near_duplicates,
         hashes=hashes[kept] if len(hashes) else hashes,
@@ -130,11 +121,7 @@ def _count(
 ) -> tuple[dict[int, Counter[str]], Counter[str], int]:
     """Return the rows skipped by source and reason, the edits by kind, and the tokens of skipped rows.
 
-    Args:
-        shards: the shards in the order of the sources.
-        records: one per shard.
-        first_rows: int64 [shards or more], the rows read before each shard.
-        num_read: rows that count.
+    ``first_rows`` are the rows read before each shard; the first ``num_read`` rows count.
     """
     skipped, edits, num_cut = defaultdict[int, Counter[str]](Counter), Counter[str](), 0
     for shard, record, first in zip(shards, records, first_rows, strict=False):
@@ -175,7 +162,6 @@ def _parts(
 
 
 def _places(documents: np.ndarray, parts: tuple[np.ndarray, np.ndarray], records: Sequence[ShardRecord]) -> np.ndarray:
-    """Return where the documents come from, DOCUMENT [documents]; ``parts`` is from ``_parts``."""
     files, rows_before = parts
     num_documents = np.concatenate([record.parts["documents"] for record in records])
     places = np.empty(len(documents), dtype=DOCUMENT)
@@ -191,10 +177,7 @@ def _placed(
     records: Sequence[ShardRecord],
     num_read: int,
 ) -> Iterator[tuple[_Row, tuple[int, int]]]:
-    """Yield each of the records' ``rows`` among the first ``num_read`` with the number of its file and its row there.
-
-    ``parts`` is from ``_parts``.
-    """
+    """Yield those of ``rows`` among the first ``num_read``, with the number of their file and their row there."""
     files, rows_before = parts
     first_part = first_row = 0
     for of_record, record in zip(rows, records, strict=True):
@@ -227,11 +210,40 @@ def _last_within_caps(lengths: np.ndarray, max_documents: int | None, max_tokens
     return last
 
 
-def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
-    """Return which documents go to validation, bool [num_documents].
+def select(
+    collections: Sequence[Collection], sources: Sequence[Source], arguments: "TokenizeArguments"
+) -> dict[str, Split]:
+    """Return the documents of each split; --weights samples those of train.
 
-    Their number is ``share * num_documents``, rounded. If ``share`` is above 0 and there are two documents or more, at
-    least one goes to validation and at least one does not.
+    Raises:
+        InputError: --weights names a source that has no document for training.
+    """
+    collection = collections[0]
+    share = 0.0 if arguments.validation_dataset else arguments.validation_split
+    in_validation = draw_validation(len(collection.kept), share, arguments.seed)
+    train = collection.kept[~in_validation]
+    if arguments.weights:
+        own = collection.sources[train]
+        without = [source.name for number, source in enumerate(sources) if not (own == number).any()]
+        if without:
+            raise InputError(
+                f"--weights: no document for training in {', '.join(without)}; "
+                "give more documents, a smaller --validation_split, or leave the source out"
+            )
+        lengths = collection.documents.lengths[train]
+        train = train[mix(lengths, own, arguments.weights, arguments.max_tokens, arguments.seed)]
+    splits = {"train": Split(collection, train)}
+    if arguments.validation_dataset:
+        splits["validation"] = Split(collections[1], collections[1].kept)
+    elif share > 0:
+        splits["validation"] = Split(collection, collection.kept[in_validation])
+    return splits
+
+
+def draw_validation(num_documents: int, share: float, seed: int) -> np.ndarray:
+    """Return which documents go to validation, bool [num_documents]: ``share * num_documents`` of them, rounded.
+
+    If ``share`` is above 0 and there are two documents or more, at least one goes to validation and at least one not.
     """
     chosen = np.zeros(num_documents, dtype=bool)
     if share > 0 and num_documents >= 2:
@@ -268,3 +280,10 @@ def mix(
             wanted -= int(ends[-1])
             epoch += 1
     return np.random.default_rng(seed).permutation(np.concatenate(chosen))
+
+
+def tokens_by_source(collection: Collection, documents: np.ndarray, num_sources: int) -> np.ndarray:
+    """Return the tokens that each of the first sources has in ``documents``, int64 [num_sources]."""
+    lengths = collection.documents.lengths[documents]
+    tokens = np.bincount(collection.sources[documents], weights=lengths, minlength=num_sources)
+    return tokens.astype(np.int64)[:num_sources]

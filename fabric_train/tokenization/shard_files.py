@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from fabric_train.tokenization import manifest
 from fabric_train.tokenization.cleaning.dropped import PER_SHARD, TEXT_CHARACTERS, Dropped, TaskHit
 from fabric_train.tokenization.documents import BadRowError, LeftOut
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
+from fabric_train.tokenization.shards import Shard
 
 # number: of the row among those read in its shard, from 1; row: in its part, as the reader numbers it;
 # characters, bytes, num_tokens_cut: see EncodedDocument and LeftOut
@@ -33,65 +34,29 @@ PART = np.dtype([("documents", "u4"), ("rows", "u4"), ("sha256", f"V{SHA256_BYTE
 SKIPPED = np.dtype([("number", "u4"), ("reason", "u2"), ("num_tokens_cut", "u4")])  # reason: index of the record's
 EDIT = np.dtype([("number", "u4"), ("kind", "u2"), ("count", "u4")])  # kind: index of the record's
 HASH_BYTES = 16
-FORMAT = 6
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Parts of one source that are encoded together; ``key`` names its files, ``source`` is the source's number.
-
-    ``origins`` has the number of each part's file or split, int64 [parts]; ``read_at_once`` whether its reader hashes
-    it, bool [parts].
-    """
-
-    index: int
-    source: int
-    parts: Sequence[Any]
-    num_bytes: int
-    key: str
-    origins: np.ndarray
-    read_at_once: np.ndarray
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a finished shard holds.
+    """What a finished shard holds."""
 
-    Args:
-        folder: where the shard's files are.
-        documents: ENCODED [kept].
-        parts: PART [parts of the shard].
-        skipped: SKIPPED [rows skipped].
-        reasons: of the skipped rows, as in the ledger.
-        edits: EDIT [any number], what cleaning changed.
-        kinds: of the edits, as in the ledger.
-        samples: a few of the documents that cleaning dropped.
-        hits: what documents share with evaluation tasks.
-        hashes: uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate.
-        num_read: rows read.
-        has_masks: whether there is a file of masks.
-        first_bad_row: what is wrong with the first bad row; empty if there is none.
-        turn_ends: int32 [any number], the control tokens with which supervised turns of its chats end.
-    """
-
-    folder: Path
-    documents: np.ndarray
-    parts: np.ndarray
-    skipped: np.ndarray
+    folder: Path  # where the shard's files are
+    documents: np.ndarray  # ENCODED [kept]
+    parts: np.ndarray  # PART [parts of the shard]
+    skipped: np.ndarray  # SKIPPED [rows skipped]; `reasons` of the skipped rows, as in the ledger
     reasons: tuple[str, ...]
-    edits: np.ndarray
+    edits: np.ndarray  # EDIT [any number], what cleaning changed; `kinds` of the edits, as in the ledger
     kinds: tuple[str, ...]
-    samples: tuple["DroppedRow", ...]
-    hits: tuple["ContaminatedRow", ...]
-    hashes: np.ndarray
-    num_read: int
-    has_masks: bool
-    first_bad_row: str
-    turn_ends: np.ndarray
+    samples: tuple["DroppedRow", ...]  # a few of the documents that cleaning dropped
+    hits: tuple["ContaminatedRow", ...]  # what documents share with evaluation tasks
+    hashes: np.ndarray  # uint8 [kept, 16], of each document's content; [0, 16] without --deduplicate
+    num_read: int  # rows read
+    has_masks: bool  # whether there is a file of masks
+    first_bad_row: str  # what is wrong with the first bad row; empty if there is none
+    turn_ends: np.ndarray  # int32 [any number], the control tokens with which supervised turns of its chats end
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.documents["length"].sum(dtype=np.int64))
 
 
@@ -168,10 +133,10 @@ class ShardWriter:
     Args:
         folder: where the files are written.
         shard: what is encoded.
+        show: called with the bytes, documents and tokens done.
         hashed: whether documents are hashed.
         signed: whether documents have signatures.
         skips_bad_rows: whether bad rows are recorded; otherwise the first one is an error.
-        show: called with the bytes, documents and tokens done.
     """
 
     def __init__(
@@ -220,11 +185,7 @@ class ShardWriter:
     def end_part(self, num_documents: int, num_bytes: int, num_rows: int, sha256: bytes) -> None:
         """Count a part as read; its documents may be written later.
 
-        Args:
-            num_documents: documents kept.
-            num_bytes: size of the part.
-            num_rows: rows counted by the reader.
-            sha256: of its file, or NO_SHA256.
+        ``num_rows`` are those counted by the reader; ``sha256`` is that of the file, or NO_SHA256.
         """
         self._parts.append((num_documents, num_rows, sha256))
         self._bytes_before += num_bytes
@@ -236,7 +197,6 @@ class ShardWriter:
         return self._num_read
 
     def skip(self, ordinal: int, left_out: LeftOut) -> None:
-        """Record a row as skipped."""
         number = self._reasons.setdefault(left_out.reason, len(self._reasons))
         self._skipped.append((ordinal, number, left_out.num_tokens_cut))
 

@@ -1,6 +1,6 @@
-"""The folder that a task of ``--shard I/N`` writes: one slice of the input, encoded, or with its lines counted.
+"""Write the folder of a slice, the work of one task of ``--shard I/N``; open and check all slices before a merge.
 
-It has the shards as a restarted run finds them, so a merge is a run in which every shard is finished::
+A slice has the shards as a restarted run finds them, encoded, or with their lines counted::
 
     slices/3/config.yaml      the arguments of the task
              slice.json       the files of the input, and the sizes and hashes of the shards' files
@@ -10,6 +10,7 @@ It has the shards as a restarted run finds them, so a merge is a run in which ev
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,13 +25,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.cli.yaml_core import dump
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken
 from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.corpus import InputSlice, OpenedCorpus, open_corpus, slice_numbers
+from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
 from fabric_train.tokenization.manifest import SourceFile
-from fabric_train.tokenization.reading.listing import ListedFile
-from fabric_train.tokenization.reading.opening import place_of
-from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import Shard
-from fabric_train.tokenization.unfinished import DOWNLOADS
+from fabric_train.tokenization.reading.sources import Source, place_of
+from fabric_train.tokenization.shards import InputSlice, Shard, ShardSizes, slice_numbers
 from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
@@ -41,9 +39,8 @@ _ARGUMENTS = "config.yaml"
 _FORMAT = 2
 _OF_EACH_TASK = ("shard", "output_dir", "num_proc")
 MAKE_AGAIN = "remove it, and run its task again"
-"""How to fix a slice, for error messages."""
 FileState = tuple[int, str, int, int, int]
-"""What changes with a file of the input: the number of its source, path, bytes, mtime_ns, ctime_ns."""
+"""The number of a file's source, and its path, bytes, mtime_ns and ctime_ns."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +53,13 @@ class InputFile:
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """The content of ``slice.json``.
+    """The content of ``slice.json``."""
 
-    Args:
-        encoder: see ``EncodedSources``; empty if lines were counted.
-        settings: what decides the content of the shards: see ``OpenedCorpus`` and ``line_counts``.
-        files: the files of the input that are this task's; each is one task's.
-        shard_files: bytes and hash, see ``content_hash``, of each file of the slice's shards, by name.
-        folder: where the task ran; paths in its arguments are relative to it.
-        format: of this file.
-    """
-
-    encoder: str
-    settings: str
-    files: list[InputFile]
-    shard_files: dict[str, tuple[int, str]]
-    folder: str
+    encoder: str  # see `EncodedSources`; empty if lines were counted
+    settings: str  # what decides the content of the shards: see `OpenedCorpus` and `line_counts`
+    files: list[InputFile]  # the files of the input that are this task's; each is one task's
+    shard_files: dict[str, tuple[int, str]]  # bytes and `content_hash` of each file of the slice's shards, by name
+    folder: str  # where the task ran; paths in its arguments are relative to it
     format: int = _FORMAT
 
 
@@ -90,19 +78,27 @@ def is_slice(folder: Path) -> bool:
     return (folder / FILE_NAME).is_file()
 
 
-def link_shards(shards: Sequence[Shard], unfinished: Path, folder: Path) -> dict[str, tuple[int, str]]:
-    """Give the files of finished shards a second name in ``folder``, and return bytes and hash of each by name."""
+def write_slice(
+    folder: Path,
+    unfinished: Path,
+    shards: Sequence[Shard],
+    arguments: "TokenizeArguments",
+    encoder: str,
+    settings: str,
+    files: list[InputFile],
+) -> None:
+    """Make ``folder`` the slice with these finished shards of the folder ``unfinished``; see ``SliceRecord``."""
+    shutil.rmtree(folder / "tokenizer")  # a merge saves it again, and compares the hashes
     keys = {shard.key for shard in shards}
     own = [file for file in sorted(unfinished.iterdir()) if file.name.partition(".")[0] in keys]
     written = {file.name: (file.stat().st_size, content_hash(file)) for file in own}
     for file in own:
-        _link(file, folder / file.name)
-    return written
-
-
-def write_slice(folder: Path, arguments: "TokenizeArguments", record: SliceRecord) -> None:
-    """Write what a slice has besides the files of its shards."""
+        try:
+            os.link(file, folder / file.name)  # a second name, so that a failure after this loses nothing
+        except OSError:
+            file.rename(folder / file.name)
     (folder / _ARGUMENTS).write_text(dump(asdict(arguments)), encoding="utf-8")
+    record = SliceRecord(encoder, settings, files, written, os.getcwd())
     (folder / FILE_NAME).write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
 
 
@@ -129,14 +125,6 @@ def part_of(arguments: "TokenizeArguments") -> InputSlice:
     return InputSlice(*arguments.part)
 
 
-def _link(file: Path, target: Path) -> None:
-    """Give a file a second name, so that a failure after this loses nothing; rename it where links are not possible."""
-    try:
-        os.link(file, target)
-    except OSError:
-        file.rename(target)
-
-
 def content_hash(file: Path) -> str:
     """Return the XXH3-128 hash of a file's content in hexadecimal."""
     digest = xxh3_128()
@@ -148,12 +136,12 @@ def content_hash(file: Path) -> str:
 
 def states_of(sources: Sequence[Source]) -> list[list[FileState]]:
     """Return the states of the files of each source."""
-    return [[_state(number, file) for file in source.files] for number, source in enumerate(sources)]
-
-
-def _state(source: int, file: ListedFile) -> FileState:
-    name = os.fsencode(file.name).decode("utf-8", "backslashreplace")
-    return source, name, file.size, file.mtime_ns, file.ctime_ns
+    states: list[list[FileState]] = []
+    for number, source in enumerate(sources):
+        names = (os.fsencode(file.name).decode("utf-8", "backslashreplace") for file in source.files)
+        pairs = zip(names, source.files, strict=True)
+        states.append([(number, name, file.size, file.mtime_ns, file.ctime_ns) for name, file in pairs])
+    return states
 
 
 def open_slice(folder: Path) -> Slice:
@@ -174,7 +162,7 @@ def open_slice(folder: Path) -> Slice:
 
 
 def differing_arguments(ours: "TokenizeArguments", theirs: "TokenizeArguments") -> list[str]:
-    """Return those of our arguments that are not theirs, as on the command line."""
+    """Return our arguments that differ from theirs, as on the command line."""
     names = [field.name for field in fields(ours) if field.name not in _OF_EACH_TASK]
     return [f"--{name} {getattr(ours, name)}" for name in names if getattr(ours, name) != getattr(theirs, name)]
 
@@ -189,32 +177,31 @@ def open_slices(folders: Sequence[Path], target: Path) -> list[Slice]:
     check_not_taken(target)
     for folder in folders:
         check_not_inside(target, folder)
-    slices = _open_all(folders)
+    others = [folder for folder in folders if not is_slice(folder)]
+    if others:
+        like = next(folder for folder in folders if is_slice(folder))
+        raise InputError(*(f"{folder} is no slice made with --shard, as {like} is; leave it out" for folder in others))
+    slices = _in_order([open_slice(folder) for folder in folders])
     _check_working_folder(slices)
     return slices
 
 
-def open_input(slices: Sequence[Slice], folder: Path) -> OpenedCorpus:
+def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> OpenedCorpus:
     """Open the input of the slices again, as one run without --shard does, with its tokenizer in ``folder``.
 
     Raises:
         InputError: a source, the tokenizer or a cleaning step cannot be used.
     """
     arguments = replace(slices[0].arguments, shard=None, num_proc=None)
-    return open_corpus(arguments, folder / "tokenizer", folder / DOWNLOADS)
+    return open_corpus(arguments, folder, folder, sizes)
 
 
-def _open_all(folders: Sequence[Path]) -> list[Slice]:
-    """Open slices and return them in their order.
+def _in_order(slices: Sequence[Slice]) -> list[Slice]:
+    """Return slices in their order.
 
     Raises:
-        InputError: they are not all slices of one run, each once.
+        InputError: they are not all slices of one run, each once, or one is damaged.
     """
-    others = [folder for folder in folders if not is_slice(folder)]
-    if others:
-        like = next(folder for folder in folders if is_slice(folder))
-        raise InputError(*(f"{folder} is no slice made with --shard, as {like} is; leave it out" for folder in others))
-    slices = [open_slice(folder) for folder in folders]
     first, by_number = slices[0], dict[int, Slice]()
     kinds = {one.arguments.counts_lines: one.folder for one in slices}
     if len(kinds) > 1:
@@ -296,13 +283,7 @@ def folders_of_shards(slices: Sequence[Slice]) -> dict[str, Path]:
 def check_unchanged(
     slices: Sequence[Slice], corpus: OpenedCorpus, shards: Sequence[Shard], lost: Sequence[int]
 ) -> None:
-    """Check that the slices have all that the input consists of now.
-
-    Args:
-        slices: all slices.
-        corpus: the input.
-        shards: all shards of the input.
-        lost: the indexes of those that no slice has.
+    """Check that the slices have all that the input consists of now; ``lost`` are the shards that no slice has.
 
     Raises:
         InputError: files have changed, or are new.

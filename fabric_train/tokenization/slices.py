@@ -1,4 +1,7 @@
-"""Count lines for --boilerplate in slices of the input (``--shard I/N``), and add all slices up."""
+"""Run a task of ``--shard I/N``, which encodes a slice of the input or counts its lines; merge the slices of all tasks.
+
+A merge is a run in which all shards are finished. The commands that follow a task are printed.
+"""
 
 import os
 import re
@@ -6,7 +9,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,79 +28,66 @@ from fabric_train.tokenization.cleaning.line_counts import (
     lines_file,
     split_to_count,
 )
-from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus
+from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus, unfinished_folder
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources, unfinished_shards
 from fabric_train.tokenization.manifest import Manifest
 from fabric_train.tokenization.reading.listing import SHA256_BYTES
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import ShardRecord, read_record
+from fabric_train.tokenization.shards import SIZES, ShardSizes
 from fabric_train.tokenization.slice_folder import (
     InputFile,
     Slice,
-    SliceRecord,
     check_settings,
     check_unchanged,
     folders_of_shards,
-    link_shards,
     open_input,
     part_of,
     states_of,
     write_slice,
 )
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
-from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
     from arguments import TokenizeArguments
 
 
-@dataclass(frozen=True)
-class CountOutcome:
-    """What a task has done: shards, bytes of the input, processes that may work, seconds."""
-
-    num_shards: int
-    num_bytes: int
-    num_proc: int
-    seconds: float
-
-
-def count_slice(arguments: "TokenizeArguments") -> CountOutcome:
-    """Count the lines of the slice --shard of the input into --output_dir. The folder is complete or absent.
+def count_slice(arguments: "TokenizeArguments", sizes: ShardSizes = SIZES) -> list[str]:
+    """Count the lines of the slice --shard into --output_dir, which is complete or absent; return lines of a summary.
 
     Raises:
         InputError: a source, the tokenizer or the output folder cannot be used, or a row is bad and not skipped.
     """
     target, part = Path(arguments.output_dir).expanduser(), part_of(arguments)
     check_not_taken(target)
-    with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
-        corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
-        shutil.rmtree(folder / "tokenizer")  # of no use here, but a wrong one is found before the lines are counted
+    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
+        # the tokenizer is of no use here, but a wrong one is found before the lines are counted
+        corpus = open_corpus(arguments, folder, unfinished, sizes)
         all_shards = split_to_count(corpus)
         shards = list(compress(all_shards, part.of([shard.num_bytes for shard in all_shards])))
         started = time.monotonic()
         count_lines(corpus, shards, unfinished)
         states = list(chain.from_iterable(states_of(corpus.sources)))
         own = compress(states, part.of([size for _, _, size, *_ in states]))
-        files, written = [InputFile(state, None) for state in own], link_shards(shards, unfinished, folder)
-        write_slice(folder, arguments, SliceRecord("", counting_settings(corpus), files, written, os.getcwd()))
-    num_bytes = sum(shard.num_bytes for shard in shards)
-    return CountOutcome(len(shards), num_bytes, corpus.num_proc, time.monotonic() - started)
+        files = [InputFile(state, None) for state in own]
+        write_slice(folder, unfinished, shards, arguments, "", counting_settings(corpus), files)
+    seconds, num_bytes = time.monotonic() - started, sum(shard.num_bytes for shard in shards)
+    return [
+        f"slice      {arguments.shard}: lines of {len(shards):,} shards are counted",
+        f"speed      {num_bytes / 1e6 / seconds:,.1f} MB/s, {seconds:.1f} s with {corpus.num_proc} processes",
+    ]
 
 
-def merge_counts(slices: Sequence[Slice], target: Path) -> Boilerplate:
+def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> Boilerplate:
     """Add up all counted slices and write the lines that repeat into ``target``, which is complete or absent.
-
-    Args:
-        slices: all slices of a run, in their order.
-        target: the folder to write; see ``repeated_lines``.
 
     Raises:
         InputError: the input has changed since the slices were made, or cannot be read.
     """
     with complete_folder(target) as folder:
-        corpus = open_input(slices, folder)
-        shutil.rmtree(folder / "tokenizer")
+        corpus = open_input(slices, folder, sizes)
+        shutil.rmtree(corpus.tokenizer_folder)
         check_settings(slices, counting_settings(corpus))
         shards, folders = split_to_count(corpus), folders_of_shards(slices)
         lost = [shard.index for shard in shards if shard.key not in folders]
@@ -109,62 +99,42 @@ def merge_counts(slices: Sequence[Slice], target: Path) -> Boilerplate:
     return lines
 
 
-@dataclass(frozen=True)
-class SliceOutcome:
-    """What a task has done: shards, documents, tokens, processes, seconds; lines for the user."""
+def encode_slice(arguments: "TokenizeArguments", check: ParityCheck, sizes: ShardSizes = SIZES) -> list[str]:
+    """Encode the slice --shard into --output_dir, which is complete or absent; return lines of a summary.
 
-    num_shards: int
-    num_documents: int
-    num_tokens: int
-    num_proc: int
-    seconds: float
-    notes: tuple[str, ...]
-
-
-def encode_slice(arguments: "TokenizeArguments", check: ParityCheck) -> SliceOutcome:
-    """Encode the slice --shard of the input into --output_dir. The folder is complete or absent.
-
-    Args:
-        arguments: the command line of ``tokenize_dataset.py``.
-        check: compares the encoder's ids with the tokenizer's; it may already be loading the tokenizer.
+    ``check`` compares the encoder's ids with the tokenizer's; it may already be loading the tokenizer.
 
     Raises:
         InputError: a source, the tokenizer or the output folder cannot be used.
     """
     target = Path(arguments.output_dir).expanduser()
     check_not_taken(target)
-    with unfinished_folder(target) as unfinished, complete_folder(target) as folder:
-        corpus = open_corpus(arguments, folder / "tokenizer", unfinished / DOWNLOADS)
+    with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
+        corpus = open_corpus(arguments, folder, unfinished, sizes)
         started = time.monotonic()
         encoded = encode_sources(corpus, unfinished, check, part_of(arguments))
         seconds = time.monotonic() - started
-        shutil.rmtree(folder / "tokenizer")  # a merge saves it again, and compares the hashes
         files = list(_hashed_files(corpus.sources, encoded.digests))
-        written = link_shards(encoded.shards, unfinished, folder)
-        write_slice(folder, arguments, SliceRecord(encoded.encoder, corpus.settings, files, written, os.getcwd()))
-    return SliceOutcome(
-        num_shards=len(encoded.shards),
-        num_documents=sum(len(record.documents) for record in encoded.records),
-        num_tokens=sum(record.num_tokens for record in encoded.records),
-        num_proc=encoded.num_proc,
-        seconds=seconds,
-        notes=tuple(notes_of(corpus, encoded)),
-    )
+        write_slice(folder, unfinished, encoded.shards, arguments, encoded.encoder, corpus.settings, files)
+    num_documents = sum(len(record.documents) for record in encoded.records)
+    num_tokens = sum(record.num_tokens for record in encoded.records)
+    speed = f"{num_tokens / seconds:,.0f} tokens/s, {seconds:.1f} s with {encoded.num_proc} processes"
+    return [
+        f"slice      {arguments.shard}: {len(encoded.shards):,} shards, {num_documents:,} documents, "
+        f"{num_tokens:,} tokens",
+        f"speed      {speed}",
+        *(f"note       {note}" for note in notes_of(corpus, encoded)),
+    ]
 
 
 def _hashed_files(sources: Sequence[Source], digests: Sequence[np.ndarray]) -> Iterator[InputFile]:
-    """Yield the files that this task has hashed."""
     for source, of_files, states in zip(sources, digests, states_of(sources), strict=True):
         triples = zip(states, source.record(of_files).files, map(np.any, of_files), strict=True)
         yield from (InputFile(state, hashed) for state, hashed, is_own in triples if is_own)
 
 
-def merge_slices(slices: Sequence[Slice], target: Path) -> tuple[Manifest, list[str]]:
+def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZES) -> tuple[Manifest, list[str]]:
     """Write the token dataset ``target`` that one run without --shard would write. It is complete or absent.
-
-    Args:
-        slices: all slices of a run, in their order.
-        target: the folder to write.
 
     Returns:
         The manifest, and notes for the user.
@@ -173,7 +143,7 @@ def merge_slices(slices: Sequence[Slice], target: Path) -> tuple[Manifest, list[
         InputError: the input has changed since the slices were made, or the token dataset cannot be written.
     """
     with complete_folder(target) as folder:
-        corpus = open_input(slices, folder)
+        corpus = open_input(slices, folder, sizes)
         encoded = _join(corpus, slices)
         notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
@@ -216,12 +186,7 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
 
 
 def merge_command(arguments: "TokenizeArguments", output_dir: str) -> str:
-    """Return the command that merges all slices into ``output_dir``, as their folders are called in a shell.
-
-    Args:
-        arguments: of one task.
-        output_dir: the folder to write.
-    """
+    """Return the command that merges all slices into ``output_dir``; ``arguments`` are those of one task."""
     parent, name = os.path.split(os.path.normpath(arguments.output_dir))
     pattern, is_numbered = re.subn(rf"(?<!\d){_number(arguments)}(?!\d)", "*", name, count=1)
     folders = os.path.join(parent, pattern) if is_numbered else "SLICES"
@@ -230,11 +195,9 @@ def merge_command(arguments: "TokenizeArguments", output_dir: str) -> str:
 
 
 def encode_command(arguments: "TokenizeArguments", lines: str) -> str:
-    """Return the command of a task that encodes its slice without the lines of the folder ``lines``.
+    """Return the command of the task that encodes a slice without the repeated ``lines``, a folder.
 
-    Args:
-        arguments: of the task that counted the lines of this slice.
-        lines: see ``repeated_lines``.
+    ``arguments`` are those of the task that counted the lines of the slice.
     """
     output_dir = beside_slices(arguments, os.path.join("slices", _number(arguments)))
     changed = {"boilerplate": lines, "shard": arguments.shard, "output_dir": output_dir}

@@ -16,7 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _SECONDS_BETWEEN_LINES = 3.0
 ShowProgress = Callable[[int, int, int], None]  # bytes, documents and tokens done
@@ -31,29 +34,32 @@ _CONTEXT: Any = multiprocessing.get_context("fork" if sys.platform == "linux" el
 
 @contextmanager
 def progress(total: int) -> Iterator[ShowProgress]:
-    """Yield the function that shows the progress; call it often.
+    """Yield the function that shows the progress in ``total`` bytes; call it often."""
+    started, log = time.monotonic(), ThrottledLog()
 
-    Args:
-        total: bytes to read.
-    """
-    with _bar(total) if sys.stderr.isatty() else _lines(total) as show:
-        yield show
+    def describe(documents: int, tokens: int, seconds: float) -> str:
+        return f"{documents:,} documents, {tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
+
+    def show_line(done: int, documents: int, tokens: int) -> None:
+        share, seconds = min(done / max(total, 1), 1), time.monotonic() - started
+        left = f", about {seconds * (1 - share) / share:.0f} s left" if done else ""
+        log(f"tokenizing: {share:.0%}, {describe(documents, tokens, seconds)}{left}")
+
+    if not sys.stderr.isatty():
+        yield show_line
+        return
+    with _bar() as bar:
+        task = bar.add_task("starting", total=total)
+        yield lambda done, documents, tokens: bar.update(
+            task, completed=min(done, total), description=describe(documents, tokens, time.monotonic() - started)
+        )
 
 
 @contextmanager
 def progress_of(what: str) -> Iterator[ShowShare]:
-    """Yield the function that shows which share of a step is done; call it often.
-
-    Args:
-        what: the step, such as ``near duplicates``.
-    """
+    """Yield the function that shows which share of a step, such as ``near duplicates``, is done; call it often."""
     if sys.stderr.isatty():
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        from fabric_train.cli.output import open_console
-
-        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        with Progress(*columns, console=open_console(stderr=True)) as bar:
+        with _bar() as bar:
             task = bar.add_task(what, total=1)
             yield lambda share: bar.update(task, completed=share)
     else:
@@ -61,45 +67,13 @@ def progress_of(what: str) -> Iterator[ShowShare]:
         yield lambda share: log(f"{what}: {share:.0%}")
 
 
-@contextmanager
-def _bar(total: int) -> Iterator[ShowProgress]:
+def _bar() -> "Progress":
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from fabric_train.cli.output import open_console
 
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    counts = _Counts()
-    with Progress(*columns, console=open_console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda done, documents, tokens: bar.update(
-            task, completed=min(done, total), description=counts.describe(documents, tokens)
-        )
-
-
-@contextmanager
-def _lines(total: int) -> Iterator[ShowProgress]:
-    counts = _Counts()
-    log = ThrottledLog()
-
-    def show(done: int, documents: int, tokens: int) -> None:
-        share = min(done / max(total, 1), 1)
-        left = f", about {counts.seconds() * (1 - share) / share:.0f} s left" if done else ""
-        log(f"tokenizing: {share:.0%}, {counts.describe(documents, tokens)}{left}")
-
-    yield show
-
-
-class _Counts:
-    """A description of documents and tokens done, with the mean speed."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
-    def seconds(self) -> float:
-        return max(time.monotonic() - self._started, 1e-9)
-
-    def describe(self, documents: int, tokens: int) -> str:
-        return f"{documents:,} documents, {tokens:,} tokens, {tokens / self.seconds():,.0f} tokens/s"
+    return Progress(*columns, console=open_console(stderr=True))
 
 
 class ThrottledLog:
@@ -109,7 +83,6 @@ class ThrottledLog:
         self._last_printed = time.monotonic()
 
     def __call__(self, line: str) -> None:
-        """Print ``line`` unless the last line is too recent."""
         now = time.monotonic()
         if now - self._last_printed >= _SECONDS_BETWEEN_LINES:
             self._last_printed = now
@@ -190,11 +163,8 @@ class WorkerPool(Generic[Item, Result]):
     def run(self, items: Iterator[Item], tick_seconds: float) -> Iterator[tuple[Item, Result] | None]:
         """Yield items with their results in the order in which they finish.
 
-        Yields None too: once after the first items are sent, and whenever ``tick_seconds`` pass without a result.
-
-        Args:
-            items: taken in order, as processes become free; none of them is None.
-            tick_seconds: seconds to wait for a result.
+        Yields None too: once after the first items are sent, and whenever ``tick_seconds`` pass without a result. Items
+        are taken in order, as processes become free; none of them is None.
 
         Raises:
             ChildProcessError: a process was killed.

@@ -12,8 +12,8 @@ import pytest
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines, write_repeated_lines
 from fabric_train.tokenization.documents import BadRowError
-from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.sources import DatasetName, parse_dataset_name
+from fabric_train.tokenization.reading.hf_datasets import DatasetName, parse_dataset_name
+from fabric_train.tokenization.reading.sources import open_sources
 from tests.support.programs import RunProgram
 from tests.support.stand_in_hub import Repository, StandInHub
 from tests.support.token_datasets import documents_in, manifest_of, tokenize

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.manifest import read_manifest
+from fabric_train.tokenization.shards import ShardSizes
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, GigatokenEncoder
 from tests.support.programs import ROOT
 from tests.support.token_datasets import TEXTS, documents_in, manifest_of, tokenize, write_jsonl
@@ -101,11 +102,12 @@ def test_a_document_is_never_split_between_train_and_validation(
 
 
 def test_the_output_is_the_same_for_any_number_of_processes(
-    tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, real_jsonl: Path
 ) -> None:
     results = [tokenize(tmp_path / "1", tiny_model_dir, real_jsonl, num_proc=1, max_length=64)]
-    monkeypatch.setattr("fabric_train.tokenization.shards._MIN_SHARD_BYTES", 5_000)  # sixty shards
-    results += [tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64) for n in (2, 3)]
+    sixty = ShardSizes(smallest=5_000)
+    for n in (2, 3):
+        results.append(tokenize(tmp_path / f"{n}", tiny_model_dir, real_jsonl, num_proc=n, max_length=64, sizes=sixty))
     assert results[0] == results[1] == results[2]
     assert manifest_of(tmp_path / "1") == manifest_of(tmp_path / "2") == manifest_of(tmp_path / "3")
 
@@ -371,14 +373,11 @@ def test_a_second_run_into_the_same_folder_is_an_error(tmp_path: Path, tiny_mode
     process.communicate()
 
 
-def test_a_changed_source_is_encoded_again(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fabric_train.tokenization.unfinished._MIN_BYTES_TO_KEEP", 0)
+def test_a_changed_source_is_encoded_again(tmp_path: Path, tiny_model_dir: Path) -> None:
     first, second = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
     second.write_text(json.dumps({"text": "short"}) + "\n{not\n")
     with pytest.raises(InputError, match=r"b\.jsonl, line 2"):
-        tokenize(tmp_path / "out", tiny_model_dir, first, second)
+        tokenize(tmp_path / "out", tiny_model_dir, first, second, sizes=ShardSizes(worth_keeping=0))
     assert len(list(tmp_path.glob(".out.unfinished/*.npz"))) == 1
     write_jsonl(first, [*TEXTS, "one more"])
     tokenize(tmp_path / "out", tiny_model_dir, first, second, on_bad_rows="skip")

@@ -10,17 +10,20 @@ from transformers import AutoTokenizer
 
 import tokenize_dataset
 from fabric_train.tokenization.manifest import Manifest, read_manifest
+from fabric_train.tokenization.shards import SIZES
 
 TEXTS = [f"Document {number} says  twice: {number} and {number}.\n\n Fin \u00e9 \U0001f600" for number in range(40)]
 
 
-def tokenize(folder: Path, tokenizer: Path, *sources: object, **options: object) -> dict[str, list[list[int]]]:
-    """Run the program on ``sources`` and return each split's rows."""
+def tokenize(
+    folder: Path, tokenizer: Path, *sources: object, sizes: Any = SIZES, **options: object
+) -> dict[str, list[list[int]]]:
+    """Run the program on ``sources`` with shards of these ``sizes``, and return each split's rows."""
     flags = [
         part for name, value in {"max_length": 16, "num_proc": 1, **options}.items() for part in (f"--{name}", value)
     ]
     argv = ["--dataset", *sources, "--tokenizer_name", tokenizer, "--output_dir", folder, *flags]
-    tokenize_dataset.main([str(part) for part in argv])
+    tokenize_dataset.main([str(part) for part in argv], sizes)
     loaded = datasets.load_from_disk(folder)
     return {name: split["input_ids"][:] for name, split in loaded.items()}
 

@@ -11,10 +11,11 @@ import pytest
 
 from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import build, shards, unfinished
+from fabric_train.tokenization import build
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.dropped import Dropped
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 HEADER, FOOTER = "The Daily News of Sueca", "(c) 2021 Daily News. All rights reserved."
@@ -102,16 +103,15 @@ def test_processes_ranges_and_a_restart_remove_the_same_lines(
     tmp_path: Path, tiny_model_dir: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "whole", tiny_model_dir, files)
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 500)
     monkeypatch.setattr(line_counts, "_LINES_AT_ONCE", 7)
-    monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
+    sizes = ShardSizes(smallest=500, worth_keeping=0)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "encode_sources", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out", tiny_model_dir, files, num_proc=2)
+            run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     assert len(list((tmp_path / ".out.unfinished").glob("*.lines"))) > 5
     monkeypatch.setattr(line_counts, "_count_shard", interrupt)  # no shard is counted again
-    run(tmp_path / "out", tiny_model_dir, files, num_proc=2)
+    run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     whole, restarted = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "out")
     assert (restarted.ledger, restarted.cleaning) == (whole.ledger, whole.cleaning)
 

@@ -9,7 +9,7 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import merge, shards
+from fabric_train.tokenization import merge
 from fabric_train.tokenization.chats.chat_format import Chat, read_chat
 from fabric_train.tokenization.cleaning.cleaner import (
     Cleaner,
@@ -21,6 +21,7 @@ from fabric_train.tokenization.cleaning.cleaner import (
 from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import LanguageFilter, identify
 from fabric_train.tokenization.cleaning.minhash import NO_WORDS, signature, similarities
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.dirty_texts import OTHER_LANGUAGES
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
@@ -166,15 +167,16 @@ def test_chats_beside_texts_are_left_out_for_what_is_wrong_with_each(
 
 
 def test_shards_of_mixed_sources_merge_to_one_run_byte_for_byte(
-    tmp_path: Path, chatml_dir: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, chatml_dir: Path, sources: list[Path]
 ) -> None:
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 3_000)
+    sizes = ShardSizes(smallest=3_000)
     flags = [str(part) for name, value in OPTIONS.items() for part in (f"--{name}", value)]
     flags += ["--dataset", *map(str, sources), "--tokenizer_name", str(chatml_dir)]
-    tokenize_dataset.main([*flags, "--num_proc", "2", "--output_dir", str(tmp_path / "one")])
+    tokenize_dataset.main([*flags, "--num_proc", "2", "--output_dir", str(tmp_path / "one")], sizes)
     for task in "12":
-        tokenize_dataset.main([*flags, "--shard", f"{task}/2", "--num_proc", "1", "--output_dir", f"{tmp_path}/{task}"])
-    merge.main([f"{tmp_path}/2", f"{tmp_path}/1", "--output_dir", str(tmp_path / "merged")])
+        own = ["--shard", f"{task}/2", "--num_proc", "1", "--output_dir", f"{tmp_path}/{task}"]
+        tokenize_dataset.main([*flags, *own], sizes)
+    merge.main([f"{tmp_path}/2", f"{tmp_path}/1", "--output_dir", str(tmp_path / "merged")], sizes)
     for file in (path for path in (tmp_path / "one").rglob("*") if path.is_file()):
         assert (tmp_path / "merged" / file.relative_to(tmp_path / "one")).read_bytes() == file.read_bytes(), file
 

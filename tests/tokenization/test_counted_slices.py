@@ -16,7 +16,7 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import merge, shards, slice_folder, unfinished
+from fabric_train.tokenization import merge, slice_folder
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import (
     Boilerplate,
@@ -24,10 +24,12 @@ from fabric_train.tokenization.cleaning.boilerplate import (
     open_boilerplate,
     write_repeated_lines,
 )
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import manifest_of, write_jsonl
 
 NUM_TASKS = 3
 HEADER, CONTACT = "The Daily News of Sueca", "Write to ana.perez@example.com to answer"
+SMALL = ShardSizes(smallest=700, worth_keeping=0)
 PROGRAMS = {"tokenize": tokenize_dataset, "merge": merge}
 
 
@@ -45,7 +47,8 @@ def run_line(line: str) -> None:
     found = re.match(r"\S+ (?:-m fabric_train\.tokenization\.|\S*/)?(tokenize|merge)\S* (.*)", line)
     assert found, line
     words = shlex.split(found[2])
-    PROGRAMS[found[1]].main([one for word in words for one in (map(str, Path().glob(word)) if "*" in word else [word])])
+    given = [one for word in words for one in (map(str, Path().glob(word)) if "*" in word else [word])]
+    PROGRAMS[found[1]].main(given, SMALL)
 
 
 def command_after(label: str, printed: str) -> str:
@@ -65,12 +68,6 @@ def printed_by(run: Callable[..., None], *given: object) -> str:
     return printed.getvalue()
 
 
-@pytest.fixture(autouse=True)
-def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 700)
-    monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Made:
     """30 documents with one line, and 10 of them with another, so that no slice alone has that one ten times."""
@@ -83,7 +80,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Made
     by_tasks = []
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        patched.setattr(shards, "_MIN_SHARD_BYTES", 700)
         for number in range(1, NUM_TASKS + 1):
             words = f"--boilerplate 10 --shard {number}/{NUM_TASKS} --output_dir counts/{number}"
             by_tasks.append(printed_by(tokenize, tiny_model_dir, words))
@@ -167,7 +163,7 @@ def test_a_merge_of_counted_slices_needs_each_of_one_run_once(
 
 def check_refused(folders: tuple[Path, ...], target: Path, fault: str) -> None:
     with pytest.raises(InputError) as raised:
-        merge.main([*map(str, folders), "--output_dir", str(target)])
+        merge.main([*map(str, folders), "--output_dir", str(target)], SMALL)
     assert str(raised.value).startswith(fault)
 
 

@@ -21,6 +21,7 @@ from fabric_train.tokenization.cleaning.decontamination import (
     split_words,
 )
 from fabric_train.tokenization.cleaning.dropped import Dropped
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import manifest_of, tokenize, write_jsonl
 
 QUESTION = (
@@ -239,13 +240,12 @@ def test_a_chat_is_compared_as_a_whole_and_its_sample_is_redacted(tmp_path: Path
 
 
 def test_hits_are_the_same_for_any_number_of_processes_and_shards(
-    tmp_path: Path, tiny_model_dir: Path, task: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model_dir: Path, task: Path
 ) -> None:
     texts = [f"Text {number}. " + (QUESTION if number % 7 == 3 else "Nothing here. ") for number in range(60)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     tokenize(tmp_path / "1", tiny_model_dir, source, decontaminate=task)
-    monkeypatch.setattr("fabric_train.tokenization.shards._MIN_SHARD_BYTES", 500)
-    tokenize(tmp_path / "2", tiny_model_dir, source, decontaminate=task, num_proc=2)
+    tokenize(tmp_path / "2", tiny_model_dir, source, decontaminate=task, num_proc=2, sizes=ShardSizes(smallest=500))
     files = [(tmp_path / name / "contamination.jsonl").read_bytes() for name in "12"]
     assert files[0] == files[1]
     counts = [manifest_of(tmp_path / name).ledger.contaminated for name in "12"]

@@ -21,7 +21,7 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import build, encoding, merge, shards, unfinished
+from fabric_train.tokenization import build, encoding, merge
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.manifest import SourceLedger, SourceRecord
 from fabric_train.tokenization.packing.document_index import (
@@ -34,10 +34,12 @@ from fabric_train.tokenization.packing.document_index import (
     write_index,
 )
 from fabric_train.tokenization.packing.token_folder import row_checksums
-from fabric_train.tokenization.reading.opening import split_names
+from fabric_train.tokenization.reading.sources import split_names
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import alter_token, manifest_of, tokenize, write_jsonl
 from tests.tokenization.test_rows import Task, rows_of, tasks
 
+PARTS_OF_FILES = ShardSizes(smallest=700, worth_keeping=0)
 Texts = dict[tuple[str, int], str]  # file and row → text
 
 
@@ -196,17 +198,15 @@ def test_every_piece_of_a_row_is_the_text_at_its_file_and_row(
     tmp_path: Path,
     tiny_model_dir: Path,
     corpus: tuple[Path, Texts],
-    monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 700)  # parts of files
     folder, texts = corpus
     options = {"on_bad_rows": "skip", "validation_split": 0.2, **options}
     weights = options.pop("weights", None)
     sources = [f"es={folder}/es", f"{folder}/v=a.json", f"es={folder}/saved"]
     sources += ["--weights", *weights.split()] if weights else []
     held_out = ["--validation_dataset", f"va={folder}/z.jsonl.gz"] if options["packing"] == "best_fit" else []
-    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *held_out, **options)
+    rows = tokenize(tmp_path / "out", tiny_model_dir, *sources, *held_out, sizes=PARTS_OF_FILES, **options)
     places = check_every_row(tmp_path / "out", texts, rows)
     expected = {place for place in texts if held_out or not place[0].endswith(".gz")}
     if weights:
@@ -261,12 +261,10 @@ def test_an_interrupted_run_continues_to_the_same_index(
 ) -> None:
     source, options = corpus[0] / "es", {"on_bad_rows": "skip", "max_length": 16}
     tokenize(tmp_path / "whole", tiny_model_dir, source, **options)
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 700)
-    monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(build, "_collect", interrupt)
+        interrupted.setattr(build, "collect", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            tokenize(tmp_path / "out", tiny_model_dir, source, **options)
+            tokenize(tmp_path / "out", tiny_model_dir, source, sizes=PARTS_OF_FILES, **options)
     finished = sorted((tmp_path / ".out.unfinished").glob("*.npz"))
     assert len(finished) > 5
     with np.load(finished[0]) as stored:  # as an older version wrote it
@@ -275,7 +273,7 @@ def test_an_interrupted_run_continues_to_the_same_index(
     encoded: list[object] = []
     whole = encoding.unfinished_shards
     monkeypatch.setattr(encoding, "unfinished_shards", lambda *given: listed(whole(*given), encoded))
-    tokenize(tmp_path / "out", tiny_model_dir, source, **options)
+    tokenize(tmp_path / "out", tiny_model_dir, source, sizes=PARTS_OF_FILES, **options)
     assert "1 shards that an older version finished are encoded again" in capsys.readouterr().err
     assert len(encoded) == 1
     assert index_files(tmp_path / "out") == index_files(tmp_path / "whole")

@@ -26,7 +26,7 @@ from fabric_train.tokenization.reading.listing import (
     list_folder,
     sha256,
 )
-from fabric_train.tokenization.reading.opening import open_sources
+from fabric_train.tokenization.reading.sources import open_sources
 from tests.support.token_datasets import TEXTS, manifest_of, tokenize, write_jsonl
 from tests.support.tokenizing import finish, start, wait_for_shards
 

@@ -15,18 +15,28 @@ import pytest
 
 import tokenize_dataset
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import encoding, merge, shards, slice_folder, unfinished
-from fabric_train.tokenization.corpus import InputSlice, files_read_at_once, files_to_hash, slice_numbers
+from fabric_train.tokenization import encoding, merge, slice_folder
+from fabric_train.tokenization.corpus import unfinished_folder
 from fabric_train.tokenization.packing.document_index import write_index
 from fabric_train.tokenization.packing.rows import Packing, plan_rows
 from fabric_train.tokenization.packing.token_folder import CHECKSUM
 from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFile, ListedFiles, list_file
 from fabric_train.tokenization.reading.sources import FileSource
 from fabric_train.tokenization.selection import collect
-from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, Shard, ShardRecord, read_record
+from fabric_train.tokenization.shard_files import ENCODED, HASH_BYTES, PART, ShardRecord, read_record
+from fabric_train.tokenization.shards import (
+    InputSlice,
+    Shard,
+    ShardSizes,
+    files_read_at_once,
+    files_to_hash,
+    slice_numbers,
+    split_into_shards,
+)
 from tests.support.token_datasets import TEXTS, write_jsonl
 
 NUM_TASKS = 3
+SMALL = ShardSizes(smallest=600, worth_keeping=0)
 CASES = {
     "concat with caps, duplicates and a split": (
         3,
@@ -60,15 +70,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _in_small_shards(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_the_folder_of_the_corpus(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(corpus)
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 600)
-    monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
 
 
 def run(tokenizer: Path, output: Path, words: str = "") -> Path:
     line = f"--dataset es=texts/es en=texts/en --tokenizer_name {tokenizer} --max_length 64 --num_proc 1 {words}"
-    tokenize_dataset.main([*line.split(), "--output_dir", str(output)])
+    tokenize_dataset.main([*line.split(), "--output_dir", str(output)], SMALL)
     return output
 
 
@@ -78,7 +86,7 @@ def run_tasks(tokenizer: Path, folder: Path, words: str = "", count: int = NUM_T
 
 
 def run_merge(slices: Sequence[Path], output: Path) -> Path:
-    merge.main([*map(str, slices), "--output_dir", str(output)])
+    merge.main([*map(str, slices), "--output_dir", str(output)], SMALL)
     return output
 
 
@@ -110,7 +118,7 @@ def test_slices_are_consecutive_and_balanced_by_bytes(count: int) -> None:
 
 def test_a_terabyte_has_few_shards_and_slices_of_one_size() -> None:
     source = FileSource("a", Path(), ListedFiles(ListedFile(f"{name}.jsonl", 1 << 38, 0, 0) for name in range(4)))
-    sizes = [shard.num_bytes for shard in shards.split_into_shards([source], "")]
+    sizes = [shard.num_bytes for shard in split_into_shards([source], "")]
     assert sum(sizes) == 1 << 40
     assert 8000 < len(sizes) <= 8196
     of_each = Counter[int]()
@@ -119,15 +127,15 @@ def test_a_terabyte_has_few_shards_and_slices_of_one_size() -> None:
     assert max(of_each.values()) / min(of_each.values()) < 1.02
 
 
-def test_groups_of_files_cover_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fabric_train.tokenization.corpus._BYTES_HASHED_TOGETHER", 100)
+def test_groups_of_files_cover_each_file_once(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.txt" for number in range(20)]
     for number, path in enumerate(paths):
         path.write_text("x" * (7 * number % 90))
     files = ListedFiles(map(list_file, paths))
     sources = [FileSource("a", tmp_path, files[:8]), FileSource("b", tmp_path, files[8:])]
     are_read = files_read_at_once(sources, [])
-    groups = [group for number in (1, 2, 3) for group in files_to_hash(sources, InputSlice(number, 3), are_read)]
+    slices = [InputSlice(number, 3) for number in (1, 2, 3)]
+    groups = [group for one in slices for group in files_to_hash(sources, one, are_read, group_bytes=100)]
     assert len(groups) > 6
     assert all(sum(file.size for file in sources[g.source].files[g.start : g.stop - 1]) < 100 for g in groups)
     covered = Counter((group.source, index) for group in groups for index in range(group.start, group.stop))
@@ -140,7 +148,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_model_dir:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(corpus)
-        patched.setattr(shards, "_MIN_SHARD_BYTES", 600)
         run_tasks(tiny_model_dir, folder)
     return folder
 
@@ -280,7 +287,7 @@ def test_a_task_that_was_stopped_continues_and_a_finished_one_does_nothing(
 
 def test_two_tasks_of_one_slice_at_a_time_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     with (
-        unfinished.unfinished_folder(tmp_path / "s"),
+        unfinished_folder(tmp_path / "s"),
         pytest.raises(InputError, match="another process is tokenizing into it"),
     ):
         run(tiny_model_dir, tmp_path / "s", "--shard 2/3")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization import build, encoding, shards, unfinished
+from fabric_train.tokenization import build, encoding
 from fabric_train.tokenization.cleaning import minhash, near_duplicates
 from fabric_train.tokenization.cleaning.minhash import NUM_HASHES, choose_bands, signature, similarities
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import documents_in, manifest_of, tokenize, write_jsonl
 
 _WORDS = ["".join(letters) for letters in combinations("abcdefghijk", 5)]
@@ -174,15 +175,14 @@ def test_processes_shards_and_a_restart_leave_out_the_same(
     tmp_path: Path, tiny_model_dir: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", tiny_model_dir, files)
-    monkeypatch.setattr(shards, "_MIN_SHARD_BYTES", 3_000)
-    monkeypatch.setattr(unfinished, "_MIN_BYTES_TO_KEEP", 0)
+    sizes = ShardSizes(smallest=3_000, worth_keeping=0)
     with monkeypatch.context() as interrupted:
         interrupted.setattr(build, "find_near_duplicates", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out", tiny_model_dir, files, num_proc=2)
+            run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     assert len(list((tmp_path / ".out.unfinished").glob("*.signatures"))) > 3
     monkeypatch.setattr(encoding, "encode_shard", interrupt)  # no shard is encoded again
-    out = run(tmp_path / "out", tiny_model_dir, files, num_proc=2)
+    out = run(tmp_path / "out", tiny_model_dir, files, num_proc=2, sizes=sizes)
     for file in ("dropped.jsonl", "train/index/documents.npy"):
         assert (out / file).read_bytes() == (whole / file).read_bytes()
     assert manifest_of(out).ledger == manifest_of(whole).ledger

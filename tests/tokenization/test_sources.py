@@ -17,12 +17,13 @@ import pytest
 from pyarrow import parquet
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.corpus import DOWNLOADS, unfinished_folder
 from fabric_train.tokenization.documents import BadRowError, text_of
 from fabric_train.tokenization.reading.files import FileReader, split_file
+from fabric_train.tokenization.reading.hf_datasets import DatasetName, StreamSource
 from fabric_train.tokenization.reading.listing import list_file
-from fabric_train.tokenization.reading.opening import open_sources
-from fabric_train.tokenization.reading.sources import DatasetName, StreamSource
-from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
+from fabric_train.tokenization.reading.sources import open_sources
+from fabric_train.tokenization.shards import ShardSizes
 from tests.support.token_datasets import documents_in, manifest_of, tokenize
 
 TEXTS = [f"Zeile {number}: \u00e4 \U0001f600\u2028 ende" for number in range(50)]
@@ -148,15 +149,14 @@ def test_urls_are_downloaded_once(tmp_path: Path, server: str) -> None:
 
 
 def test_downloads_are_kept_when_a_run_fails_before_its_first_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     def fail(name: str, num_bytes: int) -> None:
-        with unfinished_folder(tmp_path / "out") as folder:
+        with unfinished_folder(tmp_path / "out", ShardSizes(worth_keeping=100)) as folder:
             (folder / DOWNLOADS).mkdir()
             (folder / DOWNLOADS / name).write_bytes(bytes(num_bytes))
             raise InputError("no document")
 
-    monkeypatch.setattr("fabric_train.tokenization.unfinished._MIN_BYTES_TO_KEEP", 100)
     for name, num_bytes in (("whole.jsonl", 200), ("begun.jsonl.part", 200), ("small.jsonl", 20)):
         with pytest.raises(InputError):
             fail(name, num_bytes)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from fabric_train.cli.errors import InputError
-from fabric_train.tokenization.tokenizers import gigatoken_json, text_encoder
+from fabric_train.tokenization.tokenizers import gigatoken_json
 from fabric_train.tokenization.tokenizers.gigatoken_json import CharacterFinder
 from fabric_train.tokenization.tokenizers.parity_check import HARD_STRINGS, Reference, find_different_document
 from fabric_train.tokenization.tokenizers.parity_check import find_difference as find_difference_from
@@ -263,21 +263,19 @@ def test_documents_are_joined_only_if_their_starts_stay_starts(spm_file: Path, t
     assert find_different_document(texts, reference.encode(texts), documents, Borders(1, 2)) is None
 
 
-def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = GigatokenEncoder(llama3_dir / "tokenizer.json", False)
+def test_a_grown_cache_is_emptied_and_ids_stay_the_same(llama3_dir: Path) -> None:
+    file = llama3_dir / "tokenizer.json"
     draw = random.Random(0)
     texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=20_000)).encode() for _ in range(3)]
-    expected = encoder.encode_documents(texts, Borders(128_000, 128_001))[0]
-    monkeypatch.setattr(text_encoder, "_MOST_GROWTH", -1 << 40)
-    monkeypatch.setattr(text_encoder, "_TEXT_BETWEEN_LOOKS", 1)
+    expected = GigatokenEncoder(file, False).encode_documents(texts, Borders(128_000, 128_001))[0]
+    encoder = GigatokenEncoder(file, False, most_growth=-1 << 40, text_between_looks=1)
     before = encoder._backend
     assert np.array_equal(encoder.encode_documents(texts, Borders(128_000, 128_001))[0], expected)
     assert encoder._backend is not before
 
 
-def test_memory_is_looked_at_after_ten_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = GigatokenEncoder(byte_tokenizer(tmp_path / "tokenizer.json", "<eos>"), False)
-    monkeypatch.setattr(text_encoder, "_MOST_GROWTH", -1 << 40)
+def test_memory_is_looked_at_after_ten_megabytes(tmp_path: Path) -> None:
+    encoder = GigatokenEncoder(byte_tokenizer(tmp_path / "tokenizer.json", "<eos>"), False, most_growth=-1 << 40)
     before = encoder._backend
     encoder.encode_documents([b"a few words " * 850_000], Borders(None, 256))
     assert encoder._backend is not before

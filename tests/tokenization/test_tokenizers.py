@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast
-from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load_tokenizer
-from fabric_train.tokenization.tokenizers.tokenizer_folder import read_plain_folder
+from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
+from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, read_plain_folder
 from fabric_train.tokenization.tokenizers.tokenizer_model import HARD_STRINGS, SPECIAL_TOKENS, SPLIT_PATTERN, read_ranks
 
 
@@ -271,7 +271,7 @@ def test_folder_is_read_as_transformers_reads_it(case: str, chatml_dir: Path, tm
     shutil.copy(chatml_dir / "tokenizer.json", folder)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    assert (read_plain_folder(folder) is not None) == is_plain
+    assert (read_plain_folder(folder, "any") is not None) == is_plain
     ours, theirs = load_tokenizer(str(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
     ours.save(saved)
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (

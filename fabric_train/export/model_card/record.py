@@ -23,7 +23,7 @@ from fabric_train.cli.output import redact
 from fabric_train.export.average import AveragePart
 from fabric_train.model.origin import ModelOrigin
 from fabric_train.tokenization.manifest import Manifest, SourceRecord, read_manifest
-from fabric_train.tokenization.reading.opening import place_of
+from fabric_train.tokenization.reading.sources import place_of
 from fabric_train.training.replay_certificate import StoredCertificate, read_certificate
 
 _SPACE = re.compile(r"[\t\r\n\f\v ]+")

@@ -39,7 +39,7 @@ from fabric_train.tokenization.documents import BadRowError
 from fabric_train.tokenization.tokenizers.tokenizer_folder import read_chat_template
 
 if TYPE_CHECKING:
-    from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer
+    from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer
 
 # as in Meta's llama-models, llama3/chat_format.py: contents are stripped, the role of tools is ipython
 LLAMA3_TEMPLATE = (

@@ -22,8 +22,7 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
 from fabric_train.tokenization.documents import BadRowError, Row
 from fabric_train.tokenization.reading.files import FileReader
-from fabric_train.tokenization.reading.listing import FilePart, list_file, sha256
-from fabric_train.tokenization.reading.text_file import file_suffix
+from fabric_train.tokenization.reading.listing import FilePart, file_suffix, list_file, sha256
 
 LONGEST = 13  # words of an n-gram
 _OF_LM_EVAL = re.compile(r"samples_(.+)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")

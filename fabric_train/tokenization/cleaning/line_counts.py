@@ -23,8 +23,7 @@ from fabric_train.tokenization.corpus import OpenedCorpus
 from fabric_train.tokenization.documents import BadRowError, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.sources import Source
-from fabric_train.tokenization.shard_files import Shard
-from fabric_train.tokenization.shards import part_name, split_into_shards
+from fabric_train.tokenization.shards import Shard, part_name, split_into_shards
 from fabric_train.tokenization.workers import WorkerPool, progress_of
 
 LINE = np.dtype([("hash", np.uint64), ("documents", np.uint32)])
@@ -54,7 +53,7 @@ def counting_settings(corpus: OpenedCorpus) -> str:
 
 def split_to_count(corpus: OpenedCorpus) -> list[Shard]:
     """Return all shards of the sources, whose lines are counted."""
-    return split_into_shards(corpus.sources, counting_settings(corpus))
+    return split_into_shards(corpus.sources, counting_settings(corpus), corpus.sizes)
 
 
 def lines_file(folder: Path, shard: Shard) -> Path:

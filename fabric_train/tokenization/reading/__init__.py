@@ -1,5 +1,5 @@
 """Sources of documents (files, folders, URLs, datasets) and the rows in them.
 
-Read ``opening.py`` first: it opens what ``--dataset`` names. ``sources.py`` has what it returns, and ``files.py`` reads
-the rows of one file.
+Read ``sources.py`` first: it opens what ``--dataset`` names. ``listing.py`` lists and opens local files, ``files.py``
+reads the rows of one file, and ``hf_datasets.py`` those of datasets.
 """

@@ -26,13 +26,17 @@ from fabric_train.tokenization.documents import (
     missing_column,
     name_in,
 )
-from fabric_train.tokenization.reading.listing import NO_SHA256, FilePart, ListedFile, changed, read_file
-from fabric_train.tokenization.reading.text_file import (
+from fabric_train.tokenization.reading.listing import (
     COMPRESSIONS,
+    NO_SHA256,
+    FilePart,
+    ListedFile,
+    changed,
     file_suffix,
     is_compressed,
-    opened,
+    open_text,
     position_in,
+    read_file,
 )
 
 
@@ -40,9 +44,8 @@ class FileReader:
     """An iterable over the rows of a part as (number, row); ``number`` counts from 1 within the part.
 
     A ``BadRowError`` takes the place of a row that cannot be used. ``position`` is the number of the part's bytes up to
-    the end of the last row; of compressed files, arrays of JSON and parquet it is estimated in proportion to what has
-    been read, of csv it is up to 8 KiB more. ``num_counted`` is the number of rows; of JSON lines, blank lines count
-    too.
+    the end of the last row; for compressed files, JSON arrays and parquet it is an estimate, for csv up to 8 KiB more.
+    ``num_counted`` is the number of rows; in JSON lines, blank lines count too.
 
     Args:
         part: what to read.
@@ -86,7 +89,6 @@ class FileReader:
         return hashlib.sha256(self.content).digest()
 
     def place(self, number: int) -> str:
-        """Return the place of row ``number`` for messages."""
         path = self.part.name
         if self._suffix in (".txt", ".md"):
             return path
@@ -95,7 +97,7 @@ class FileReader:
         return f"{path}, record {number}"
 
     def _lines_before(self) -> int:
-        """Count the lines before the part. This reads the file again, so it is for error messages only."""
+        """Count the lines before the part, for error messages: this reads the file again."""
         if not self.part.start:
             return 0
         with open(self.part.name, "rb") as file:
@@ -122,7 +124,7 @@ def memory_errors_name(place: str) -> Iterator[None]:
 
 
 def is_readable(name: str | Path) -> bool:
-    """Return whether the name is that of a file that can be read."""
+    """Return whether a file of this name can be read."""
     suffix = file_suffix(name)
     return suffix in _READERS and not (suffix == ".parquet" and is_compressed(name))
 
@@ -134,8 +136,6 @@ def readable_suffixes() -> str:
 
 def split_file(file: ListedFile, part_bytes: int, origin: int = 0) -> list[FilePart]:
     """Split JSON lines or parquet into parts of about ``part_bytes`` bytes; any other file is one part.
-
-    ``origin`` is the number of the file in its source.
 
     Raises:
         InputError: the file has the suffix of parquet and is something else, or damaged.
@@ -168,7 +168,7 @@ def _split_parquet(file: ListedFile, part_bytes: int, origin: int) -> list[FileP
 
 def _read_text(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.name
-    with opened(reader.part.file, reader.content) as file:
+    with open_text(reader.part.file, reader.content) as file:
         data = file.read()
     zero = data.find(b"\0")
     if zero >= 0:
@@ -187,7 +187,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
     compressed = is_compressed(part.name)
     names = {name for column in reader.columns for name in (column, name_in(column, ()))}
     keys = [f'"{name}"'.encode() for name in names]
-    with opened(part.file, reader.content) as file:
+    with open_text(part.file, reader.content) as file:
         position = 0
         if part.start:
             position = file.seek(part.start - 1)
@@ -240,7 +240,7 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     if is_json_lines(reader.part.file, reader.content):
         yield from _read_json_lines(reader)
         return
-    with opened(reader.part.file, reader.content) as file:
+    with open_text(reader.part.file, reader.content) as file:
         data = file.read()
     try:
         text = _decode(data, path, 0)
@@ -255,8 +255,8 @@ def _read_json(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 
 def is_json_lines(file: ListedFile, content: bytes | None = None) -> bool:
-    """Return whether the first line that is not blank is a complete JSON object; ``content`` as for ``opened``."""
-    with opened(file, content) as lines:
+    """Return whether the first line that is not blank is a complete JSON object; ``content`` as for ``open_text``."""
+    with open_text(file, content) as lines:
         first = next((line for line in lines if line.strip()), b"")
     try:
         return first.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
@@ -268,7 +268,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
     path = reader.part.name
     csv.field_size_limit(sys.maxsize)
     with (
-        opened(reader.part.file, reader.content) as binary,
+        open_text(reader.part.file, reader.content) as binary,
         # bytes that are not UTF-8 are kept as surrogates, so that they are a fault of their own row only
         io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
     ):
@@ -294,7 +294,7 @@ def _read_csv(reader: FileReader) -> Iterator[tuple[int, Row | BadRowError]]:
 
 
 def _undecodable(fields: list[str]) -> str | None:
-    """Return what is wrong with fields that hold bytes as surrogates, None if they hold none."""
+    """Return what is wrong with fields that hold bytes as surrogates, None if none does."""
     try:
         "".join(fields).encode()
     except UnicodeEncodeError as error:

@@ -1,36 +1,52 @@
-"""List regular files, and check later that they are still the same.
+"""List local files, open text of them, hash them, and check later that they are still the same.
 
 A folder is listed with the folders that links in it lead to, each real folder once. Whatever cannot be read to an end,
 such as a named pipe, is refused here, before anything opens it.
 """
 
 import glob
+import gzip
 import hashlib
 import heapq
+import io
 import os
 import re
 import stat
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import overload
+from typing import Any, BinaryIO, overload
+
+import numpy as np
 
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.manifest import SourceFile
 
 SHA256_BYTES = 32
-"""Bytes of a SHA-256."""
-NO_SHA256 = bytes(SHA256_BYTES)
-"""Stands for that of a file that is not hashed."""
-READ_AT_ONCE = 1 << 20
-"""Bytes up to which a file is read in one piece."""
+NO_SHA256 = bytes(SHA256_BYTES)  # of a file that is not hashed
+READ_AT_ONCE = 1 << 20  # bytes up to which a file is read in one piece
 _ABOUT_DATA = re.compile(
     r"(?:readme|licen[cs]e|copying|notice|citation|changelog|contributing|use_policy)(?:[-.].*)?"
     r"(?:\.(?:txt|md)(?:\.\w+)?|\*.*)|dataset_infos\.json",
     re.IGNORECASE,
 )
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_NOT_TEXT_SIGNATURES = {
+    b"\x1f\x8b": "gzip-compressed",
+    b"PK\x03\x04": "a zip archive",
+    b"BZh": "bzip2-compressed",
+    b"\x28\xb5\x2f\xfd": "zstandard-compressed",
+    b"\xfd7zXZ": "xz-compressed",
+    b"%PDF": "a PDF",
+    b"PAR1": "parquet",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _TO_THE_END = -1
 _FIELDS = 4
@@ -50,15 +66,11 @@ class ListedFile:
 
     @property
     def path(self) -> Path:
-        """The path; making it takes longer than a system call, so that code for many files uses ``name``."""
         return Path(self.name)
 
 
 class ListedFiles(Sequence[ListedFile]):
-    """Files in 32 bytes each and their paths; there may be millions of them.
-
-    ``sizes`` are their sizes in bytes.
-    """
+    """Files in 32 bytes each and their paths; there may be millions of them. ``sizes`` are in bytes."""
 
     def __init__(self, files: Iterable[ListedFile] = ()) -> None:
         names, self._ends = bytearray(), array("q", [0])
@@ -99,10 +111,8 @@ class ListedFiles(Sequence[ListedFile]):
 class Listing:
     """Files in the order of their paths, compared folder by folder.
 
-    Args:
-        files: the files that were wanted.
-        others: suffix → number of files that were not; name → number of those that are about the data.
-        repeated: links to folders that are listed under another path, such as links to a folder above them.
+    ``others`` are the numbers of files that were not wanted, by suffix, or by name if they are about the data.
+    ``repeated`` are links to folders that are listed under another path, such as links to a folder above them.
     """
 
     files: ListedFiles
@@ -111,7 +121,7 @@ class Listing:
 
 
 def list_file(path: str | Path) -> ListedFile:
-    """Return a file's size and times.
+    """Return a file with its size and times.
 
     Raises:
         InputError: it is a link to nowhere, a pipe, a socket or a device.
@@ -130,7 +140,7 @@ def list_file(path: str | Path) -> ListedFile:
 
 
 def is_about_data(name: str) -> bool:
-    """Return whether a file, or what a pattern names, is a README, a licence or the like, and no document."""
+    """Return whether a name or pattern is that of a README, a licence or the like, and no document."""
     return _ABOUT_DATA.fullmatch(os.path.basename(name)) is not None
 
 
@@ -186,7 +196,7 @@ def _listing(found: Iterable[str], is_wanted: Callable[[str], bool], repeated: S
 
 
 def _walk(roots: Iterable[str], repeated: list[str]) -> Iterator[str]:
-    """Yield the paths of all that is no folder in the ``roots``, in no order; add repeated links to ``repeated``.
+    """Yield the paths of all files below the ``roots``, in no order; add links to folders seen before to ``repeated``.
 
     The current folder is "". Linked folders come after all others, so that a link to one of these is known as such.
     """
@@ -258,12 +268,9 @@ def sha256(path: str | Path) -> str:
 
 
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
-    """Check that a file is still what it was when it was listed.
+    """Check that size and ``mtime_ns`` of a file are still what they were when it was listed.
 
-    Args:
-        file: the file.
-        digest: its SHA-256 of that time. It is computed again if ``ctime_ns`` is all that has changed; None if only
-            size and ``mtime_ns`` are to be compared.
+    With ``digest``, its SHA-256 of that time, the file is hashed again if only ``ctime_ns`` has changed.
 
     Raises:
         InputError: its size, time or content has changed, or it is gone.
@@ -285,7 +292,7 @@ def changed(file: ListedFile) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A file, or a part of it: bytes ``start`` to ``stop`` of JSON lines, or those row groups of parquet.
+    """A file, or a part of it: bytes ``start`` to ``stop`` of JSON lines, or these row groups of parquet.
 
     ``num_bytes`` is its size, of row groups uncompressed. A line belongs to the part in which it begins. ``origin`` is
     the number of the file in its source.
@@ -299,7 +306,6 @@ class FilePart:
 
     @property
     def name(self) -> str:
-        """Path of the file."""
         return self.file.name
 
     @property
@@ -332,3 +338,96 @@ class PackedParts(Sequence[FilePart]):
         index = range(len(self))[index]
         origin, num_bytes, start, stop = self._numbers[_FIELDS * index : _FIELDS * (index + 1)]
         return FilePart(self._files[origin], num_bytes, start, None if stop == _TO_THE_END else stop, origin)
+
+
+def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[SourceFile, ...]:
+    """Return the records of hashed files; a path that is not UTF-8 has escapes."""
+    folder = "" if root == Path() else os.path.join(root, "")
+    names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
+    paths = (name.decode("utf-8", "backslashreplace") for name in names)
+    hashes = (digest.tobytes().hex() for digest in digests)
+    return tuple(map(SourceFile, paths, files.sizes, hashes))
+
+
+def file_suffix(name: str | Path) -> str:
+    """Return the lower-case suffix that names the kind of file, without that of a compression."""
+    stem, suffix = os.path.splitext(os.fspath(name).lower())
+    return os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+
+
+def is_compressed(name: str | Path) -> bool:
+    """Return whether this is the name of a gzip or zstandard file."""
+    return os.path.splitext(name)[1].lower() in COMPRESSIONS
+
+
+@contextmanager
+def open_text(file: ListedFile, content: bytes | None = None) -> Iterator[BinaryIO]:
+    """Open a file at its beginning, decompressed; ``content`` is what is in it, if that has been read.
+
+    Raises:
+        InputError: it is no text, or a damaged archive.
+    """
+    with open(file.name, "rb") if content is None else io.BytesIO(content) as raw:
+        if not is_compressed(file.name):
+            _check_is_text(file.name, raw.read(8))
+            raw.seek(0)
+            yield raw
+            return
+        compression = COMPRESSIONS[os.path.splitext(file.name)[1].lower()]
+        try:
+            counted = _Counted(raw)
+            with _decompress(counted, compression) as stream:
+                text = _Decompressed(stream, counted)
+                _check_is_text(file.name, text.peek(8)[:8])
+                yield text
+        except (OSError, EOFError, zlib.error) as error:  # for a damaged stream, an OSError has no errno
+            if isinstance(error, OSError) and error.errno:
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"{file.name}: not a whole {compression} file: {reason}; fetch it again") from None
+
+
+def _decompress(file: "_Counted", compression: str) -> Any:
+    """Return a stream of the content; gzip's may be followed by zero bytes, which pyarrow refuses."""
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=io.BufferedReader(file, 1 << 20))
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, compression)
+
+
+class _Counted(io.RawIOBase):
+    def __init__(self, file: Any) -> None:
+        self._file, self.num_read = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes: int = self._file.readinto(buffer)
+        self.num_read += num_bytes
+        return num_bytes
+
+    def tell(self) -> int:
+        return self.num_read
+
+
+class _Decompressed(io.BufferedReader):
+    def __init__(self, stream: Any, compressed: _Counted) -> None:
+        self.content, self.compressed = _Counted(stream), compressed
+        super().__init__(self.content, 1 << 20)
+
+
+def position_in(file: BinaryIO) -> int:
+    """Return the position in a file; in a compressed one, in proportion to what was taken of its content."""
+    if isinstance(file, _Decompressed):
+        return file.compressed.num_read * file.tell() // max(1, file.content.num_read)
+    return file.tell()
+
+
+def _check_is_text(name: str, start: bytes) -> None:
+    for signature, kind in _NOT_TEXT_SIGNATURES.items():
+        if start.startswith(signature):
+            raise InputError(
+                f"{name}: its content is {kind}, not {file_suffix(name)} text in UTF-8; convert or unpack it"
+            )

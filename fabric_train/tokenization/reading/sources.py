@@ -1,88 +1,49 @@
-"""Sources of documents: files, save_to_disk folders, datasets on the hub; their parts, rows and records."""
+"""Open what --dataset names: files, folders, globs, URLs and datasets; each source yields its parts and their rows."""
 
+import glob
+import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from fabric_train.cli.errors import InputError, RunError, first_line
-from fabric_train.tokenization.documents import BadRowError, Row, check_text_columns, name_in
-from fabric_train.tokenization.manifest import SourceFile, SourceRecord
-from fabric_train.tokenization.reading.files import FileReader, split_file
-from fabric_train.tokenization.reading.listing import NO_SHA256, FilePart, ListedFiles, PackedParts
+from fabric_train.cli.errors import InputError, first_line
+from fabric_train.cli.output import redact
+from fabric_train.tokenization.documents import BadRowError, Row
+from fabric_train.tokenization.manifest import SourceRecord
+from fabric_train.tokenization.reading.files import FileReader, is_readable, readable_suffixes, split_file
+from fabric_train.tokenization.reading.hf_datasets import (
+    DatasetName,
+    DatasetSource,
+    StreamSource,
+    is_hub_name,
+    is_saved,
+    open_builder,
+    open_hub,
+    open_saved,
+    parse_dataset_name,
+    splits_to_read,
+)
+from fabric_train.tokenization.reading.listing import (
+    FilePart,
+    ListedFiles,
+    Listing,
+    PackedParts,
+    hashed_files,
+    is_about_data,
+    list_file,
+    list_folder,
+    list_pattern,
+)
+from fabric_train.tokenization.workers import ThrottledLog
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
-
-@dataclass(frozen=True)
-class DatasetName:
-    """A dataset as ``NAME:SUBSET:SPLIT@REVISION``, of which everything except the name may be left out.
-
-    ``NAME@REVISION`` and ``NAME::SPLIT`` are such names too. Several splits are joined by +. None is the default.
-    """
-
-    name: str
-    subset: str | None
-    split: str | None
-    revision: str | None
-
-    def found(self) -> str:
-        """Return subset and revision for messages."""
-        return f"subset {self.subset}, commit {self.revision}"
-
-
-def parse_dataset_name(value: str) -> DatasetName | None:
-    """Return the parts of a dataset's name, None if it cannot be one."""
-    subset, split, revision = r"(?::([^:@]*))?", r"(?::([\w.+-]+))?", r"(?:@([\w./-]+))?"
-    parts = re.fullmatch(f"([^:@]+){subset}{split}{revision}", value)
-    return DatasetName(parts[1], parts[2] or None, parts[3], parts[4]) if parts else None
-
-
-def is_hub_name(value: str) -> bool:
-    """Return whether ``value`` has the form NAME or OWNER/NAME and is not an existing path."""
-    name = r"\w(?:[\w.-]*\w)?"
-    return re.fullmatch(f"(?:{name}/)?{name}", value) is not None and not Path(value).exists()
-
-
-def errors_of_datasets() -> tuple[type[Exception], ...]:
-    """Return what ``datasets`` raises when there is no network or dataset, or a dataset's files or README are wrong."""
-    import httpx
-    import yaml
-    from datasets.exceptions import DatasetsError
-
-    wrong_content = (ValueError, KeyError, TypeError, AttributeError, IndexError, yaml.YAMLError)
-    return (OSError, httpx.HTTPError, DatasetsError, RuntimeError, *wrong_content)
-
-
-def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
-    """Return the one-line error for ``value`` of ``option``, which cannot be loaded from the hub, or from a folder.
-
-    The messages of ``datasets`` and ``huggingface_hub`` are long, so the reason is taken from the class of ``error``.
-    """
-    classes = {base.__name__ for base in type(error).__mro__}
-    message = first_line(error)
-    cause = error.__cause__ if "DatasetGenerationError" in classes and error.__cause__ else error
-    if message == "Config name is missing.":
-        subsets = ", ".join(re.findall(r"'([^']+)'", str(error).splitlines()[1]))
-        return InputError(f"{option} {value}: it has several subsets; give one of them as NAME:SUBSET: {subsets}")
-    if is_folder:
-        return InputError(f"{option} {value}: {first_line(cause)}")
-    if "GatedRepoError" in classes or "is a gated dataset" in message:
-        why = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
-    elif message.startswith("Revision "):
-        why = f"the hub answers: {message}"
-    elif classes & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "reach" not in message:
-        why = "the hub has nothing of this name that this login may read"
-    elif classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError"}:
-        why = "the hub cannot be reached to look for it (no network, or HF_HUB_OFFLINE is set)"
-    else:
-        why = f"the hub answers: {first_line(cause)}"
-    return InputError(f"{option} {value}: no such file or folder here, and {why}")
+PART = ".part"  # the suffix of a file whose download has not finished
+_NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
+_SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
 
 
 class PartReader(Protocol):
@@ -114,7 +75,7 @@ class FileSource:
     - ``pack(parts)``: returns parts in little memory.
     - ``reader(part, columns)``: returns an iterable over the rows of a part.
     - ``identity(part)``: returns a string that changes if the part changes; None if there is no such string.
-    - ``record(digests)``: returns the source's record for the manifest; uint8 [files, 32], SHA-256 of its ``files``.
+    - ``record(digests)``: returns the record for the manifest, with the SHA-256 of its files, uint8 [files, 32].
     """
 
     name: str
@@ -146,166 +107,212 @@ class FileSource:
         return f"{path} {file.size} {file.mtime_ns} {file.ctime_ns} {part.start} {part.stop}"
 
     def record(self, digests: np.ndarray) -> SourceRecord:
-        files = _hashed(self.root, self.files, digests)
+        files = hashed_files(self.root, self.files, digests)
         folder = None if "://" in self.name else os.fsencode(self.root).decode("utf-8", "backslashreplace")
         return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
 
-@dataclass(frozen=True)
-class RowRange:
-    """Rows ``start`` to ``stop`` of a split; of a streamed split, shard ``start`` of ``stop`` shards.
-
-    ``origin`` is the number of the split in its source.
-    """
-
-    split: str
-    start: int
-    stop: int
-    num_bytes: int
-    origin: int
+Source = FileSource | DatasetSource | StreamSource
 
 
-@dataclass(frozen=True)
-class DatasetSource:
-    """A dataset of the ``datasets`` library: the ``files`` of a save_to_disk folder ``root``, or one from the ``hub``.
+def split_names(given: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Return the name and the place (path, pattern, URL or hub name) of each source that ``option`` gives.
 
-    ``hub`` has the subset and the commit that were found there.
-    """
-
-    name: str
-    splits: "dict[str, Dataset]"
-    root: Path = Path()
-    files: ListedFiles = field(default_factory=ListedFiles)
-    hub: DatasetName | None = None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (f"splits read: {', '.join(self.splits)}" + (f", {self.hub.found()}" if self.hub else ""),)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(dataset.data.nbytes for dataset in self.splits.values())
-
-    @property
-    def num_origins(self) -> int:
-        return len(self.splits)
-
-    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
-        return tuple(parts)
-
-    def parts(self, part_bytes: int) -> Iterator[RowRange]:
-        for origin, (split, dataset) in enumerate(self.splits.items()):
-            bytes_per_row = max(1, dataset.data.nbytes // max(1, len(dataset)))
-            num_rows = max(1, part_bytes // bytes_per_row)
-            for start in range(0, len(dataset), num_rows):
-                stop = min(start + num_rows, len(dataset))
-                yield RowRange(split, start, stop, (stop - start) * bytes_per_row, origin)
-
-    def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
-        dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
-        names = dataset.column_names
-        kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
-        check_text_columns(place, dataset.features.arrow_schema, kept if kept != names else [])
-        rows = dataset.select_columns(kept).select(range(part.start, part.stop))
-        return RowReader(rows, place, part, part.start)
-
-    def identity(self, part: Any) -> str:
-        return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
-
-    def record(self, digests: np.ndarray) -> SourceRecord:
-        if self.hub:
-            return _hub_record(self.hub, self.splits)
-        files = _hashed(self.root, self.files, digests)
-        return SourceRecord(name=self.name, kind="saved_dataset", files=files, splits=tuple(self.splits), revision=None)
-
-
-@dataclass(frozen=True)
-class StreamSource:
-    """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one file there."""
-
-    name: str
-    splits: "dict[str, IterableDataset]"
-    hub: DatasetName
-    files: ListedFiles = field(default_factory=ListedFiles)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (f"splits streamed: {', '.join(self.splits)}, {self.hub.found()}",)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(dataset.info.dataset_size or 0 for dataset in self.splits.values())
-
-    @property
-    def num_origins(self) -> int:
-        return len(self.splits)
-
-    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
-        return tuple(parts)
-
-    def parts(self, _part_bytes: int) -> Iterator[RowRange]:
-        for origin, (split, dataset) in enumerate(self.splits.items()):
-            for index in range(dataset.num_shards):
-                num_bytes = (dataset.info.dataset_size or 0) // dataset.num_shards
-                yield RowRange(split, index, dataset.num_shards, num_bytes, origin)
-
-    def reader(self, part: Any, _columns: tuple[str, ...]) -> "RowReader":
-        rows = self.splits[part.split].shard(num_shards=part.stop, index=part.start, contiguous=True)
-        return RowReader(rows, f"{self.name} ({part.split}, file {part.start})", part, 0)
-
-    def identity(self, _part: Any) -> None:
-        return None
-
-    def record(self, _digests: np.ndarray) -> SourceRecord:
-        return _hub_record(self.hub, self.splits)
-
-
-def _hashed(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[SourceFile, ...]:
-    """Return the records of hashed files; a path that is not UTF-8 has escapes."""
-    folder = "" if root == Path() else os.path.join(root, "")
-    names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
-    paths = (name.decode("utf-8", "backslashreplace") for name in names)
-    hashes = (digest.tobytes().hex() for digest in digests)
-    return tuple(map(SourceFile, paths, files.sizes, hashes))
-
-
-def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
-    return SourceRecord(hub.name, "hub", files=(), splits=tuple(splits), revision=hub.revision, subset=hub.subset)
-
-
-class RowReader:
-    """An iterable over the rows of a ``datasets`` dataset; see ``files.FileReader``.
+    What is before the first ``=`` is a name if it consists of letters, digits and ``_.-``. So a path that begins like a
+    name is written with ``./`` before it. Without a name, the place without its secrets is the name. Sources of one
+    name are one source.
 
     Raises:
-        RunError: its files are damaged, or the connection to the hub has broken off.
+        InputError: NAME=PLACE is also a path that exists; or the name is ``all``, which means all sources wherever
+            losses are shown by source.
     """
+    faults = []
+    named = []
+    for value in given:
+        found = _NAMED.fullmatch(value)
+        if found and (os.path.lexists(value) or (glob.has_magic(value) and next(glob.iglob(value), None))):
+            faults.append(f"{option} {value}: a path, and also {found[2]} with the name {found[1]}; give ./{value}")
+        name, place = (found[1], found[2]) if found else (redact(value), value)
+        if name == "all":
+            faults.append(f"{option} {value}: losses of all sources together have the name all; give NAME={place}")
+        named.append((name, place))
+    if faults:
+        raise InputError(*faults)
+    return named
 
-    def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
-        self.position = self.num_counted = 0
-        self._rows, self._place, self._part, self._first = rows, place, part, first
 
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        number = 0
-        num_rows = max(1, self._part.stop - self._part.start)
-        for columns in self._batches():
-            for values in zip(*columns.values(), strict=True):
-                number += 1
-                self.num_counted = number
-                self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
-                yield number, dict(zip(columns, values, strict=True))
-        self.position = self._part.num_bytes
+def place_of(value: str) -> str:
+    """Return the place of a source that was accepted by :func:`split_names`."""
+    found = _NAMED.fullmatch(value)
+    return found[2] if found else value
 
-    def _batches(self) -> Iterator[Mapping[str, Sequence[Any]]]:
+
+def open_sources(names: list[str], option: str, stream: bool, downloads: Path) -> list[Source]:
+    """Open every source, in the order of ``names``.
+
+    Args:
+        names: files, folders, globs, URLs, save_to_disk folders or hub names. The last two, and a folder that is a copy
+            of a hub dataset, may name a part as ``NAME:SUBSET:SPLIT@REVISION``.
+        option: the command-line option that gives them, for error messages.
+        stream: stream hub datasets instead of downloading them.
+        downloads: folder for the files that URLs name.
+
+    Raises:
+        InputError: one line for each name that cannot be opened.
+    """
+    sources: list[Source] = []
+    faults: list[str] = []
+    for name in names:
         try:
-            yield from self._rows.iter(batch_size=256)
-        except errors_of_datasets() as error:
-            raise RunError(f"{self._place}: cannot be read to the end: {first_line(error)}") from None
-
-    def sha256(self) -> bytes:
-        return NO_SHA256
-
-    def place(self, number: int) -> str:
-        return f"{self._place}, row {self._first + number}"
+            sources.append(_open(name, option, stream, downloads))
+        except InputError as error:
+            faults += error.faults
+    if faults:
+        raise InputError(*faults)
+    return sources
 
 
-Source = FileSource | DatasetSource | StreamSource
+def _open(name: str, option: str, stream: bool, downloads: Path) -> Source:
+    if "://" in name:
+        return _open_url(name, option, downloads)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if is_saved(path):
+            return open_saved(name, option, path, None)
+        if _is_copy_of_hub(path):
+            return _open_part_of_folder(name, option, DatasetName(str(path), None, None, None))
+        return _of_files(name, option, "this folder", path, list_folder(path, _is_document))
+    if os.path.lexists(path):
+        file = list_file(path)
+        if not is_readable(path):
+            raise InputError(
+                f"{option} {name}: cannot read {path.suffix or 'a file without suffix'}; "
+                f"readable are {readable_suffixes()}"
+            )
+        return FileSource(name=name, root=path.parent, files=ListedFiles([file]))
+    dataset = parse_dataset_name(name)
+    if dataset and Path(dataset.name).expanduser().is_dir():
+        return _open_part_of_folder(name, option, dataset)
+    if glob.has_magic(name):
+        is_wanted = is_readable if is_about_data(name) else _is_document
+        listing = list_pattern(os.path.expanduser(name), is_wanted)
+        folders = {os.path.dirname(file.name) for file in listing.files}
+        root = Path(os.path.commonpath(folders)) if folders else Path()
+        return _of_files(name, option, "what this pattern names", root, listing)
+    if dataset is None or is_readable(Path(dataset.name)) or not is_hub_name(dataset.name):
+        raise InputError(f"{option} {name}: no such file or folder; give a path that exists, or a hub name")
+    return open_hub(name, option, dataset, stream)
+
+
+def _is_document(path: str) -> bool:
+    return is_readable(path) and not is_about_data(path)
+
+
+def _of_files(name: str, option: str, where: str, root: Path, listing: Listing) -> FileSource:
+    num_others = listing.others.total()
+    if not listing.files:
+        raise InputError(
+            f"{option} {name}: no readable file in {where} of {num_others} files; readable are {readable_suffixes()}"
+        )
+    notes = []
+    if num_others:
+        listed = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(listing.others.items()))
+        about = next((kind for kind in sorted(listing.others) if is_about_data(kind)), None)
+        more = f"; a {about} is read if {option} names it" if about else ""
+        notes.append(f"{num_others:,} files of other kinds are skipped ({listed}){more}")
+    if listing.repeated:
+        more = f" and {len(listing.repeated) - 3} more" if len(listing.repeated) > 3 else ""
+        links = ", ".join(listing.repeated[:3]) + more
+        notes.append(f"links to folders that are read under another path are skipped: {links}")
+    return FileSource(name=name, root=root, files=listing.files, notes=tuple(notes))
+
+
+def _is_copy_of_hub(folder: Path) -> bool:
+    """Return whether a folder's README.md lists subsets and splits, as those of datasets on the hub do."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return False
+    with readme.open(encoding="utf-8-sig", errors="replace") as file:
+        return _SUBSETS_IN_README.match(file.read(1 << 20)) is not None
+
+
+def _open_part_of_folder(name: str, option: str, dataset: DatasetName) -> DatasetSource | FileSource:
+    """Open a split of a save_to_disk folder, or the files of a subset and split of a copy of a hub dataset.
+
+    The latter are read as files, because the loaders of ``datasets`` change documents (see ``files``).
+    """
+    folder = Path(dataset.name).expanduser().resolve()
+    if dataset.revision:
+        raise InputError(f"{option} {name}: a folder has no revisions; leave out @{dataset.revision}")
+    if is_saved(folder):
+        if dataset.subset:
+            raise InputError(f"{option} {name}: a save_to_disk folder has no subsets; give NAME::SPLIT")
+        return open_saved(name, option, folder, dataset.split)
+    builder = open_builder(name, option, str(folder), dataset)
+    by_split = splits_to_read(name, option, builder.config.data_files or {}, dataset.split)
+    paths = [Path(path) for paths in by_split.values() for path in paths]
+    for path in paths:
+        if not path.is_relative_to(folder) or ".." in path.parts:
+            raise InputError(f"{option} {name}: its README.md names {path}, which is not in the folder; correct it")
+        if not is_readable(path):
+            raise InputError(f"{option} {name}: cannot read {path.name}; readable are {readable_suffixes()}")
+    notes = (f"subset {builder.config.name}, splits read: {', '.join(by_split)}",)
+    return FileSource(name=name, root=folder, files=ListedFiles(map(list_file, paths)), notes=notes)
+
+
+def _open_url(url: str, option: str, folder: Path) -> FileSource:
+    """Download the file, or the readable files that a URL with a pattern names, into ``folder``, unless they are there.
+
+    Files are downloaded before they are read, so that several processes can read parts of one file, the file can be
+    hashed, and a restart does not download it again.
+
+    Raises:
+        InputError: the protocol's package is not installed, there is no readable file, or the download fails.
+    """
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{option} {url}: {error}; pip install 'fabric-train[remote]' has the packages") from None
+    try:
+        is_web = url.startswith("http")  # in a web address, ? begins the query and is no pattern
+        is_pattern = glob.has_magic(path.partition("?")[0] if is_web else path)
+        paths = sorted(system.glob(path)) if is_pattern else [path]
+        named = [path for path in paths if not is_pattern or is_about_data(url) or not is_about_data(path)]
+        readable = [path for path in named if is_readable(_name(path))]
+        if not readable:
+            raise InputError(f"{option} {url}: no readable file there; readable are {readable_suffixes()}")
+        files = ListedFiles(list_file(_fetch(system, path, folder)) for path in readable)
+    except OSError as error:
+        raise InputError(f"{option} {url}: cannot be fetched: {_reason(error, url)}") from None
+    return FileSource(name=redact(url), root=folder, files=files)
+
+
+def _fetch(system: Any, path: str, folder: Path) -> Path:
+    details = system.info(path)
+    version = f"{path} {details.get('size')} {details.get('ETag') or details.get('mtime') or ''}"
+    target = folder / f"{hashlib.sha256(version.encode()).hexdigest()[:16]}-{_name(path).name}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}{PART}")
+    log = ThrottledLog()
+    with system.open(path, "rb") as remote, part.open("wb") as local:
+        while piece := remote.read(1 << 22):
+            local.write(piece)
+            log(f"fetching {redact(path)}: {local.tell() / 1e6:,.0f} MB")
+    part.rename(target)
+    return target
+
+
+def _name(path: str) -> Path:
+    return Path(Path(path.split("?")[0]).name)
+
+
+def _reason(error: BaseException, url: str) -> str:
+    """Return why a file cannot be fetched: most of fsspec's errors only repeat the address, and their cause says it."""
+    reason = first_line(error)
+    if not url.endswith(reason):
+        return reason
+    return "there is no such file" if error.__cause__ is None else _reason(error.__cause__, url)

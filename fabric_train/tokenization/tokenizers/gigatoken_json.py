@@ -68,14 +68,12 @@ class CharacterFinder:
     def __init__(self, characters: Iterable[int]) -> None:
         codes = sorted(set(characters))
         self._expression = re.compile(f"[{''.join(_ranges(codes))}]")
-        self._seconds: dict[
-            int, np.ndarray
-        ] = {}  # by the first byte: whether the second one may be that of a character
+        # by the first byte: whether the second one may be that of a character
+        self._seconds: dict[int, np.ndarray] = {}
         for first, second in {tuple(chr(code).encode()[:2]) for code in codes}:
             self._seconds.setdefault(first, np.zeros(256, dtype=bool))[second] = True
 
     def is_in(self, text: bytes) -> bool:
-        """Return whether a text in UTF-8 has one of the characters."""
         if text.isascii():
             return False
         codes = np.frombuffer(text, np.uint8)
@@ -92,29 +90,18 @@ def _ranges(codes: list[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class ReadableJson:
-    """A ``tokenizer.json`` for gigatoken.
+    """A ``tokenizer.json`` for gigatoken."""
 
-    Args:
-        content: the JSON.
-        has_all_bytes: whether each byte of UTF-8 has a token.
-        first_unknown_id: if not, a text with this id or a larger one is left to ``tokenizers``.
-        unknown: a text with one of these characters is left to ``tokenizers``.
-        separators: the text of each added token by id that may stand between documents, see ``_separators``.
-    """
-
-    content: bytes
-    has_all_bytes: bool
-    first_unknown_id: int
-    unknown: CharacterFinder
+    content: bytes  # the JSON
+    has_all_bytes: bool  # whether each byte of UTF-8 has a token
+    first_unknown_id: int  # if not, a text with this id or a larger one is left to `tokenizers`
+    unknown: CharacterFinder  # a text with one of these characters is left to `tokenizers`
+    # the text of each added token by id that may stand between documents, see `_separators`
     separators: dict[int, bytes]
 
 
 def read_for_gigatoken(tokenizer_file: Path, special_text_is_plain: bool) -> ReadableJson:
-    """Return the content of a ``tokenizer.json`` for gigatoken.
-
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
+    """Return the content of a ``tokenizer.json`` for gigatoken; ``special_text_is_plain`` as for ``TextEncoder``.
 
     Raises:
         InputError: it is a pipe, a folder or another kind of file.
@@ -173,7 +160,6 @@ def _separators(known: TokenizerJson, added: list[AddedToken]) -> dict[int, byte
 
 
 def _numbers() -> list[int]:
-    """Return the characters after ASCII that are numbers."""
     known = [code for code in range(128, sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "N"]
     return [*known, *_NEWER_NUMBERS]
 

@@ -24,23 +24,7 @@ if TYPE_CHECKING:
 
     from fabric_train.tokenization.tokenizers.text_encoder import TextEncoder
 
-_WHITESPACE = (
-    " ",
-    "\t",
-    "\n",
-    "\r",
-    "\r\n",
-    "\v",
-    "\f",
-    "\x1c",
-    "\x85",
-    "\xa0",
-    "\u2003",
-    "\u2028",
-    "\u200b",
-    "\u3000",
-    "\ufeff",
-)
+_WHITESPACE = (*" \t\n\r", "\r\n", *"\v\f\x1c\x85\xa0\u2003\u2028\u200b\u3000\ufeff")
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
 _EXCERPT = 30  # characters before and after the place where ids differ
 
@@ -85,28 +69,9 @@ def _whitespace_runs() -> Iterator[str]:
 
 def _joined_at_random() -> Iterator[str]:
     """Yield random sequences of parts that overlap, repeat or end pieces, from a fixed seed."""
-    parts = [
-        "er",
-        "e",
-        "re",
-        "an",
-        "a",
-        "na",
-        "t",
-        "ing",
-        "ab",
-        "ь",
-        "р",
-        "=",
-        "😀",
-        "é",
-        "▁",
-        "\x00",
-        "1",
-        "22",
-        "333",
-    ]
-    parts += [*_WHITESPACE, *_CONTRACTIONS, "'S", "'LL", "_", ".", "<|", "|>", "日本", "한국", "e\u0301", "\u0338"]
+    parts = [*("er", "e", "re", "an", "a", "na", "t", "ing", "ab", "ь", "р", "=", "😀", "é", "▁"), "\x00", "1", "22"]
+    parts += ["333", *_WHITESPACE, *_CONTRACTIONS, "'S", "'LL", "_", ".", "<|", "|>"]
+    parts += ["日本", "한국", "e\u0301", "\u0338"]
     draw = random.Random(0)
     for _ in range(300):
         yield "".join(draw.choices(parts, k=draw.randint(1, 30)))
@@ -173,13 +138,7 @@ class Reference:
 
 
 def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "Iterable[np.ndarray]") -> str | None:
-    """Return where an encoder's ids first differ from the tokenizer's, or None.
-
-    Args:
-        texts: the texts.
-        expected: the tokenizer's encoding of each text.
-        ids: the encoder's ids of each text, int32 [number of tokens].
-    """
+    """Return where an encoder's ids, int32 [number of tokens] each, first differ from the tokenizer's, or None."""
     for text, encoding, found in zip(texts, expected, ids, strict=True):
         if found.tolist() != encoding.ids:
             return f"ids differ from the tokenizer's at {_excerpt(text, found.tolist(), encoding)!r}"
@@ -189,14 +148,7 @@ def find_difference(texts: Iterable[str], expected: "Iterable[Encoding]", ids: "
 def find_different_document(
     texts: Iterable[str], expected: "Iterable[Encoding]", documents: "Iterable[np.ndarray]", borders: Borders
 ) -> str | None:
-    """Return where documents first differ from the tokenizer's ids with BOS and EOS, or None.
-
-    Args:
-        texts: the texts.
-        expected: the tokenizer's encoding of each text.
-        documents: the encoder's ids of each text with BOS and EOS, int32 [number of tokens].
-        borders: the ids of BOS and EOS.
-    """
+    """Return where an encoder's ids with BOS and EOS first differ from the tokenizer's, or None."""
     for text, encoding, found in zip(texts, expected, documents, strict=True):
         if not np.array_equal(found, add_borders(np.array(encoding.ids, dtype=np.int32), borders)):
             return f"ids differ from the tokenizer's in the document that begins with {text[:_EXCERPT]!r}"
@@ -282,8 +234,7 @@ class _Comparison:
 
     1. Given None, load the tokenizer and return its hard strings.
     2. Given a sample, encode the hard strings and the sample; return None.
-    3. Given an encoder's ids of all these texts, the same as documents, and BOS and EOS, return the first difference
-       or None.
+    3. Given what ``_encode`` returns for all these texts, return the first difference or None.
     """
 
     def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:

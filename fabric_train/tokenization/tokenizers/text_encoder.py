@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SHOWN_CHARACTERS = 60
-_MOST_GROWTH = 256 << 20  # bytes of cached pieces in one process
-_TEXT_BETWEEN_LOOKS = 8 << 20  # bytes of text; pieces that never repeat take several times as much memory
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,7 @@ class Borders:
 
 
 def add_borders(ids: np.ndarray, borders: Borders) -> np.ndarray:
-    """Return ``ids`` with exactly one BOS at the start and one EOS at the end, also if they are there already.
-
-    Args:
-        ids: int32 [T].
-        borders: their ids.
-    """
+    """Return ``ids``, int32 [T], with exactly one BOS at the start and one EOS at the end, also if they are there."""
     begin, end = 0, len(ids)
     while begin < end and ids[begin] == borders.bos_token_id:
         begin += 1
@@ -52,14 +45,26 @@ def add_borders(ids: np.ndarray, borders: Borders) -> np.ndarray:
 
 
 def join_documents(documents: list[np.ndarray], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-    """Return the joined ids with BOS and EOS, int32 [T], and the documents' lengths, int64 [documents].
-
-    Args:
-        documents: int32 [number of tokens] each, at least one.
-        borders: the ids of BOS and EOS.
-    """
+    """Return the joined ids with BOS and EOS, int32 [T], and the documents' lengths, int64 [documents]."""
     bordered = [add_borders(ids, borders) for ids in documents]
     return np.concatenate(bordered), np.fromiter(map(len, bordered), np.int64, len(bordered))
+
+
+class TextEncoder(Protocol):
+    """An encoder of texts on one core, with the tokenizer in the file ``tokenizer.json``.
+
+    ``special_text_is_plain`` says whether the text of a special token is encoded as text, not as the token.
+    """
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates.
+
+        Raises:
+            InputError: the tokenizer cannot encode one, such as by a pattern that takes too many steps.
+        """
+
+    def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
+        """Return the joined ids of one or more UTF-8 texts with BOS and EOS, int32 [T], and their lengths, int64."""
 
 
 class UnsupportedTokenizerError(ValueError):
@@ -88,11 +93,7 @@ def refuse_text(panic: RustPanicError, text: str) -> InputError:
 
 
 def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
-    """Load the tokenizer without truncation and padding.
-
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        special_text_is_plain: whether the text of a special token is encoded as text, not as the token.
+    """Load the tokenizer without truncation and padding; ``special_text_is_plain`` as for ``TextEncoder``.
 
     Raises:
         InputError: the file is damaged.
@@ -114,10 +115,6 @@ def load_fast(tokenizer_file: Path, special_text_is_plain: bool) -> "Tokenizer":
 class FastEncoder:
     """The ``tokenizers`` library on one core.
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
-
     Raises:
         InputError: the file is damaged.
     """
@@ -128,11 +125,6 @@ class FastEncoder:
         self._tokenizer = load_fast(tokenizer_file, special_text_is_plain)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [T], without BOS and EOS.
-
-        Raises:
-            InputError: the tokenizer cannot encode one, such as by a pattern that takes too many steps.
-        """
         try:
             with panics_as_errors():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -143,23 +135,28 @@ class FastEncoder:
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-        """Return the joined ids of all texts with BOS and EOS, int32 [T], and their lengths, int64 [texts]."""
         return join_documents(self.encode_batch([text.decode() for text in texts]), borders)
 
 
 class GigatokenEncoder:
     """An encoder on one core, whose ids are those of the ``tokenizers`` library.
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
+    It looks at the memory of the process after each ``text_between_looks`` bytes of text; pieces that never repeat take
+    several times as much. If its cache has grown by ``most_growth`` bytes, it loads the tokenizer again.
 
     Raises:
         UnsupportedTokenizerError: gigatoken does not know this kind of tokenizer, or is not installed.
     """
 
-    def __init__(self, tokenizer_file: Path, special_text_is_plain: bool) -> None:
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        special_text_is_plain: bool,
+        most_growth: int = 256 << 20,
+        text_between_looks: int = 8 << 20,
+    ) -> None:
         self._arguments = tokenizer_file, special_text_is_plain
+        self._most_growth, self._text_between_looks = most_growth, text_between_looks
         try:
             self._json = read_for_gigatoken(tokenizer_file, special_text_is_plain)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -167,7 +164,7 @@ class GigatokenEncoder:
         self._load()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._arguments
+        return type(self), (*self._arguments, self._most_growth, self._text_between_looks)
 
     def _load(self) -> None:
         try:
@@ -181,16 +178,14 @@ class GigatokenEncoder:
         self._num_bytes = 0
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates."""
         encoded = [text.encode() for text in texts]
         self._limit_memory(sum(map(len, encoded)))
         return [self._encode(text) for text in encoded]
 
     def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-        """Return the joined ids of all texts with BOS and EOS, int32 [T], and their lengths, int64 [texts].
+        """Encode all texts at once, with the text of EOS and BOS between them.
 
-        All texts are encoded at once, with the text of EOS and BOS between them: these are added tokens, at which the
-        tokenizer splits before it does anything else.
+        These are added tokens, at which the tokenizer splits before it does anything else.
         """
         self._limit_memory(sum(map(len, texts)))
         return self._encode_joined(texts, borders) or join_documents([self._encode(text) for text in texts], borders)
@@ -231,42 +226,21 @@ class GigatokenEncoder:
         return FastEncoder(*self._arguments)
 
     def _limit_memory(self, num_bytes: int) -> None:
-        """Load the tokenizer again, which takes half a second, if its cache has grown to 256 MiB."""
+        """Load the tokenizer again, which takes half a second, if its cache has grown too large."""
         self._num_bytes += num_bytes
-        if self._num_bytes > _TEXT_BETWEEN_LOOKS:
+        if self._num_bytes > self._text_between_looks:
             self._num_bytes = 0
-            if process_memory() - self._memory_before > _MOST_GROWTH:
+            if process_memory() - self._memory_before > self._most_growth:
                 del self._backend
                 self._load()
-
-
-class TextEncoder(Protocol):
-    """An encoder of texts on one core."""
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's ids, int32 [T], without BOS and EOS. Texts must not contain lone surrogates."""
-
-    def encode_documents(self, texts: Sequence[bytes], borders: Borders) -> tuple[np.ndarray, np.ndarray]:
-        """Return the joined ids of all texts with BOS and EOS, int32 [T], and their lengths, int64 [texts].
-
-        Args:
-            texts: at least one, in UTF-8.
-            borders: the ids of BOS and EOS.
-        """
 
 
 def open_encoder(
     tokenizer_file: Path, special_text_is_plain: bool, why_not_gigatoken: str = ""
 ) -> tuple[TextEncoder, str]:
-    """Return the fastest encoder for the tokenizer, and a description of it.
+    """Return the fastest encoder for the tokenizer, and "gigatoken" or "tokenizers: REASON".
 
-    Args:
-        tokenizer_file: the ``tokenizer.json``.
-        special_text_is_plain: whether the text of a special token in a document is encoded as text, not as the token.
-        why_not_gigatoken: a reason not to use gigatoken; "" if there is none.
-
-    Returns:
-        The encoder, and "gigatoken" or "tokenizers: REASON".
+    ``why_not_gigatoken`` is a reason not to use gigatoken; "" if there is none.
 
     Raises:
         InputError: the file is damaged.

@@ -1,16 +1,19 @@
 """Load a tokenizer: from a Hugging Face folder or hub name, a SentencePiece model, or Llama-3's tiktoken file."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.files.regular_file import check_not_pointer
-from fabric_train.files.typed_json import read_json
-from fabric_train.tokenization.reading.sources import hub_fault, is_hub_name
-from fabric_train.tokenization.tokenizers import tokenizer_folder
+from fabric_train.tokenization.reading.hf_datasets import hub_fault, is_hub_name
 from fabric_train.tokenization.tokenizers.text_encoder import load_fast, panics_as_errors
-from fabric_train.tokenization.tokenizers.tokenizer_folder import TokenizerFolder, copy_plain_folder, read_plain_folder
+from fabric_train.tokenization.tokenizers.tokenizer_folder import (
+    CorpusTokenizer,
+    chat_template_in,
+    no_eos,
+    read_object,
+    read_plain_folder,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,37 +27,6 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "config.json",
 )
-
-
-@dataclass(frozen=True)
-class CorpusTokenizer:
-    """A tokenizer's special tokens, and the files or the object that it is saved from.
-
-    Attributes:
-        bos_token: None for a tokenizer without BOS (Qwen's); documents then begin without one.
-        vocab_size: the largest id plus one.
-        special_text_is_plain: whether the text of a special token in a document is encoded as text, as in the
-            sentencepiece library, not as the token.
-        source: a folder that ``read_plain_folder`` accepts, or transformers' tokenizer.
-    """
-
-    name: str
-    bos_token: str | None
-    eos_token: str
-    bos_token_id: int | None
-    eos_token_id: int
-    pad_token_id: int | None
-    vocab_size: int
-    special_text_is_plain: bool
-    chat_template: str | None
-    source: "Path | PreTrainedTokenizerFast"
-
-    def save(self, folder: Path) -> None:
-        """Write a Hugging Face tokenizer folder with ``tokenizer.json``."""
-        if isinstance(self.source, Path):
-            copy_plain_folder(self.source, folder)
-        else:
-            self.source.save_pretrained(folder)
 
 
 def find_tokenizer_json(name: str) -> Path | None:
@@ -79,25 +51,8 @@ def load_tokenizer(name: str) -> CorpusTokenizer:
         InputError: there is no such tokenizer, a file is damaged, or the tokenizer has no fast version or no EOS.
     """
     folder, model_file = _find(name)
-    plain = read_plain_folder(folder) if model_file is None else None
-    return _from_plain_folder(name, plain) if plain else _from_transformers(name, folder, model_file)
-
-
-def _from_plain_folder(name: str, plain: TokenizerFolder) -> CorpusTokenizer:
-    if plain.eos is None:
-        raise _no_eos(name, has_bos=plain.bos is not None)
-    return CorpusTokenizer(
-        name=name,
-        bos_token=plain.bos.content if plain.bos else None,
-        eos_token=plain.eos.content,
-        bos_token_id=plain.bos.id if plain.bos else None,
-        eos_token_id=plain.eos.id,
-        pad_token_id=plain.pad.id if plain.pad else None,
-        vocab_size=plain.vocab_size,
-        special_text_is_plain=False,
-        chat_template=plain.chat_template,
-        source=plain.folder,
-    )
+    plain = read_plain_folder(folder, name) if model_file is None else None
+    return plain or _from_transformers(name, folder, model_file)
 
 
 def _from_transformers(name: str, folder: Path, model_file: Path | None) -> CorpusTokenizer:
@@ -110,7 +65,7 @@ def _from_transformers(name: str, folder: Path, model_file: Path | None) -> Corp
     else:
         fast, special_text_is_plain = _load_model_file(model_file)
     if fast.eos_token_id is None:
-        raise _no_eos(name, has_bos=fast.bos_token_id is not None)
+        raise no_eos(name, has_bos=fast.bos_token_id is not None)
     templates = fast.chat_template
     return CorpusTokenizer(
         name=name,
@@ -123,14 +78,6 @@ def _from_transformers(name: str, folder: Path, model_file: Path | None) -> Corp
         special_text_is_plain=special_text_is_plain,
         chat_template=templates.get("default") if isinstance(templates, dict) else templates,
         source=fast,
-    )
-
-
-def _no_eos(name: str, *, has_bos: bool) -> InputError:
-    lacking = "EOS token" if has_bos else "EOS token and no BOS token"
-    return InputError(
-        f"--tokenizer_name {name}: it has no {lacking}, so nothing would separate documents; "
-        "set eos_token (and bos_token) in its tokenizer_config.json"
     )
 
 
@@ -173,8 +120,8 @@ def _load_folder(folder: Path) -> "PreTrainedTokenizerFast":
 
     file = folder / "tokenizer.json"
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        _read_json(folder / name)  # for a clearer error than transformers gives
-    _chat_template(folder)
+        read_object(folder / name)  # for a clearer error than transformers gives
+    chat_template_in(folder)
     try:
         if file.is_file():
             check_not_pointer(file)
@@ -205,9 +152,9 @@ def _check_named_tokens(folder: Path, fast: "PreTrainedTokenizerFast") -> None:
         InputError: BOS, EOS or padding is not, so that no model has an embedding for it.
     """
     known = load_fast(folder / "tokenizer.json", special_text_is_plain=False)
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_object(folder / "tokenizer_config.json")
     listed = [token["content"] for token in config.get("added_tokens_decoder", {}).values()]
-    listed += _read_json(folder / "added_tokens.json")
+    listed += read_object(folder / "added_tokens.json")
     for role in ("bos_token", "eos_token", "pad_token"):
         token = getattr(fast, role)
         if token is not None and token not in listed and known.token_to_id(token) is None:
@@ -219,13 +166,15 @@ def _check_named_tokens(folder: Path, fast: "PreTrainedTokenizerFast") -> None:
 
 def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
     """Return the tokenizer of a ``tokenizer.model``, and whether the text of special tokens is plain text to it."""
-    from fabric_train.tokenization.tokenizers.tokenizer_model import is_rank_file, load_llama3_ranks
+    from fabric_train.tokenization.tokenizers.tokenizer_model import (
+        is_rank_file,
+        load_llama3_ranks,
+        load_sentencepiece_bpe,
+    )
 
-    chat_template = _chat_template(file.parent)
+    chat_template = chat_template_in(file.parent)
     if is_rank_file(file):
         return load_llama3_ranks(file, chat_template), False
-    from fabric_train.tokenization.tokenizers.tokenizer_model import load_sentencepiece_bpe
-
     fast = load_sentencepiece_bpe(file, chat_template)
     extra = _added_tokens(file.parent, fast.vocab_size)
     if extra:
@@ -236,25 +185,13 @@ def _load_model_file(file: Path) -> tuple["PreTrainedTokenizerFast", bool]:
     return fast, True
 
 
-def _chat_template(folder: Path) -> str | None:
-    file = folder / tokenizer_folder.FILE_NAME
-    if file.is_file():
-        return tokenizer_folder.read_chat_template(file)
-    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    return template if isinstance(template, str) else None
-
-
 def _added_tokens(folder: Path, num_pieces: int) -> list[str]:
     """Return the tokens that the folder's configuration adds after the ``num_pieces`` of its tokenizer.model."""
-    added = _read_json(folder / "added_tokens.json")
-    listed = _read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    added = read_object(folder / "added_tokens.json")
+    listed = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
     try:
         added |= {token["content"]: int(index) for index, token in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         file = folder / "tokenizer_config.json"
         raise InputError(f"{file}: damaged (added_tokens_decoder); fetch the file again") from None
     return sorted(token for token, index in added.items() if index >= num_pieces)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_json(file, dict, "fetch the file again") if file.exists() else {}

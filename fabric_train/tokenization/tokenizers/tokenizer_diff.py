@@ -1,8 +1,9 @@
 """Compare two ``tokenizer.json`` files by the ids they give, not by their bytes.
 
-Library versions write the same tokenizer differently: merges were strings once and are pairs now, and different
-settings can have the same effect. So tokens are compared one by one. If merges, normalizer or pre-tokenizer differ,
-both tokenizers encode the same texts.
+Whoever trains or evaluates a model on a token dataset needs this if its tokenizer and the model's were written by
+different versions of the libraries: merges were strings once and are pairs now, and different settings can have the
+same effect. Such files have other bytes and give the same ids. So tokens are compared one by one. If merges, normalizer
+or pre-tokenizer differ, both tokenizers encode the same texts.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class _Content:
-    """A file's ids by token, with added tokens; only those of added tokens; the parts that determine a text's ids."""
+    """A file's ids by token, added tokens included; the added tokens' alone; the parts that determine a text's ids."""
 
     ids: dict[str, int]
     added: dict[str, int]
@@ -38,25 +39,17 @@ class _Content:
 
 @dataclass(frozen=True)
 class TokenizerDifference:
-    """The difference between two tokenizers.
-
-    Attributes:
-        fault: why an id means another token or a text gets other ids; None if neither happens.
-        note: an added token that only one of them has, or that has different ids; ids of texts are not affected.
-    """
+    """Why an id means another token or a text gets other ids; or an added token that differs, which changes no ids."""
 
     fault: str | None
     note: str | None
 
 
 def compare_tokenizers(ours: Path, theirs: Path, in_rows: str) -> TokenizerDifference:
-    """Compare two ``tokenizer.json`` files.
+    """Compare ``ours``, whose ids are in the rows ("here" in the result), with the model's ("there").
 
-    Args:
-        ours: the file whose ids are in the rows; "here" in the result.
-        theirs: the model's file; "there" in the result.
-        in_rows: text with the added tokens that are in the rows, such as EOS and those of a chat template; they must
-            have the same ids.
+    ``in_rows`` is text with the added tokens that are in the rows, such as EOS and a chat template's; they must have
+    the same ids.
 
     Raises:
         InputError: one of the files is damaged.
@@ -107,9 +100,8 @@ def _differing_tokens(here: _Content, there: _Content) -> Iterator[tuple[str, in
 def _describe(token: str, index: int, here: _Content, there: _Content) -> str:
     ours, theirs = here.ids.get(token), there.ids.get(token)
     if ours is None or theirs is None:
-        return f"token {token!r} is id {index} {'here' if theirs is None else 'there'} and missing " + (
-            "there" if theirs is None else "here"
-        )
+        has, lacks = ("here", "there") if theirs is None else ("there", "here")
+        return f"token {token!r} is id {index} {has} and missing {lacks}"
     return f"token {token!r} is id {ours} here and {theirs} there"
 
 

@@ -1,7 +1,7 @@
 """Read and copy a Hugging Face tokenizer folder without transformers, whose import takes a second.
 
-This works only for *plain* folders, those for which transformers would use ``tokenizer.json`` unchanged. transformers
-must load a folder whose other files add tokens, change tokens, or have options that are not known here.
+This works only for *plain* folders, for which transformers would use ``tokenizer.json`` unchanged. transformers must
+load a folder whose other files add tokens, change tokens, or have options that are not known here.
 """
 
 import gc
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -19,9 +19,12 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.regular_file import open_regular
 from fabric_train.files.typed_json import read_json
 
-FILE_NAME = "chat_template.jinja"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
-_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", FILE_NAME)
+_OTHER_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE_FILE)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA_TOKENS = ("extra_special_tokens", "additional_special_tokens")
 # options that do not change the ids of a text if there is a tokenizer.json
@@ -40,20 +43,14 @@ _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is matched in the text itself, before the model gets it.
-
-    Attributes:
-        single_word: whether it must have word borders around it.
-        lstrip: whether it includes the whitespace before it; ``rstrip``: after it.
-        normalized: whether it is matched after normalization.
-    """
+    """A token that is matched in the text itself, before the model gets it."""
 
     id: int
     content: str
-    single_word: bool
-    lstrip: bool
+    single_word: bool  # whether it must have word borders around it
+    lstrip: bool  # whether it includes the whitespace before it; `rstrip`: after it
     rstrip: bool
-    normalized: bool
+    normalized: bool  # whether it is matched after normalization
     special: bool
 
     @property
@@ -76,11 +73,7 @@ _kept: list[tuple[bytes, TokenizerJson]] = []  # at most one file's bytes and co
 
 
 def read_tokenizer_json(file: Path, *, keep: bool = False) -> TokenizerJson:
-    """Read ``file``.
-
-    Args:
-        file: the ``tokenizer.json``.
-        keep: whether to keep the content in memory until the same content is read again, also from a copy.
+    """Read ``file``; ``keep`` its content in memory until the same content is read again, also from a copy.
 
     Raises:
         InputError: it is a pipe, a folder or another kind of file.
@@ -142,7 +135,7 @@ def set_chat_template(folder: Path, template: str) -> None:
 
     transformers prefers ``chat_template.jinja``, but llama.cpp's converter prefers ``tokenizer_config.json``.
     """
-    (folder / FILE_NAME).write_text(template, encoding="utf-8")
+    (folder / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if config.pop("chat_template", None) is not None:
@@ -150,30 +143,42 @@ def set_chat_template(folder: Path, template: str) -> None:
 
 
 @dataclass(frozen=True)
-class TokenizerFolder:
-    """The content of a plain folder; ``vocab_size`` is the largest id plus one."""
+class CorpusTokenizer:
+    """A tokenizer's special tokens, and the files or the object that it is saved from."""
 
-    folder: Path
-    bos: AddedToken | None
-    eos: AddedToken | None
-    pad: AddedToken | None
-    vocab_size: int
+    name: str
+    bos_token: str | None  # None for a tokenizer without BOS (Qwen's); documents then begin without one
+    eos_token: str
+    bos_token_id: int | None
+    eos_token_id: int
+    pad_token_id: int | None
+    vocab_size: int  # the largest id plus one
+    # whether the text of a special token in a document is encoded as text, as in the sentencepiece library, not
+    # as the token
+    special_text_is_plain: bool
     chat_template: str | None
+    source: "Path | PreTrainedTokenizerFast"  # a plain folder, or transformers' tokenizer
+
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face tokenizer folder with ``tokenizer.json``."""
+        if isinstance(self.source, Path):
+            copy_plain_folder(self.source, folder)
+        else:
+            self.source.save_pretrained(folder)
 
 
-def read_plain_folder(folder: Path) -> TokenizerFolder | None:
-    """Read the folder; return None if it is not plain, or its files do not fit together.
+def read_plain_folder(folder: Path, name: str) -> CorpusTokenizer | None:
+    """Read the tokenizer called ``name`` in a folder; return None if it is not plain, or its files do not fit together.
 
     Its ``tokenizer.json`` stays in memory until it, or a copy of it, is read again.
 
     Raises:
-        InputError: one of its files is damaged, the chat template cannot be read, or the tokenizer has dropout.
+        InputError: one of its files is damaged, the chat template cannot be read, or the tokenizer has dropout or no
+            EOS.
     """
     try:
-        config = _read_object(folder / CONFIG)
-        given = (
-            config if "added_tokens_decoder" in config else config | _read_object(folder / "special_tokens_map.json")
-        )
+        config = read_object(folder / CONFIG)
+        given = config if "added_tokens_decoder" in config else config | read_object(folder / "special_tokens_map.json")
         content = read_tokenizer_json(folder / "tokenizer.json", keep=True)
         if content.model.get("dropout"):
             file, share = folder / "tokenizer.json", content.model["dropout"]
@@ -181,8 +186,8 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
         added = {token.content: token for token in content.added_tokens}
         if not (_is_plain(config, folder) and _agree(config, folder, added)):
             return None
-        named = {name: added[_text(given[name])] for name in _NAMED_TOKENS if given.get(name) is not None}
-        if any(added[_text(token)].normalized for name in _EXTRA_TOKENS for token in given.get(name) or ()):
+        named = {role: added[_text(given[role])] for role in _NAMED_TOKENS if given.get(role) is not None}
+        if any(added[_text(token)].normalized for role in _EXTRA_TOKENS for token in given.get(role) or ()):
             return None  # transformers matches these before normalization
         ids = (*content.model["vocab"].values(), *(token.id for token in content.added_tokens))
         vocab_size = max(ids) + 1
@@ -190,13 +195,29 @@ def read_plain_folder(folder: Path) -> TokenizerFolder | None:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return TokenizerFolder(
-        folder=folder,
-        bos=named.get("bos_token"),
-        eos=named.get("eos_token"),
-        pad=named.get("pad_token"),
+    bos, eos, pad = (named.get(role) for role in ("bos_token", "eos_token", "pad_token"))
+    chat_template = chat_template_in(folder)
+    if eos is None:
+        raise no_eos(name, has_bos=bos is not None)
+    return CorpusTokenizer(
+        name=name,
+        bos_token=bos.content if bos else None,
+        eos_token=eos.content,
+        bos_token_id=bos.id if bos else None,
+        eos_token_id=eos.id,
+        pad_token_id=pad.id if pad else None,
         vocab_size=vocab_size,
-        chat_template=_chat_template(config, folder),
+        special_text_is_plain=False,
+        chat_template=chat_template,
+        source=folder,
+    )
+
+
+def no_eos(name: str, *, has_bos: bool) -> InputError:
+    lacking = "EOS token" if has_bos else "EOS token and no BOS token"
+    return InputError(
+        f"--tokenizer_name {name}: it has no {lacking}, so nothing would separate documents; "
+        "set eos_token (and bos_token) in its tokenizer_config.json"
     )
 
 
@@ -206,7 +227,7 @@ def copy_plain_folder(source: Path, target: Path) -> None:
     for name in _OTHER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    config = _read_object(source / CONFIG)
+    config = read_object(source / CONFIG)
     if config.get("tokenizer_class") in _PLAIN_CLASSES:
         shutil.copyfile(source / CONFIG, target / CONFIG)
     else:
@@ -214,7 +235,7 @@ def copy_plain_folder(source: Path, target: Path) -> None:
         (target / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     return read_json(file, dict, "fetch the file again") if file.exists() else {}
 
 
@@ -234,7 +255,7 @@ def _is_plain(config: dict[str, Any], folder: Path) -> bool:
 def _agree(config: dict[str, Any], folder: Path, added: dict[str, AddedToken]) -> bool:
     """Return whether the tokens that the other files list are in tokenizer.json with the same properties."""
     listed = [AddedToken(id=int(index), **token) for index, token in config.get("added_tokens_decoder", {}).items()]
-    ids = _read_object(folder / "added_tokens.json")
+    ids = read_object(folder / "added_tokens.json")
     return all(added.get(token.content) == token for token in listed) and all(
         added[content].id == index for content, index in ids.items()
     )
@@ -244,6 +265,14 @@ def _text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _chat_template(config: dict[str, Any], folder: Path) -> str | None:
-    file = folder / FILE_NAME
-    return read_chat_template(file) if file.is_file() else config.get("chat_template")
+def chat_template_in(folder: Path) -> str | None:
+    """Return the chat template of a tokenizer folder, or None if it has none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    file = folder / CHAT_TEMPLATE_FILE
+    if file.is_file():
+        return read_chat_template(file)
+    template = read_object(folder / CONFIG).get("chat_template")
+    return template if isinstance(template, str) else None

@@ -1,4 +1,4 @@
-"""Load a SentencePiece BPE ``tokenizer.model`` (as Llama-2's) as a fast tokenizer with the sentencepiece library's ids.
+"""Load a ``tokenizer.model`` as a fast tokenizer: a SentencePiece BPE model (Llama-2's) or a list of ranks (Llama-3's).
 
 transformers' own conversion orders merges by id and so gives other ids for some words. Here merges have the order in
 which sentencepiece applies them, and the result is compared with the library before it is used.
@@ -24,28 +24,11 @@ SPACE = "▁"
 # Where conversions go wrong: spaces, control characters, bytes, combining marks, the text of control pieces. Easier
 # than ``hard_strings``: on some of those the libraries' normalizers differ, which is no reason to reject a model.
 HARD_STRINGS = (
-    "",
-    " ",
-    "     ",
-    "a",
-    " a",
-    "  a",
-    "a ",
-    "a  b   c    d     e",
-    "one\ntwo\n\nthree\n\n\n four\r\n\tfive\t\t six",
-    "\n",
-    "\n a",
-    "<s>",
-    "</s>",
-    "<s>a</s> <s> b </s>",
-    "<unk><pad><0x0A><0x41>",
-    "▁",
-    "▁▁a▁ b",
-    "é e\u0301 ﬁ ﬀ ① Å Ω ½ 한글 ｆｕｌｌ",
-    "日本語のテキスト、中文文本。العربية עברית ไทย हिन्दी",
-    "😀😃 👩‍👩‍👧 🇫🇷 \U0001f9ff\U000e0041",
-    "\x00\x01\x02 \x7f\x1b[0m \u200b\u200d\ufeff\u00a0\u3000\u2028x",
-    "\U0010ffff\ue000\ufffd",
+    *("", " ", "     ", "a", " a", "  a", "a ", "a  b   c    d     e"),
+    *("one\ntwo\n\nthree\n\n\n four\r\n\tfive\t\t six", "\n", "\n a", "<s>", "</s>", "<s>a</s> <s> b </s>"),
+    *("<unk><pad><0x0A><0x41>", "▁", "▁▁a▁ b", "é e\u0301 ﬁ ﬀ ① Å Ω ½ 한글 ｆｕｌｌ"),
+    *("日本語のテキスト、中文文本。العربية עברית ไทย हिन्दी", "😀😃 👩‍👩‍👧 🇫🇷 \U0001f9ff\U000e0041"),
+    *("\x00\x01\x02 \x7f\x1b[0m \u200b\u200d\ufeff\u00a0\u3000\u2028x", "\U0010ffff\ue000\ufffd"),
     "erere anana texttext ababababa papapapa 1234567890 1,000.00 aaaaaaaaaaaaaaaa ----------- ======",
     "def f(x):\n    return {'a': [x ** 2 for _ in range(10)]}  # note\n",
 )
@@ -59,16 +42,8 @@ SPLIT_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _NAMED_SPECIAL_TOKENS = (
-    BOS,
-    EOS,
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
+    *(BOS, EOS, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>"),
+    *("<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"),
     "<|python_tag|>",
 )
 SPECIAL_TOKENS = _NAMED_SPECIAL_TOKENS + tuple(
@@ -120,7 +95,6 @@ def _check_supported(path: Path, model: Any) -> None:
 
 
 def _build(model: Any) -> Tokenizer:
-    """Return the tokenizer: the model's normalizer, BPE by score, bytes for unknown characters."""
     spec = model.normalizer_spec
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:

@@ -19,17 +19,11 @@ _LONGEST_CHARACTER = 4  # in bytes of UTF-8, and so in tokens
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer of a token dataset.
-
-    Attributes:
-        size: the largest id plus one.
-        special: the special tokens' texts by id.
-        bos_token_id: None if the tokenizer has no such token; the other ids likewise.
-    """
+    """The tokenizer of a token dataset; an id is None if there is no such token."""
 
     tokenizer: "Tokenizer"
-    size: int
-    special: dict[int, str]
+    size: int  # the largest id plus one
+    special: dict[int, str]  # the special tokens' texts by id
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None

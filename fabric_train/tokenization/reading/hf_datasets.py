@@ -1,0 +1,306 @@
+"""Open and read datasets of the ``datasets`` library: save_to_disk folders, and datasets on the hub, also streamed."""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_train.cli.errors import InputError, RunError, first_line, raise_reached_limit
+from fabric_train.tokenization.documents import Row, check_text_columns, name_in
+from fabric_train.tokenization.manifest import SourceRecord
+from fabric_train.tokenization.reading.listing import NO_SHA256, ListedFiles, hashed_files, list_folder
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder, IterableDataset
+
+_SAVED = ("dataset_dict.json", "state.json")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """A dataset as ``NAME:SUBSET:SPLIT@REVISION``, of which everything except the name may be left out.
+
+    ``NAME@REVISION`` and ``NAME::SPLIT`` are such names too. Several splits are joined by +. None is the default.
+    """
+
+    name: str
+    subset: str | None
+    split: str | None
+    revision: str | None
+
+    def found(self) -> str:
+        return f"subset {self.subset}, commit {self.revision}"
+
+
+def parse_dataset_name(value: str) -> DatasetName | None:
+    """Return the parts of a dataset's name, or None if it cannot be one."""
+    subset, split, revision = r"(?::([^:@]*))?", r"(?::([\w.+-]+))?", r"(?:@([\w./-]+))?"
+    parts = re.fullmatch(f"([^:@]+){subset}{split}{revision}", value)
+    return DatasetName(parts[1], parts[2] or None, parts[3], parts[4]) if parts else None
+
+
+def is_hub_name(value: str) -> bool:
+    """Return whether ``value`` has the form NAME or OWNER/NAME and is not an existing path."""
+    name = r"\w(?:[\w.-]*\w)?"
+    return re.fullmatch(f"(?:{name}/)?{name}", value) is not None and not Path(value).exists()
+
+
+def errors_of_datasets() -> tuple[type[Exception], ...]:
+    """Return what ``datasets`` raises when there is no network or dataset, or a dataset's files or README are wrong."""
+    import httpx
+    import yaml
+    from datasets.exceptions import DatasetsError
+
+    wrong_content = (ValueError, KeyError, TypeError, AttributeError, IndexError, yaml.YAMLError)
+    return (OSError, httpx.HTTPError, DatasetsError, RuntimeError, *wrong_content)
+
+
+def hub_fault(option: str, value: str, error: Exception, is_folder: bool = False) -> InputError:
+    """Return the one-line error for ``value`` of ``option``, which cannot be loaded from the hub, or from a folder.
+
+    The messages of ``datasets`` and ``huggingface_hub`` are long, so the reason is taken from the class of ``error``.
+    """
+    classes = {base.__name__ for base in type(error).__mro__}
+    message = first_line(error)
+    cause = error.__cause__ if "DatasetGenerationError" in classes and error.__cause__ else error
+    if message == "Config name is missing.":
+        subsets = ", ".join(re.findall(r"'([^']+)'", str(error).splitlines()[1]))
+        return InputError(f"{option} {value}: it has several subsets; give one of them as NAME:SUBSET: {subsets}")
+    if is_folder:
+        return InputError(f"{option} {value}: {first_line(cause)}")
+    if "GatedRepoError" in classes or "is a gated dataset" in message:
+        why = "it is gated on the hub: accept its terms there and log in with `hf auth login`"
+    elif message.startswith("Revision "):
+        why = f"the hub answers: {message}"
+    elif classes & {"RepositoryNotFoundError", "DatasetNotFoundError"} and "reach" not in message:
+        why = "the hub has nothing of this name that this login may read"
+    elif classes & {"LocalEntryNotFoundError", "ConnectionError", "OfflineModeIsEnabled", "DatasetNotFoundError"}:
+        why = "the hub cannot be reached to look for it (no network, or HF_HUB_OFFLINE is set)"
+    else:
+        why = f"the hub answers: {first_line(cause)}"
+    return InputError(f"{option} {value}: no such file or folder here, and {why}")
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start`` to ``stop`` of a split; of a streamed split, shard ``start`` of ``stop`` shards.
+
+    ``origin`` is the number of the split in its source.
+    """
+
+    split: str
+    start: int
+    stop: int
+    num_bytes: int
+    origin: int
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """The ``files`` of a save_to_disk folder ``root``, or a dataset of the ``hub`` with the subset and commit found."""
+
+    name: str
+    splits: "dict[str, Dataset]"
+    root: Path = Path()
+    files: ListedFiles = field(default_factory=ListedFiles)
+    hub: DatasetName | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"splits read: {', '.join(self.splits)}" + (f", {self.hub.found()}" if self.hub else ""),)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(dataset.data.nbytes for dataset in self.splits.values())
+
+    @property
+    def num_origins(self) -> int:
+        return len(self.splits)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
+        return tuple(parts)
+
+    def parts(self, part_bytes: int) -> Iterator[RowRange]:
+        for origin, (split, dataset) in enumerate(self.splits.items()):
+            bytes_per_row = max(1, dataset.data.nbytes // max(1, len(dataset)))
+            num_rows = max(1, part_bytes // bytes_per_row)
+            for start in range(0, len(dataset), num_rows):
+                stop = min(start + num_rows, len(dataset))
+                yield RowRange(split, start, stop, (stop - start) * bytes_per_row, origin)
+
+    def reader(self, part: Any, columns: tuple[str, ...]) -> "RowReader":
+        dataset, place = self.splits[part.split], f"{self.name} ({part.split})"
+        names = dataset.column_names
+        kept = [name for name in (name_in(column, names) for column in columns) if name in names] or names
+        check_text_columns(place, dataset.features.arrow_schema, kept if kept != names else [])
+        rows = dataset.select_columns(kept).select(range(part.start, part.stop))
+        return RowReader(rows, place, part, part.start)
+
+    def identity(self, part: Any) -> str:
+        return f"{self.splits[part.split]._fingerprint} {part.split} {part.start} {part.stop}"
+
+    def record(self, digests: np.ndarray) -> SourceRecord:
+        if self.hub:
+            return _hub_record(self.hub, self.splits)
+        files = hashed_files(self.root, self.files, digests)
+        return SourceRecord(name=self.name, kind="saved_dataset", files=files, splits=tuple(self.splits), revision=None)
+
+
+@dataclass(frozen=True)
+class StreamSource:
+    """A dataset on the ``hub`` that is streamed without a copy on disk; a part is one file there."""
+
+    name: str
+    splits: "dict[str, IterableDataset]"
+    hub: DatasetName
+    files: ListedFiles = field(default_factory=ListedFiles)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"splits streamed: {', '.join(self.splits)}, {self.hub.found()}",)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(dataset.info.dataset_size or 0 for dataset in self.splits.values())
+
+    @property
+    def num_origins(self) -> int:
+        return len(self.splits)
+
+    def pack(self, parts: Iterable[Any]) -> Sequence[RowRange]:
+        return tuple(parts)
+
+    def parts(self, _part_bytes: int) -> Iterator[RowRange]:
+        for origin, (split, dataset) in enumerate(self.splits.items()):
+            for index in range(dataset.num_shards):
+                num_bytes = (dataset.info.dataset_size or 0) // dataset.num_shards
+                yield RowRange(split, index, dataset.num_shards, num_bytes, origin)
+
+    def reader(self, part: Any, _columns: tuple[str, ...]) -> "RowReader":
+        rows = self.splits[part.split].shard(num_shards=part.stop, index=part.start, contiguous=True)
+        return RowReader(rows, f"{self.name} ({part.split}, file {part.start})", part, 0)
+
+    def identity(self, _part: Any) -> None:
+        return None
+
+    def record(self, _digests: np.ndarray) -> SourceRecord:
+        return _hub_record(self.hub, self.splits)
+
+
+def _hub_record(hub: DatasetName, splits: Mapping[str, Any]) -> SourceRecord:
+    return SourceRecord(hub.name, "hub", files=(), splits=tuple(splits), revision=hub.revision, subset=hub.subset)
+
+
+class RowReader:
+    """An iterable over the rows of a ``datasets`` dataset; see ``files.FileReader``.
+
+    Raises:
+        RunError: its files are damaged, or the connection to the hub has broken off.
+    """
+
+    def __init__(self, rows: "Dataset | IterableDataset", place: str, part: RowRange, first: int) -> None:
+        self.position = self.num_counted = 0
+        self._rows, self._place, self._part, self._first = rows, place, part, first
+
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        number = 0
+        num_rows = max(1, self._part.stop - self._part.start)
+        for columns in self._batches():
+            for values in zip(*columns.values(), strict=True):
+                number += 1
+                self.num_counted = number
+                self.position = min(self._part.num_bytes, self._part.num_bytes * number // num_rows)
+                yield number, dict(zip(columns, values, strict=True))
+        self.position = self._part.num_bytes
+
+    def _batches(self) -> Iterator[Mapping[str, Sequence[Any]]]:
+        try:
+            yield from self._rows.iter(batch_size=256)
+        except errors_of_datasets() as error:
+            raise RunError(f"{self._place}: cannot be read to the end: {first_line(error)}") from None
+
+    def sha256(self) -> bytes:
+        return NO_SHA256
+
+    def place(self, number: int) -> str:
+        return f"{self._place}, row {self._first + number}"
+
+
+def is_saved(folder: Path) -> bool:
+    return any((folder / mark).is_file() for mark in _SAVED)
+
+
+def open_saved(name: str, option: str, folder: Path, split: str | None) -> DatasetSource:
+    import datasets
+
+    from fabric_train.tokenization.packing.token_folder import check_listed_files
+
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    files = list_folder(folder, lambda _: True).files
+    check_listed_files(folder, "save it again")
+    try:
+        loaded = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise_reached_limit(error)
+        raise InputError(
+            f"{option} {name}: not a whole save_to_disk folder: {first_line(error)}; save it again"
+        ) from None
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    return DatasetSource(name, splits_to_read(name, option, splits, split), root=folder, files=files)
+
+
+def open_hub(name: str, option: str, dataset: DatasetName, stream: bool) -> DatasetSource | StreamSource:
+    print(f"asking the hub for {name}", file=sys.stderr)
+    builder = open_builder(name, option, dataset.name, dataset)
+    for path in [path for paths in (builder.config.data_files or {}).values() for path in paths]:
+        if "://" not in path:
+            raise InputError(f"{option} {name}: its README.md names {path} on this machine; do not use it")
+    try:
+        if stream:
+            loaded = builder.as_streaming_dataset()
+        else:
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
+    except errors_of_datasets() as error:
+        raise hub_fault(option, name, error) from None
+    splits = splits_to_read(name, option, loaded, dataset.split)
+    hub = replace(dataset, subset=builder.config.name, revision=str(builder.hash))
+    return StreamSource(name, splits, hub) if stream else DatasetSource(name, splits, hub=hub)
+
+
+def open_builder(name: str, option: str, path: str, dataset: DatasetName) -> "DatasetBuilder":
+    """Return what loads a dataset from the hub or the folder ``path``.
+
+    Raises:
+        InputError: there is no such dataset, subset or revision.
+    """
+    import datasets
+    from huggingface_hub.utils import logging as huggingface_logging
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    huggingface_logging.set_verbosity(huggingface_logging.CRITICAL)
+    try:
+        return datasets.load_dataset_builder(path, dataset.subset, revision=dataset.revision)
+    except errors_of_datasets() as error:
+        raise hub_fault(option, name, error, is_folder=os.path.isdir(path)) from None
+
+
+def splits_to_read(name: str, option: str, splits: "Mapping[str, Any]", wanted: str | None) -> "dict[str, Any]":
+    """Return the ``wanted`` splits, joined by +; by default train if there is one, otherwise all.
+
+    Raises:
+        InputError: there is no such split.
+    """
+    names = {str(split): rows for split, rows in splits.items()}
+    if wanted is None:
+        return {"train": names["train"]} if "train" in names else names
+    for split in wanted.split("+"):
+        if split not in names:
+            raise InputError(f"{option} {name}: no split {split!r}; there are: {', '.join(names)}")
+    return {split: names[split] for split in wanted.split("+")}
