@@ -5,15 +5,32 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from arguments import DoctorArguments, parse
 from fabric_train.cli.errors import FAILURE, run_program
 from fabric_train.cli.output import open_console
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.preflight.node_checks import NodeCheck, check_node
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Check this machine for what stops or slows runs; the exit code is 0, or 1 if something would stop one
+
+    PROGRAM
+    PROGRAM --output_dir /scratch/runs
+    PROGRAM --json
+    """
+
+    output_dir: str | None = None
+    """Folder that runs will write into, to be checked as well; it need not exist yet."""
+    json: bool = False
+    """Print the results as JSON."""
+
 
 _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
@@ -24,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         SystemExit: a fault would stop a run, or leave its GPUs unused.
     """
-    arguments = parse(DoctorArguments, argv)
+    arguments = parse_arguments(DoctorArguments, argv)
     checks = list(check_node(arguments.output_dir))
     counts = Counter[str](check.level for check in checks)
     console = open_console()

@@ -207,7 +207,7 @@ def _unfinished_launch(environment: Mapping[str, str]) -> list[str]:
         if environment.get(size, "1") != "1":
             return [
                 f"{size}={environment[size]} in the environment: a launcher that this program does not know has "
-                "started the processes, and each would train alone; use torchrun, srun, or the mpiexec of Open MPI or MPICH"
+                "started the processes, and each would train alone; take torchrun, srun or mpiexec of MPICH or Open MPI"
             ]
     num_tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environment and int(num_tasks) > 1:

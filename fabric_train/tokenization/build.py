@@ -45,7 +45,7 @@ from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
 

@@ -24,7 +24,7 @@ from fabric_train.tokenization.tokenizers.tokenizer import CorpusTokenizer, load
 from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 _BYTES_HASHED_TOGETHER = 256 << 20
 _SOURCE_OPTIONS = ("--dataset", "--validation_dataset")

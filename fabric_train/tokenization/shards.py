@@ -31,7 +31,7 @@ from fabric_train.tokenization.tokenizers.text_encoder import Borders, TextEncod
 from fabric_train.tokenization.tokenizers.tokenizer_folder import set_chat_template
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 _BATCH_BYTES = 2 << 20  # of text passed to the encoder at once

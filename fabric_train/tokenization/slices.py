@@ -49,7 +49,7 @@ from fabric_train.tokenization.unfinished import DOWNLOADS, unfinished_folder
 from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fabric_train.tokenization.manifest import Manifest, read_manifest
 from fabric_train.tokenization.reading.opening import PART, split_names
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 DOWNLOADS = "downloads"
 """The subfolder of downloaded files."""
