@@ -1,13 +1,17 @@
 # PYTHON_ARGCOMPLETE_OK
 """Convert a checkpoint to a verified Hugging Face folder:  python convert_to_hf.py --checkpoint RUN --output_dir DIR"""
 
+import os
+import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from arguments import ConvertArguments, parse
+from fabric_train.cli.argument_types import PositiveShare
 from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, print_errors, run_program
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shared_arguments import REPOSITORY, PushArguments, not_language_codes
 
 if TYPE_CHECKING:
     from fabric_train.export.average import ExportSource
@@ -15,9 +19,65 @@ if TYPE_CHECKING:
     from fabric_train.export.verification_report import VerificationReport
 
 
+@dataclass(frozen=True)
+class ConvertArguments(PushArguments):
+    """Convert checkpoints to verified Hugging Face folders
+
+    PROGRAM --checkpoint runs/1/best --output_dir exports/1 --push_to_hub OWNER/NAME
+    PROGRAM --checkpoint runs/1/all --dtype float32 --output_dir exports/all
+    PROGRAM --checkpoint runs/1 --average last:5 --output_dir exports/average
+    """
+
+    checkpoint: list[str]
+    """Checkpoints: RUN (its newest one), RUN/best (by validation loss), RUN/latest, RUN/step-500, or their folders;
+    RUN/all means each checkpoint of the run.
+    """
+    output_dir: str
+    """Folder to write; with several checkpoints, it gets one folder for each, named step-...; those that are there from
+    an earlier command are kept.
+    """
+    average: str | None = None
+    """Export one model, the average of weights: last:5, of the 5 newest checkpoints of a run, without those that a
+    signal saved; all, of the checkpoints that --checkpoint lists, or of the whole run that it names.
+    """
+    average_decay: PositiveShare = 1.0
+    """Weight of each checkpoint in --average, relative to the next newer one (or the next in the list), such as 0.8; 1
+    weighs all the same.
+    """
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the exported weights."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file."""
+    base_model: str | None = None
+    """For the model card: OWNER/NAME of the model that training began with; default: the one in the checkpoint."""
+    language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
+
+    def faults(self) -> list[str]:
+        """Return an invalid size or name, and several checkpoints that would be pushed to one place."""
+        faults = [*super().faults(), *not_language_codes("--language", self.language)]
+        if not self.checkpoint:
+            faults.append("--checkpoint names nothing: give a checkpoint or a run")
+        if self.base_model is not None and not re.fullmatch(REPOSITORY, self.base_model):
+            faults.append(f"--base_model: expected OWNER/NAME on the hub, got {self.base_model!r}")
+        if not re.fullmatch(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?[KMGT]B", self.max_shard_size):
+            faults.append(f"--max_shard_size: expected a size such as 5GB or 500MB, got {self.max_shard_size!r}")
+        if self.average is not None and not re.fullmatch(r"all|last:(?!1$)[1-9][0-9]{0,5}", self.average):
+            faults.append(f"--average: expected last:K such as last:5, or all; got {self.average!r}")
+        if self.average_decay != 1 and self.average is None:
+            faults.append(f"--average_decay {self.average_decay:g} needs --average: last:K, or all")
+        are_several = len(self.checkpoint) > 1 or any(os.path.basename(path) == "all" for path in self.checkpoint)
+        if are_several and self.average is None and (self.revision or self.create_pr):
+            faults.append(
+                "--revision and --create_pr take one checkpoint: several are pushed to branches of their names, such "
+                "as step-00000500"
+            )
+        return faults
+
+
 def main() -> None:
     """Convert and verify each checkpoint, or the average; a failure of one of several does not stop the others."""
-    arguments = parse(ConvertArguments)
+    arguments = parse_arguments(ConvertArguments)
 
     import torch  # slow, like those below
 

@@ -1,15 +1,37 @@
 # PYTHON_ARGCOMPLETE_OK
 """Download a model for machines without internet:  python download_model.py --model_name HUB_NAME --output_dir DIR"""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import DownloadArguments, parse
 from fabric_train.cli.errors import run_program
+from fabric_train.cli.parser import parse_arguments
+
+
+@dataclass(frozen=True)
+class DownloadArguments:
+    """Download a model or a tokenizer, for machines without internet
+
+    PROGRAM --model_name meta-llama/Meta-Llama-3-8B --output_dir models/llama-3-8b
+    PROGRAM --model_name meta-llama/Meta-Llama-3-8B --tokenizer_only true --output_dir models/llama-3-tokenizer
+    PROGRAM --model_name OWNER/NAME --revision v1.0 --output_dir models/name
+    """
+
+    model_name: str
+    """Hub name, OWNER/NAME."""
+    output_dir: str
+    """Folder to write; must not exist yet."""
+    revision: str = "main"
+    """Branch, tag or commit."""
+    tokenizer_only: bool = False
+    """Download only the tokenizer and the configuration, not the weights."""
+    pickles: bool = False
+    """Download pickled weights if there are no safetensors."""
 
 
 def main() -> None:
     """Download, then print the files and how to use them."""
-    arguments = parse(DownloadArguments)
+    arguments = parse_arguments(DownloadArguments)
 
     from fabric_train.export.model_download import DownloadRequest, download  # slow
     from fabric_train.model.hf_model import quiet_transformers

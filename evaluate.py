@@ -4,13 +4,14 @@
 Evaluate each checkpoint of a run, also on tasks of lm_eval:  python evaluate.py --watch RUN --tasks FILE.yaml --texts …
 """
 
-from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import run_program
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.evaluation.arguments import EvaluateArguments
 
 
 def main() -> None:
     """Print the results by model, and write them into the output folder."""
-    arguments = parse(EvaluateArguments)
+    arguments = parse_arguments(EvaluateArguments)
     if arguments.watch is not None:
         from fabric_train.evaluation.watch import watch_run  # slow
 

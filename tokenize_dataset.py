@@ -20,7 +20,7 @@ from fabric_train.cli.fabric_command import command_from_here
 if TYPE_CHECKING:
     from types import FrameType
 
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.build import Outcome
     from fabric_train.tokenization.manifest import Manifest, SourceRecord
     from fabric_train.tokenization.shards import ShardSizes
@@ -37,10 +37,11 @@ def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> No
     gc.disable()  # a tokenizer is a million objects, which the collector would visit many times while they are made
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are not used here and get in the way of forks
 
-    from arguments import TokenizeArguments, parse
+    from fabric_train.cli.parser import parse_arguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
     set_memory_advice("use a smaller --num_proc, or tokenize some sources at a time and merge the results")
-    arguments = parse(TokenizeArguments, argv)
+    arguments = parse_arguments(TokenizeArguments, argv)
     if arguments.push_to_hub and (finished := _check_publication(arguments)):
         print(f"{arguments.output_dir} has this token dataset already: it is only pushed")
         _publish(arguments, finished)

@@ -12,10 +12,11 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from arguments import TokenizeArguments, parse
 from benchmarks.corpora import DOCUMENT_CHARACTERS, cut_documents, whole_documents
 from benchmarks.measure import Spread, interleave, spread
 from benchmarks.report import Report
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.cleaner import Cleaner, open_cleaner
 from fabric_train.tokenization.cleaning.dropped import Dropped
@@ -112,7 +113,7 @@ def table(report: Report) -> Table:
 def _open(switch: str, documents: Sequence[str], work: Path) -> Cleaner:
     needed = ["--dataset", "texts.jsonl", "--tokenizer_name", "tokenizer", "--output_dir", "tokens"]
     given = [str(work / _TASKS) if word == _TASKS else word for word in switch.split()]
-    cleaner = open_cleaner(parse(TokenizeArguments, [*needed, *given]), ["text"])
+    cleaner = open_cleaner(parse_arguments(TokenizeArguments, [*needed, *given]), ["text"])
     assert cleaner is not None, switch
     step = cleaner.steps.get("boilerplate")
     if isinstance(step, Boilerplate):  # which a run gives the lines once it has counted them

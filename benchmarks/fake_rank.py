@@ -82,7 +82,7 @@ def _train(arguments: "TrainArguments", counter: "StepCounter") -> FakeRun:
 
     from fabric_train.distributed.signals import Heartbeat
     from fabric_train.distributed.strategy import build_fabric
-    from fabric_train.preflight.memory.plan import make_request
+    from fabric_train.preflight.memory_plan import make_request
     from fabric_train.preflight.prepare import prepare
     from fabric_train.training.build_run import build_loop, set_up_model, set_up_optimizer
     from fabric_train.training.loggers import Logger, Outputs
@@ -151,7 +151,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
     from fabric_train.optim import low_precision_adamw
     from fabric_train.optim.low_precision import Row, Storage, TensorTable
     from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
-    from fabric_train.preflight.memory.activations import attention_on_gpu
+    from fabric_train.preflight.memory_activations import attention_on_gpu
     from fabric_train.training import build_run
 
     counter = StepCounter()

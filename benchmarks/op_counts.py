@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fabric_train.preflight.memory.activations import LiveBytes
+from fabric_train.preflight.memory_activations import LiveBytes
 
 PRODUCTS, COLLECTIVES, OTHERS = "matrix products", "collectives", "others"
 PARTS = (

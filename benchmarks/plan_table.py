@@ -11,8 +11,8 @@ from pathlib import Path
 from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.preflight.memory.forecast import Forecast, RunRequest
-from fabric_train.preflight.memory.plan import faults_of
+from fabric_train.preflight.memory_forecast import Forecast, RunRequest
+from fabric_train.preflight.memory_plan import faults_of
 from fabric_train.training.prepared_run import StepPlan
 
 LENGTH, ROWS = 8192, 128

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     from fabric_train.distributed.signals import Heartbeat, StepPhase
     from fabric_train.distributed.strategy import build_fabric
     from fabric_train.distributed.watchdog import watch_ranks
-    from fabric_train.preflight.memory.plan import check_memory, print_plan
+    from fabric_train.preflight.memory_plan import check_memory, print_plan
     from fabric_train.preflight.prepare import check_content, prepare
     from fabric_train.training import summary
     from fabric_train.training.run import execute

@@ -1,21 +1,91 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Check this machine for what usually stops or slows a run: ``python -m fabric_train.doctor [--json]``."""
+"""Check this machine for what usually stops or slows a run: ``python -m fabric_train.doctor [--json]``.
 
+Driver, GPUs, limits, network, folders and disk, in a container or not. Each check looks at the machine as a run would
+meet it and imports neither torch nor transformers, so all of them together take about a second.
+"""
+
+import ctypes
 import dataclasses
 import json
+import os
+import re
+import resource
+import shutil
+import socket
 import sys
+import tempfile
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
+import psutil
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from arguments import DoctorArguments, parse
+from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import FAILURE, run_program
 from fabric_train.cli.output import open_console
-from fabric_train.preflight.node_checks import NodeCheck, check_node
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.distributed.memory import control_groups
 
 _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
+_MIN_DRIVER = {11: 450, 12: 525, 13: 580}
+"""NVIDIA's oldest driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
+
+_SHARED_MEMORY = 2**30
+_LEAST_SHARED_MEMORY = 2**27  # with several GPUs, NCCL needs more than the 64 MB that a container has by default
+_OPEN_FILES, _LEAST_OPEN_FILES = 1024, 256
+_PROCESSES_PER_GPU, _LEAST_PROCESSES = 256, 128  # threads count; half of it is what one process starts on its own
+_FREE_FOR_MODELS = 20e9  # a Llama-3-8B takes 16 GB
+_FREE_FOR_RUNS = 50e9  # one of its checkpoints in bf16, with the optimizer's state, takes 48 GB
+_FREE_FOR_CACHES = 1e9
+_LEAST_FREE = 100e6
+_RESOLVE_SECONDS = 2.0
+_CAP_IPC_LOCK = 14  # linux/capability.h: locks memory beyond the limit
+_CUDA_FIXES = {
+    100: "check that /dev/nvidia* exist and that this user may open them",  # CUDA_ERROR_NO_DEVICE
+    802: "start NVIDIA's fabric manager: systemctl start nvidia-fabricmanager",  # CUDA_ERROR_SYSTEM_NOT_READY
+    803: "reboot if the driver was updated, or remove another libcuda.so.1 from LD_LIBRARY_PATH",  # …_DRIVER_MISMATCH
+    804: "install a newer driver; this GPU cannot use CUDA's compatibility package",
+    999: "load the rest of the driver (nvidia-modprobe -u -c 0), or reboot",  # CUDA_ERROR_UNKNOWN
+}
+_IN_A_CONTAINER = "in a container, start it with the GPUs (docker --gpus all, podman --device nvidia.com/gpu=all, --nv)"
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Check this machine for what stops or slows runs; the exit code is 0, or 1 if something would stop one
+
+    PROGRAM
+    PROGRAM --output_dir /scratch/runs
+    PROGRAM --json
+    """
+
+    output_dir: str | None = None
+    """Folder that runs will write into, to be checked as well; it need not exist yet."""
+    json: bool = False
+    """Print the results as JSON."""
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What one check has found, and how to fix it if it is not "ok".
+
+    A "fault" stops a run, or leaves its GPUs unused; a "warning" slows a run down or stops some runs.
+    """
+
+    name: str
+    level: Literal["ok", "warning", "fault"]
+    found: str
+    fix: str = ""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -24,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         SystemExit: a fault would stop a run, or leave its GPUs unused.
     """
-    arguments = parse(DoctorArguments, argv)
+    arguments = parse_arguments(DoctorArguments, argv)
     checks = list(check_node(arguments.output_dir))
     counts = Counter[str](check.level for check in checks)
     console = open_console()
@@ -57,6 +127,359 @@ def _summary(counts: Counter[str]) -> str:
     if not counts["fault"] and not counts["warning"]:
         return f"{counts.total()} checks, nothing wrong"
     return f"{counts.total()} checks: {counts['fault']} would stop a run, {counts['warning']} might slow or stop one"
+
+
+def check_node(output_dir: str | None) -> Iterator[NodeCheck]:
+    """Yield the result of every check, in a fixed order.
+
+    Args:
+        output_dir: a folder that runs will write into; it may not exist yet.
+    """
+    cuda = _load_libcuda()
+    num_gpus = _count_gpus()
+    yield _check_driver(cuda, num_gpus)
+    yield _check_visible_gpus(cuda, num_gpus)
+    yield _check_shared_memory(num_gpus)
+    infiniband = _names_in("/sys/class/infiniband")
+    yield _check_locked_memory(infiniband)
+    yield _check_open_files()
+    yield _check_processes(max(num_gpus, 1))
+    yield _check_interfaces()
+    yield _check_host_name()
+    yield _check_infiniband(infiniband)
+    home = Path(os.path.expanduser("~"))  # Path.home fails for a user without a home
+    caches = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
+    folders = [
+        ("working folder", Path.cwd(), _FREE_FOR_CACHES),
+        ("HF_HOME", Path(os.environ.get("HF_HOME") or f"{caches}/huggingface"), _FREE_FOR_MODELS),
+        ("TRITON_CACHE_DIR", Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton/cache"), _FREE_FOR_CACHES),
+    ]
+    if inductor := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # by default it is in TMPDIR
+        folders.append(("TORCHINDUCTOR_CACHE_DIR", Path(inductor), _FREE_FOR_CACHES))
+    for name, folder, wanted in folders:
+        yield _check_folder(name, folder, wanted, "warning")
+    yield _check_temporary_folder()
+    if output_dir is not None:
+        yield _check_folder("--output_dir", Path(output_dir), _FREE_FOR_RUNS, "fault")
+
+
+# ------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
+    """Compare the CUDA version of the driver with that of torch's wheel."""
+    name = "driver"
+    torch = _torch_version()
+    if torch is None:
+        return NodeCheck(name, "fault", "torch is not installed in this Python", "pip install -r requirements.txt")
+    built = f"torch {torch.__version__} is built "
+    wanted = torch.cuda and f"for CUDA {torch.cuda}"
+    if not num_gpus:
+        return NodeCheck(name, "ok", f"no NVIDIA GPU here, runs use the CPU; {built}{wanted or 'without CUDA'}")
+    loaded = _driver_version()
+    if wanted is None:
+        kind = f"without CUDA, and {_many(num_gpus, 'GPU')} would not be used"
+        return NodeCheck(name, "fault", built + kind, f"pip install torch=={torch.__version__.split('+')[0]} from PyPI")
+    major = int(torch.cuda.split(".")[0])
+    newer = f"driver {_MIN_DRIVER.get(major, 'of CUDA ' + torch.cuda)} or newer"
+    if loaded is None:
+        return NodeCheck(name, "fault", f"{_many(num_gpus, 'GPU')}, and no driver is loaded", f"install {newer}")
+    if cuda is None:
+        found = f"driver {loaded} is loaded, but its libcuda.so.1 is not found here"
+        return NodeCheck(name, "fault", found, _IN_A_CONTAINER)
+    version = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    driver_major, rest = divmod(version.value, 1000)
+    found = f"driver {loaded} is for CUDA {driver_major}.{rest // 10}, {built}{wanted}"
+    if driver_major < major:
+        fix = f"install {newer} on the host, or a torch for CUDA {driver_major}"
+        return NodeCheck(name, "fault", found, fix)
+    return NodeCheck(name, "ok", found)
+
+
+def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
+    """Start CUDA, and compare the GPUs that it sees with CUDA_VISIBLE_DEVICES."""
+    name = "GPUs"
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    setting = "" if listed is None else f"CUDA_VISIBLE_DEVICES is {listed!r}"
+    if not num_gpus:
+        if listed:
+            return NodeCheck(name, "warning", f"{setting}, and there is no GPU", "runs use the CPU; unset it")
+        return NodeCheck(name, "ok", "none")
+    here = f"this machine has {_many(num_gpus, 'GPU')}"
+    if listed is not None and listed.strip() in ("", "-1", "NoDevFiles"):
+        fix = "unset it, or ask the scheduler for GPUs (Slurm: --gpus-per-node)"
+        return NodeCheck(name, "warning", f"{setting}, so runs use the CPU; {here}", fix)
+    if cuda is None:
+        return NodeCheck(name, "fault", f"{here}, none can be used without libcuda.so.1", _IN_A_CONTAINER)
+    count = ctypes.c_int()
+    if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(error, ctypes.byref(text))
+        found = f"CUDA does not start: {(text.value or b'unknown error').decode()} ({error}); {here}"
+        if listed and error == 100:  # no device
+            return NodeCheck(name, "fault", f"{setting}, and none of these exists; {here}", "correct or unset it")
+        return NodeCheck(name, "fault", found, _CUDA_FIXES.get(error, "see dmesg for lines with NVRM"))
+    visible = f"{count.value} of {num_gpus} visible"
+    names = [item.strip() for item in listed.split(",")] if listed else []
+    if count.value < len(names):
+        found = f"{setting}, but {names[count.value]} does not exist, so only {count.value} can be used; {here}"
+        return NodeCheck(name, "fault", found, "correct or unset it")
+    return NodeCheck(name, "ok", f"{visible}; {setting}" if setting else visible)
+
+
+def _load_libcuda() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _torch_version() -> ModuleType | None:
+    """Return the module torch.version of this Python without importing torch, which takes seconds; None without it."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return None
+    spec = spec_from_file_location("torch_version", Path(torch.origin).with_name("version.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _driver_version() -> str | None:
+    """Return the version of the loaded kernel driver, such as 580.95.05; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "of an unknown version"
+
+
+def _count_gpus() -> int:
+    """Return the number of this machine's NVIDIA GPUs, with or without a driver, visible or not."""
+    on_bus = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:  # a device may go away
+            continue
+        on_bus += vendor == "0x10de" and kind.startswith("0x03")  # NVIDIA, display controller
+    return on_bus or len(_names_in("/proc/driver/nvidia/gpus"))
+
+
+# ----------------------------------------------------------------------------------------------------------- limits
+
+
+def _check_shared_memory(num_gpus: int) -> NodeCheck:
+    """Data workers and NCCL share memory through /dev/shm; with too little of it they die of a bus error."""
+    name, fix = "/dev/shm", "docker run --ipc=host or --shm-size=8g; otherwise: mount -o remount,size=8g /dev/shm"
+    try:
+        disk = os.statvfs("/dev/shm")
+        with tempfile.TemporaryFile(dir="/dev/shm"):
+            pass
+    except OSError as error:
+        return NodeCheck(name, "fault", f"cannot be written to: {error.strerror}", fix)
+    size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    found = f"{show_size(free)} of {show_size(size)} free"
+    if free < _LEAST_SHARED_MEMORY and num_gpus > 1:
+        return NodeCheck(name, "fault", f"{found}, too little for NCCL on {num_gpus} GPUs", fix)
+    if free < _SHARED_MEMORY:
+        return NodeCheck(name, "warning", f"{found}, little for data workers and NCCL", fix)
+    return NodeCheck(name, "ok", found)
+
+
+def _check_locked_memory(infiniband: list[str]) -> NodeCheck:
+    """InfiniBand registers memory, which counts as locked; CUDA's pinned memory does not."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = "unlimited" if limit == resource.RLIM_INFINITY else f"limit of {show_size(limit)}"
+    if limit == resource.RLIM_INFINITY or not infiniband or _has_capability(_CAP_IPC_LOCK):
+        return NodeCheck("locked memory", "ok", found)
+    fix = "docker run --ulimit memlock=-1; otherwise ulimit -l unlimited, or memlock in /etc/security/limits.conf"
+    return NodeCheck("locked memory", "fault", f"{found}, too little for InfiniBand ({', '.join(infiniband)})", fix)
+
+
+def _has_capability(number: int) -> bool:
+    effective = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return effective is not None and bool(int(effective[1], 16) >> number & 1)
+
+
+def _check_open_files() -> NodeCheck:
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"limit of {limit:,} for each process"
+    if limit >= _OPEN_FILES:
+        return NodeCheck("open files", "ok", found)
+    fix = f"docker run --ulimit nofile=65536; otherwise ulimit -n {max(min(highest, 65536), _OPEN_FILES)}"
+    return NodeCheck("open files", "fault" if limit < _LEAST_OPEN_FILES else "warning", found, fix)
+
+
+def _check_processes(num_ranks: int) -> NodeCheck:
+    """Compare the limits of processes and threads, this user's and the container's, with what ``num_ranks`` start."""
+    limits = {"for this container or job": _cgroup_processes()}
+    if os.geteuid():  # root has no limit of its own
+        limits["for this user"] = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    known = {of: limit for of, limit in limits.items() if limit not in (None, resource.RLIM_INFINITY)}
+    if not known:
+        return NodeCheck("processes", "ok", "unlimited")
+    of, limit = min(known.items(), key=lambda item: item[1] or 0)
+    assert limit is not None
+    found = f"limit of {limit:,} processes and threads {of}"
+    if limit >= num_ranks * _PROCESSES_PER_GPU:
+        return NodeCheck("processes", "ok", found)
+    fix = "docker run --pids-limit=-1; for a user: ulimit -u unlimited"
+    return NodeCheck("processes", "fault" if limit < _LEAST_PROCESSES else "warning", found, fix)
+
+
+def _cgroup_processes() -> int | None:
+    """Return the smallest limit of processes of this process's control groups, of version 1 or 2; None if unlimited."""
+    files = [folder / "pids.max" for folder in control_groups("pids")]
+    limits = [file.read_text().strip() for file in files if file.is_file()]
+    return min((int(limit) for limit in limits if limit.isdigit()), default=None)
+
+
+# ---------------------------------------------------------------------------------------------------------- network
+
+
+def _check_interfaces() -> NodeCheck:
+    """Find the network interface that ranks of several machines would use, by NCCL's rules."""
+    name = "network"
+    addresses = _interfaces()
+    here = ", ".join(f"{interface} {address}" for interface, address in addresses.items())
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        wanted = os.environ.get(variable)
+        if wanted and not _matches(wanted, [*addresses, "lo"], is_prefix=variable.startswith("NCCL")):
+            found = f"{variable}={wanted}: no such interface is up"
+            return NodeCheck(name, "fault", found, f"set it to one of: {', '.join([*addresses, 'lo'])}; or unset it")
+    if not addresses:
+        return NodeCheck(name, "ok", "no interface except loopback: runs on this machine alone")
+    candidates = [interface for interface in addresses if not interface.startswith("docker")]
+    if len(candidates) > 1 and "NCCL_SOCKET_IFNAME" not in os.environ:
+        found = f"{len(candidates)} interfaces: {here}; NCCL takes the first that it finds"
+        fix = f"for runs on several machines set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, e.g. to {candidates[0]}"
+        return NodeCheck(name, "warning", found, fix)
+    return NodeCheck(name, "ok", here)
+
+
+def _check_host_name() -> NodeCheck:
+    """gloo listens on the address of the host's name, so other machines must be able to reach that."""
+    name, host = "host name", socket.gethostname()
+    others = list(_interfaces())
+    if not others:
+        return NodeCheck(name, "ok", f"{host}; not needed without a network")
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return NodeCheck(name, "ok", f"{host}; not needed with GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}")
+    fix = f"for runs on several machines set GLOO_SOCKET_IFNAME={others[0]}, or correct /etc/hosts"
+    found = list[str]()
+
+    def resolve() -> None:
+        with suppress(OSError):
+            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+
+    thread = threading.Thread(target=resolve, daemon=True)  # a name server that does not answer takes half a minute
+    thread.start()
+    thread.join(_RESOLVE_SECONDS)
+    addresses = ", ".join(dict.fromkeys(found))
+    if not addresses:
+        return NodeCheck(name, "warning", f"{host} has no address (or none within {_RESOLVE_SECONDS:g} s)", fix)
+    if all(address.startswith("127.") or address == "::1" for address in found):
+        return NodeCheck(name, "warning", f"{host} is {addresses}, which other machines cannot reach", fix)
+    return NodeCheck(name, "ok", f"{host} is {addresses}")
+
+
+def _check_infiniband(devices: list[str]) -> NodeCheck:
+    """NCCL needs libibverbs and the device files; without them it falls back to TCP, several times slower."""
+    name = "InfiniBand"
+    if not devices:
+        return NodeCheck(name, "ok", "none")
+    here = ", ".join(devices)
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return NodeCheck(name, "warning", f"{here}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1")
+    files = [Path("/dev/infiniband", file) for file in _names_in("/dev/infiniband") if file.startswith("uverbs")]
+    if not any(os.access(file, os.R_OK | os.W_OK) for file in files):
+        found = f"{here}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
+        return NodeCheck(name, "warning", found, "docker run --device /dev/infiniband; or add the user to its group")
+    return NodeCheck(name, "ok", here)
+
+
+def _interfaces() -> dict[str, str]:
+    """Return an address of each network interface that is up, except loopback; IPv4 if it has one."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup and "loopback" not in state.flags}
+    found = dict[str, str]()
+    for name, addresses in psutil.net_if_addrs().items():
+        usable = [item for item in addresses if item.family in (socket.AF_INET, socket.AF_INET6)]
+        usable = [item for item in usable if not item.address.startswith("fe80:")]  # reaches the same wire only
+        usable.sort(key=lambda item: item.family != socket.AF_INET)
+        if name in up and usable:
+            found[name] = usable[0].address
+    return found
+
+
+def _matches(wanted: str, interfaces: list[str], is_prefix: bool) -> bool:
+    """Whether a variable's list names an interface: NCCL's has prefixes, ``=`` for whole names, ``^`` for others."""
+    excluded = wanted.startswith("^")
+    words = [word for word in wanted.lstrip("^").split(",") if word]
+    is_exact = words[0].startswith("=") if words else True
+    words = [word.lstrip("=") for word in words]
+
+    def is_named(interface: str) -> bool:
+        return any(interface.startswith(word) if is_prefix and not is_exact else interface == word for word in words)
+
+    return any(is_named(interface) != excluded for interface in interfaces)
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def _check_folder(name: str, folder: Path, wanted: float, level: Literal["warning", "fault"]) -> NodeCheck:
+    """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
+
+    Args:
+        name: of the check.
+        folder: it may not exist yet.
+        wanted: free bytes that runs usually need.
+        level: of a folder that cannot be written to.
+    """
+    folder = folder.expanduser().absolute()
+    existing = next(above for above in (folder, *folder.parents) if os.path.exists(above))
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x")
+            file.flush()
+        disk = shutil.disk_usage(existing)
+    except OSError as error:
+        fix = "choose another folder"
+        if isinstance(error, PermissionError):
+            fix += f", or give it to this user: chown {os.geteuid()} {existing}"
+        return NodeCheck(name, level, f"{existing} cannot be written to: {error.strerror}", fix)
+    found = f"{folder}, {show_size(disk.free)} free"
+    if disk.free < _LEAST_FREE:
+        return NodeCheck(name, level, found, "free some space there, or choose a folder on another disk")
+    if disk.free < wanted:
+        fix = f"free some space there: less than {show_size(wanted)} is often too little"
+        return NodeCheck(name, "warning", found, fix)
+    return NodeCheck(name, "ok", found)
+
+
+def _check_temporary_folder() -> NodeCheck:
+    """Check TMPDIR; if it cannot be written to, Python takes /tmp in its place, and other programs fail."""
+    name = "TMPDIR"
+    return _check_folder(name, Path(os.environ.get(name) or "/tmp"), _FREE_FOR_CACHES, "fault")
+
+
+def _names_in(folder: str) -> list[str]:
+    """Return the sorted names in a folder; none if there is no such folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ into the run.
 import os
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from fabric_train.cli.output import keep_streams_writable
 from fabric_train.distributed.signals import stop_signals
@@ -18,11 +19,45 @@ if __name__ == "__main__":
     keep_streams_writable()
     stop_signals.listen()  # before the other imports
 
-from arguments import ReplayArguments, TrainArguments, parse
+from arguments import DeviceArguments, TrainArguments, parse
+from fabric_train.cli.argument_types import POSITIONAL, PositiveInt
 from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_program, set_memory_advice
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shared_arguments import range_of_steps
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
+
+
+@dataclass(frozen=True)
+class ReplayArguments:
+    """Train steps of a run again and compare them; the exit code is 0, or 1 if something differs
+
+    PROGRAM runs/1 --steps 120:125
+    PROGRAM runs/1 --steps 120:125 --devices 1
+    PROGRAM runs/1 --steps 120:125 --devices 1 --accelerator cpu
+    """
+
+    run: str = field(metadata=POSITIONAL)
+    """Run folder: the --output_dir of training; a checkpoint of it, such as RUN/best, means its run."""
+    steps: str
+    """Steps first:last of its metrics.csv, such as 120:125. Those after the checkpoint before them are trained too."""
+    devices: int | str | None = None
+    """Number of devices on each machine, or their indices (0,2,3); default: as in the run."""
+    num_nodes: PositiveInt | None = None
+    """Number of machines; default: as in the run."""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] | None = None
+    """Device type; default: as in the run."""
+
+    @property
+    def first_and_last(self) -> tuple[int, int] | None:
+        """First and last step, both included; None if they are not valid."""
+        return range_of_steps(self.steps)
+
+    def faults(self) -> list[str]:
+        """Return invalid steps and devices."""
+        steps = [f"--steps: expected a first and a last step such as 120:125, got {self.steps!r}"]
+        devices = [] if self.devices is None else DeviceArguments(devices=self.devices).faults()
+        return [*([] if self.first_and_last else steps), *devices]
 
 
 def main(argv: list[str] | None = None) -> None:

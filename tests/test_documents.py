@@ -95,8 +95,10 @@ def test_every_relative_link_leads_to_a_file() -> None:
 
 
 def test_every_option_that_the_documents_name_exists() -> None:
-    classes = ast.parse((ROOT / "arguments.py").read_text(encoding="utf-8")).body
-    fields = [node for kind in classes if isinstance(kind, ast.ClassDef) for node in kind.body]
+    sources = [*ROOT.glob("*.py"), *(ROOT / "fabric_train").rglob("*.py")]
+    every = [node for path in sources for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    classes = [node for node in every if isinstance(node, ast.ClassDef) and node.name.endswith("Arguments")]
+    fields = [node for kind in classes for node in kind.body]
     known = {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     known |= FOREIGN_OPTIONS | {"config", "debug"}
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,12 +1,56 @@
 # PYTHON_ARGCOMPLETE_OK
 """Collect what a run needs without internet:  python -m fabric_train.bundle --model NAME --data DIR --output BUNDLE"""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from arguments import BundleArguments, TrainArguments, parse
+from arguments import TrainArguments, parse
 from fabric_train.bundle.recipe import read_recipe
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, run_program
+from fabric_train.cli.parser import parse_arguments
+
+
+@dataclass(frozen=True)
+class BundleArguments:
+    """Collect everything that a run needs on a machine without internet
+
+    PROGRAM --model meta-llama/Meta-Llama-3-8B --data data/tokens --output bundle
+    PROGRAM --model models/8b --data data/ca data/es --recipe configs/recipes/llama-3-8b-chat.yaml --output bundle
+    PROGRAM --model runs/1-hf --data data/tokens --python 3.12 --cuda none --output bundle
+    """
+
+    output: str
+    """Folder to write; must not exist yet."""
+    model: str | None = None
+    """Model and tokenizer: a hub name, a Hugging Face folder with safetensors, or a full checkpoint: RUN, RUN/best,
+    RUN/latest, RUN/step-500 or its folder. Default: model_name of the recipe.
+    """
+    data: list[str] | None = None
+    """Token datasets from tokenize_dataset.py: for a recipe that mixes, those of its train_data_dir in the same order;
+    otherwise the first one is trained on. Default: train_data_dir of the recipe.
+    """
+    recipe: str | None = None
+    """YAML file with arguments of the run, as in configs/recipes/ or RUN/config.yaml; the bundle's model, data and
+    output replace those in it, and files of phases and prompts are copied. Default: the defaults of training.
+    """
+    tasks: str | None = None
+    """YAML file of evaluate.py --watch: the bundle has it and the task files that it names, at their places in this
+    folder, and the wheels of lm_eval. Data on the hub is not in the bundle.
+    """
+    python: Literal["3.10", "3.11", "3.12", "3.13", "3.14"] | None = None
+    """Python of the other machine; default: that of this machine."""
+    cuda: str = "13.0"
+    """CUDA version that torch is built for, such as 12.6; none takes the build for CPUs."""
+
+    def faults(self) -> list[str]:
+        """Return a --data without a folder, and a --cuda that is no version."""
+        faults = ["--data names nothing: give a token dataset"] if self.data == [] else []
+        if not re.fullmatch(r"none|1[0-9]\.[0-9]", self.cuda):
+            faults.append(f"--cuda: expected a version such as 13.0, or none; got {self.cuda!r}")
+        return faults
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -15,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         InputError: something cannot be used or fetched; nothing has been written.
     """
-    arguments = parse(BundleArguments, argv)
+    arguments = parse_arguments(BundleArguments, argv)
     recipe = read_recipe(arguments.recipe)
     model = str(arguments.model or recipe.given.get("model_name") or "")
     data: list[str] = arguments.data or recipe.data

@@ -18,14 +18,6 @@ POSITIONAL = {"positional": True}
 """Metadata of the one field of a dataclass that may be given on the command line without its name."""
 GivenShares = Sequence[float] | Sequence[str] | Sequence[dict[str, Any]]
 """Numbers, one for each folder; or names with numbers, as NAME=NUMBER or as mappings."""
-_ISO_639_1 = """
-aa ab ae af ak am an ar as av ay az ba be bg bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en eo es
-et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv ka kg ki
-kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd ne ng nl nn no
-nr nv ny oc oj om or os pa pi pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss st su sv sw ta te
-tg th ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu
-"""
-_SPECIAL = ("code", "multilingual")
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -57,62 +49,24 @@ class NumberRange:
 
 
 PositiveInt = Annotated[int, NumberRange("a whole number above 0", 1, _INT32)]
-
-
 NonNegativeInt = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT32)]
-
-
 PositiveInt64 = Annotated[int, NumberRange("a whole number above 0", 1, _INT64)]
-
-
 NonNegativeInt64 = Annotated[int, NumberRange("a whole number, 0 or more", 0, _INT64)]
-
-
 NumProcesses = Annotated[int, NumberRange("a whole number above 0", 1, 1024)]
-
-
 NumLayers = Annotated[int, NumberRange("a whole number above 0", 1, 1000)]
-
-
 LayerSize = Annotated[int, NumberRange("a whole number above 0", 1, 2**24)]
-
-
 """Width, heads or vocabulary of a model; a matrix of two of them has a number of bytes that fits into int64."""
-
-
 NumWorkers = Annotated[int, NumberRange("a whole number, 0 or more", 0, 1024)]
-
-
 RowLength = Annotated[int, NumberRange("a whole number above 0, such as 8192 or 8k", 1, 2**24, thousand=1024)]
-
-
 """Tokens of a row or a text; 2**24 is ten times the longest context of any model."""
-
-
 Overlap = Annotated[int, NumberRange("a whole number, 0 or more", 0, 2**24, thousand=1024)]
-
-
 TokenCount = Annotated[int, NumberRange("a whole number above 0, such as 200k, 5m or 1.5b", 1, _INT64, thousand=1000)]
-
-
 """Tokens of a corpus, which are counted in thousands, millions and billions."""
-
-
 PositiveFloat = Annotated[float, NumberRange("a number above 0", 0, 1e9, excludes_lowest=True)]
-
-
 NonNegativeFloat = Annotated[float, NumberRange("a number, 0 or more", 0, 1e9)]
-
-
 UnitInterval = Annotated[float, NumberRange("a number from 0 to 1", 0, 1)]
-
-
 PositiveShare = Annotated[float, NumberRange("a number above 0 and at most 1", 0, 1, excludes_lowest=True)]
-
-
 Seconds = Annotated[float, NumberRange("a number, 0 or more", 0, 1e8)]
-
-
 """A timeout of at most three years, of which torch and the system can count ten times as many nanoseconds."""
 
 
@@ -346,14 +300,6 @@ def split_name(name: str, folders: Sequence[str], option: str) -> tuple[int, str
         if os.path.normpath(head) in paths:
             return paths.index(os.path.normpath(head)), name[len(head) + 1 :]
     raise InputError(f"{option}: {name} is neither a folder of --train_data_dir nor FOLDER:SOURCE of one")
-
-
-def is_language_code(code: str) -> bool:
-    """Return whether the hub can take a code: of ISO 639-1, the form of one of ISO 639-2 or 639-3, or a special value.
-
-    There are thousands of codes with three letters, so only their form is checked.
-    """
-    return code in (*_ISO_639_1.split(), *_SPECIAL) or re.fullmatch(r"[a-z]{3}", code) is not None
 
 
 def parse_size(text: str) -> int | None:

@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 
 import psutil  # here, because a second signal may come while the handler of the first one imports it
 
+from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.errors import FAILURE, INPUT_ERROR, print_errors
-from fabric_train.cli.launcher import LOOPBACK, as_launcher, serve_on_loopback
 from fabric_train.cli.output import keep_streams_writable
 
 PROGRAMS = {
@@ -58,9 +58,7 @@ def main() -> None:
         SystemExit: with the exit code of the rank that has failed first, or of Lightning's command.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
-        from arguments import TrainArguments, parse
-
-        parse(TrainArguments)
+        runpy.run_module(PROGRAMS["train"], run_name="__main__", alter_sys=True)
     words = sys.argv[1:]
     place = _place_of_script(words)
     program = _program_at(words[place]) if place < len(words) else None

@@ -1,7 +1,7 @@
-"""Environment variables of the launcher (``fabric run``, torchrun, srun, mpiexec), and child ranks without one.
+"""What the environment variables of the launcher say: ``fabric run``, torchrun, srun, or mpiexec.
 
-:func:`find_launcher` recognises it. :func:`check_environment` and :func:`find_other_world` are the one place that
-decides whether its variables make sense; everything else reads them as checked.
+:func:`find_launcher` recognises it. :func:`check_environment` and :func:`find_other_world` decide whether its
+variables make sense; everything else reads them as checked.
 
 ``fabric run`` removes ``--accelerator --strategy --devices --num-nodes --precision`` from anywhere on the command line
 and passes them on as ``LT_*`` variables; torchrun sets the number of processes. Fabric would read the ``LT_*``
@@ -9,21 +9,12 @@ variables on its own. So this module turns them into arguments like any other, a
 """
 
 import importlib.util
-import json
 import os
 import re
 import socket
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -82,19 +73,11 @@ SRUN = Launcher(
     "SLURM_STEP_TASKS_PER_NODE",
     options=("--ntasks-per-node", "--nodes"),
 )
-JSRUN = Launcher(
-    "jsrun",
-    ("LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_SIZE"),
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    "JSM_NAMESPACE_LOCAL_RANK",
-)
-OTHER_MPI = Launcher("mpiexec", ("PMI_SIZE",), "PMI_RANK", "PMI_SIZE")
 BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE")  # Fabric's own launcher too
-MPI = (OPEN_MPI, MPICH, OTHER_MPI)
-# the innermost first: torchrun and mpiexec can run inside a Slurm job; srun --mpi=pmi2 sets PMI_SIZE itself
-_LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, JSRUN, OTHER_MPI, BY_HAND)
-LOOPBACK = "127.0.0.1"
+MPI = (OPEN_MPI, MPICH)
+# the innermost first: torchrun and mpiexec can run inside a Slurm job
+_LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, SRUN, BY_HAND)
+_SIZES_OF_UNKNOWN = ("PMI_SIZE", "JSM_NAMESPACE_SIZE")  # of other mpiexec, and of jsrun
 _SHELL_JOBS = ("bash", "interactive")  # names of Slurm's jobs for a shell
 _HIGHEST_STEP = 10**9  # beyond it are the numbers of Slurm's steps that no srun has started
 _LEAST = {
@@ -102,8 +85,7 @@ _LEAST = {
     "TORCHELASTIC_RESTART_COUNT": 0, "MASTER_PORT": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
     "SLURM_NTASKS": 1, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 1,
     "OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1, "PMI_RANK": 0, "PMI_SIZE": 1,
-    "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1, "JSM_NAMESPACE_RANK": 0, "JSM_NAMESPACE_SIZE": 1,
-    "JSM_NAMESPACE_LOCAL_RANK": 0,
+    "MPI_LOCALRANKID": 0, "MPI_LOCALNRANKS": 1,
 }  # fmt: skip
 """Variables that have to be whole numbers, and their least values."""
 
@@ -119,9 +101,6 @@ _RANK_BELOW_SIZE = (
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 _PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
-_LAUNCHER = "FABRIC_TRAIN_LAUNCHER"  # the process id of ``fabric run``, or of the rank that has started the others
-_GRACE_SECONDS = 3.0  # for the watchdog to report a rank that has failed, and for ranks to end
-_children: list["subprocess.Popen[Any]"] = []
 
 
 @dataclass(frozen=True)
@@ -224,6 +203,12 @@ def _unfinished_launch(environment: Mapping[str, str]) -> list[str]:
             f"{shown} in the environment without a launcher (no TORCHELASTIC_RUN_ID): this process would train alone; "
             f"unset {' and '.join(given)}, or start the processes with torchrun or fabric run"
         ]
+    for size in _SIZES_OF_UNKNOWN:
+        if environment.get(size, "1") != "1":
+            return [
+                f"{size}={environment[size]} in the environment: a launcher that this program does not know has "
+                "started the processes, and each would train alone; take torchrun, srun or mpiexec of MPICH or Open MPI"
+            ]
     num_tasks = environment.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in environment and int(num_tasks) > 1:
         return [
@@ -243,13 +228,7 @@ def _num_local(launcher: Launcher, environment: Mapping[str, str]) -> int:
 
 
 def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a line if the processes that were started are not those that the run has.
-
-    Args:
-        num_devices: processes of the run on each machine.
-        num_nodes: machines.
-        environment: with the launcher's variables.
-    """
+    """Return a line if the launcher has not started ``num_devices`` processes on each of ``num_nodes`` machines."""
     launcher, asked = find_launcher(environment), num_devices * num_nodes
     started = int(environment.get(launcher.size, asked)) if launcher else asked
     if launcher and started != asked:
@@ -270,11 +249,6 @@ def find_other_world(num_devices: int, num_nodes: int, environment: Mapping[str,
     )
 
 
-def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun started this process, or ``fabric run``, which is torchrun with other options."""
-    return "TORCHELASTIC_RUN_ID" in environment
-
-
 def under_fabric_run(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether ``fabric run`` started this process; ``Fabric.launch`` must not be called then."""
     return environment.get("LT_CLI_USED") == "1"
@@ -285,85 +259,8 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the id of the process that this rank must not outlive: the launcher's on this machine, or the rank that
-    started it; None if the ranks were started by hand.
-
-    Call it early: the id is not known any more once the launcher has ended.
-    """
-    if environment.get(_LAUNCHER, "").isascii() and environment.get(_LAUNCHER, "").isdigit():
-        return int(environment[_LAUNCHER])
-    return os.getppid() if find_launcher(environment) not in (None, BY_HAND) else None
-
-
-@contextmanager
-def as_launcher(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Make the ranks that this process starts in the block end with it; later processes are not affected."""
-    environment[_LAUNCHER] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del environment[_LAUNCHER]
-
-
-def serve_on_loopback(port: int) -> "TCPStore":
-    """Serve torch's store to the processes of this machine alone; torch itself listens on all interfaces.
-
-    While it is kept, a store that this process opens on the port, as torch and torchrun do, has this server.
-
-    Raises:
-        OSError: the port is in use.
-    """
-    from torch.distributed import TCPStore
-
-    listening = socket.create_server((LOOPBACK, port)).detach()
-    return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening
-    )
-
-
-def watch_children(children: Sequence["subprocess.Popen[Any]"], failed: Callable[[int, int], None]) -> None:
-    """Call ``failed`` with rank and exit code when a rank that this process has started fails.
-
-    The call comes some seconds later, and only if this process still runs: the watchdog has a better report.
-    """
-    _children.extend(children)
-
-    def watch() -> None:
-        while all(child.poll() == 0 or child.returncode is None for child in children):
-            time.sleep(0.2)
-        rank, code = next((rank, child.returncode) for rank, child in enumerate(children, 1) if child.returncode)
-        time.sleep(_GRACE_SECONDS)
-        failed(rank, code)
-
-    threading.Thread(target=watch, daemon=True, name="children").start()
-
-
-def report_to_torchrun(lines: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Let torchrun show these lines at the end of its own report, instead of "no error file" (torch's ``record``)."""
-    file = environment.get("TORCHELASTIC_ERROR_FILE")
-    if not file or not lines:
-        return
-    text = "\n".join(lines)
-    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-    with suppress(OSError), Path(file).open("x", encoding="utf-8") as report:  # the first fault is the cause
-        json.dump({"message": message}, report)
-
-
-def end_children() -> None:
-    """End the ranks that this process has started and that still run."""
-    for child in _children:
-        child.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
-    for child in _children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-
-
 def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, GivenValue]:
-    """Return the arguments that the launcher has set, by their name in ``arguments.py``.
+    """Return the arguments of training that the launcher has set, by name.
 
     Raises:
         ValueError: variables are wrong or contradict each other, ``fabric run`` has an unknown strategy, or ``LT_*``

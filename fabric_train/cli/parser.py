@@ -83,7 +83,7 @@ def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
 @functools.cache
 def read_table() -> dict[str, Any]:
     """Return the content of ``foreign_names.yaml``."""
-    return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_suffix(".yaml"))))
+    return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_name("foreign_names.yaml"))))
 
 
 @functools.cache

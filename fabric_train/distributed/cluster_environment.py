@@ -25,7 +25,6 @@ from lightning import Fabric
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
-    LSFEnvironment,
     MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
@@ -33,20 +32,16 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.fabric.strategies.launchers import subprocess_script
 
+from fabric_train.cli.child_ranks import LOOPBACK, as_launcher, serve_on_loopback, watch_children
 from fabric_train.cli.errors import FAILURE, STOPPED, InputError, end_run, exit_process
 from fabric_train.cli.launcher import (
-    JSRUN,
-    LOOPBACK,
     MPI,
     SRUN,
     TORCHRUN,
     Launcher,
-    as_launcher,
     find_launcher,
     global_rank,
     num_restarts,
-    serve_on_loopback,
-    watch_children,
 )
 from fabric_train.distributed.signals import describe_stop_outside_training
 
@@ -75,8 +70,6 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
         environment = TorchElasticEnvironment()
     elif launcher == SRUN:
         environment = SrunEnvironment(num_nodes)
-    elif launcher == JSRUN:
-        environment = LSFEnvironment()
     elif launcher in MPI and int(os.environ[launcher.size]) > 1:
         environment = MpiexecEnvironment(launcher, num_nodes)
     else:

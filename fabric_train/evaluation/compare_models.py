@@ -48,7 +48,7 @@ from fabric_train.evaluation.token_losses import FOLDER, LossCache, device_kind,
 from fabric_train.files.atomic_folder import check_no_dead_link, wait_for_lock
 
 if TYPE_CHECKING:
-    from arguments import EvaluateArguments
+    from fabric_train.evaluation.arguments import EvaluateArguments
 
 
 def compare_models(arguments: "EvaluateArguments") -> None:

@@ -76,10 +76,11 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     request = parse_json(sys.stdin.buffer.read(), WorkerRequest)
     if sys.argv[1] == "losses":
-        from arguments import EvaluateArguments, parse
+        from fabric_train.cli.parser import parse_arguments
+        from fabric_train.evaluation.arguments import EvaluateArguments
         from fabric_train.evaluation.compare_models import compare_models  # slow
 
-        compare_models(parse(EvaluateArguments, request.words))
+        compare_models(parse_arguments(EvaluateArguments, request.words))
         return
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

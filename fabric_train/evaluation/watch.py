@@ -49,7 +49,7 @@ from fabric_train.files.regular_file import write_atomically
 from fabric_train.training.evaluation import parse_early_stopping
 
 if TYPE_CHECKING:
-    from arguments import EvaluateArguments
+    from fabric_train.evaluation.arguments import EvaluateArguments
 
 _SECONDS_BETWEEN_LOOKS = 10.0
 

@@ -30,7 +30,7 @@ from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
 
 if TYPE_CHECKING:
-    from arguments import PushArguments
+    from fabric_train.cli.shared_arguments import PushArguments
 
 RepoType = Literal["model", "dataset"]
 _REPLACED = {

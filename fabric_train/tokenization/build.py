@@ -45,7 +45,7 @@ from fabric_train.tokenization.shards import SIZES, InputSlice, ShardSizes
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 _VERSIONS_OF = ("fabric-train", "gigatoken", "tokenizers", "transformers", "datasets", "numpy")
 

@@ -31,7 +31,7 @@ from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.chats.chat_encoder import ChatEncoder
 
 DOWNLOADS = "downloads"  # the subfolder of an unfinished folder with downloaded files

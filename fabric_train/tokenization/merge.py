@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,9 +15,11 @@ import numpy as np
 import pyarrow as pa
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from arguments import MergeArguments, parse
+from fabric_train.cli.argument_types import POSITIONAL
 from fabric_train.cli.errors import InputError, run_program
 from fabric_train.cli.output import open_console
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.cli.shared_arguments import given_twice
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
 from fabric_train.files.typed_json import read_json
@@ -42,6 +44,27 @@ from fabric_train.tokenization.slices import encode_command, merge_counts, merge
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CHAT_TEMPLATE_FILE
 
 _VERSIONS_OF = ("fabric-train", "pyarrow")
+
+
+@dataclass(frozen=True)
+class MergeArguments:
+    """Merge token datasets that were made with the same tokenizer and --max_length, or the slices of --shard
+
+    PROGRAM data/part-1 data/part-2 --output_dir data/whole
+    PROGRAM slices/* --output_dir data/tokens
+    PROGRAM counts/* --output_dir lines
+    """
+
+    dataset_dirs: list[str] = field(metadata=POSITIONAL)
+    """Token datasets, in the order of their rows in the result; or all slices made by --shard, in any order, encoded or
+    with their lines counted for --boilerplate.
+    """
+    output_dir: str
+    """Token dataset to write, or of counted lines, the folder for --boilerplate; must not exist yet."""
+
+    def faults(self) -> list[str]:
+        """Return a fault for a folder that is given again."""
+        return [f"--dataset_dirs: {fault}" for _, fault in given_twice(self.dataset_dirs)]
 
 
 @dataclass(frozen=True)
@@ -167,12 +190,12 @@ def _totals(ledgers: Sequence[Ledger] | Sequence[SplitLedger] | Sequence[SourceL
     """Return the sum of each count, and per reason the sums of the counts by reason."""
     totals: dict = {}
     for ledger in ledgers:
-        for field in fields(ledger):
-            value = getattr(ledger, field.name)
+        for counted in fields(ledger):
+            value = getattr(ledger, counted.name)
             if isinstance(value, int):
-                totals[field.name] = totals.get(field.name, 0) + value
-            elif field.name not in ("splits", "sources"):
-                totals[field.name] = dict(Counter(totals.get(field.name, {})) + Counter(value))
+                totals[counted.name] = totals.get(counted.name, 0) + value
+            elif counted.name not in ("splits", "sources"):
+                totals[counted.name] = dict(Counter(totals.get(counted.name, {})) + Counter(value))
     return totals
 
 
@@ -190,7 +213,7 @@ def main(argv: list[str] | None = None, sizes: ShardSizes = SIZES) -> None:
     Raises:
         InputError: the token datasets cannot be merged; nothing has been written.
     """
-    arguments = parse(MergeArguments, argv)
+    arguments = parse_arguments(MergeArguments, argv)
     folders, target = [Path(name).expanduser() for name in arguments.dataset_dirs], Path(arguments.output_dir)
     are_slices = any(is_slice(folder) for folder in folders)
     if not are_slices and len(folders) < 2:

@@ -21,7 +21,7 @@ from fabric_train.tokenization.shard_files import HASH_BYTES, ContaminatedRow, D
 from fabric_train.tokenization.shards import Shard, part_name
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 _Row = TypeVar("_Row", DroppedRow, ContaminatedRow)
 

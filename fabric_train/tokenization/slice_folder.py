@@ -32,7 +32,7 @@ from fabric_train.tokenization.shards import InputSlice, Shard, ShardSizes, slic
 from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 FILE_NAME = "slice.json"
 _ARGUMENTS = "config.yaml"
@@ -150,12 +150,13 @@ def open_slice(folder: Path) -> Slice:
     Raises:
         InputError: it is damaged, or of another version.
     """
-    from arguments import TokenizeArguments, parse
+    from fabric_train.cli.parser import parse_arguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
     record = read_json(folder / FILE_NAME, SliceRecord, MAKE_AGAIN)
     if record.format != _FORMAT:
         raise InputError(f"{folder / FILE_NAME} has format {record.format}, this version reads {_FORMAT}; {MAKE_AGAIN}")
-    arguments = parse(TokenizeArguments, ["--config", str(folder / _ARGUMENTS)])
+    arguments = parse_arguments(TokenizeArguments, ["--config", str(folder / _ARGUMENTS)])
     if arguments.part is None:
         raise InputError(f"{folder / _ARGUMENTS}: damaged (no shard); {MAKE_AGAIN}")
     return Slice(folder, arguments, InputSlice(*arguments.part), record)

@@ -50,7 +50,7 @@ from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.workers import ThrottledLog
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
 
 
 def count_slice(arguments: "TokenizeArguments", sizes: ShardSizes = SIZES) -> list[str]:

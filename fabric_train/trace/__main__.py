@@ -3,15 +3,53 @@
 
 import dataclasses
 import json
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments import TraceArguments, parse
+from fabric_train.cli.argument_types import POSITIONAL, NonNegativeInt, PositiveInt64
 from fabric_train.cli.errors import run_program
+from fabric_train.cli.parser import parse_arguments
 
 if TYPE_CHECKING:
     from fabric_train.trace.documents import DocumentSteps
     from fabric_train.trace.run_history import RunHistory
+
+
+@dataclass(frozen=True)
+class TraceArguments:
+    """Show which documents a step read, or which steps and checkpoints read a document
+
+    PROGRAM runs/1 --step 5000
+    PROGRAM runs/1 --step 5000 --rank 3
+    PROGRAM runs/1 --document corpus/es/news.jsonl:17
+    """
+
+    run: str = field(metadata=POSITIONAL)
+    """Run or checkpoint: RUN (its newest checkpoint), RUN/best, RUN/latest, RUN/step-500, or a checkpoint's folder."""
+    step: PositiveInt64 | None = None
+    """Print the documents of this step."""
+    rank: NonNegativeInt | None = None
+    """With --step: only those that this rank read."""
+    document: str | None = None
+    """Print the steps and checkpoints that read this document: FILE:LINE, with the name of the file in manifest.json or
+    its end, and the line or row in it from 1.
+    """
+    train_data_dir: list[str] | None = None
+    """Token datasets of the run, in its order, if they are no longer where it read them."""
+    json: bool = False
+    """Print the results as JSON."""
+
+    def faults(self) -> list[str]:
+        """Return a question that is missing, or not complete."""
+        if (self.step is None) == (self.document is None):
+            return ["give one of --step and --document"]
+        if self.rank is not None and self.step is None:
+            return ["--rank needs --step"]
+        if self.document is not None and not re.fullmatch(r".+:[1-9][0-9]{0,9}", self.document):
+            return [f"--document: expected FILE:LINE such as corpus/es/news.jsonl:17, got {self.document!r}"]
+        return []
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -20,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     Raises:
         InputError: the run, its token datasets, the step or the document cannot be found.
     """
-    arguments = parse(TraceArguments, argv)
+    arguments = parse_arguments(TraceArguments, argv)
 
     from fabric_train.trace.documents import list_documents, print_document, print_step  # slow
     from fabric_train.trace.run_history import RunHistory

@@ -1,7 +1,6 @@
 """Whatever is given to an argument, on the command line or in a file, the result is arguments or lines for the user."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -9,18 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import arguments
 from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import NumberRange, WrongValueError, convert, types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import to_yaml
 from fabric_train.cli.yaml_core import dump
+from tests.support.program_arguments import PROGRAM_ARGUMENTS
 
-PROGRAMS = [
-    kind
-    for kind in vars(arguments).values()
-    if inspect.isclass(kind) and kind.__name__.endswith("Arguments") and (kind.__doc__ or "").count("PROGRAM")
-]
+PROGRAMS = list(PROGRAM_ARGUMENTS.values())
 NAMES = [(program, name) for program in PROGRAMS for name in types_of(program)]
 NUMBERS = st.one_of(
     st.integers(),

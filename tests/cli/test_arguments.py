@@ -9,28 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arguments import (
-    ConvertArguments,
     DataArguments,
     DecayForm,
     DeviceArguments,
     FSDPArguments,
-    GenerateArguments,
-    InspectArguments,
     LoggerName,
     LoggingArguments,
-    MergeArguments,
     ModelArguments,
     Parallelism,
     Precision,
     SaveArguments,
     Schedule,
-    TokenizeArguments,
     TrainArguments,
     TrainingArguments,
     parse,
 )
+from convert_to_hf import ConvertArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten, parse_arguments, to_yaml
+from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.inspect.__main__ import InspectArguments
+from fabric_train.tokenization.merge import MergeArguments
+from generate import GenerateArguments
 from tests.support.former_command_line import FORMER_COMMAND_LINE
 
 REQUIRED = ["--train_data_dir", "tokens", "--output_dir", "run"]

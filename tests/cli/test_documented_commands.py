@@ -6,38 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from arguments import (
-    BundleArguments,
-    ConvertArguments,
-    DoctorArguments,
-    DownloadArguments,
-    EvaluateArguments,
-    GenerateArguments,
-    InspectArguments,
-    MergeArguments,
-    ReplayArguments,
-    TokenizeArguments,
-    TraceArguments,
-    TrainArguments,
-    parse,
-)
+from arguments import TrainArguments, parse
+from tests.support.program_arguments import PROGRAM_ARGUMENTS
 from tests.support.programs import ROOT
 
-PROGRAMS = {
-    "python tokenize_dataset.py": TokenizeArguments,
-    "python convert_to_hf.py": ConvertArguments,
-    "python generate.py": GenerateArguments,
-    "python evaluate.py": EvaluateArguments,
-    "python download_model.py": DownloadArguments,
-    "python -m fabric_train.tokenization.inspect": InspectArguments,
-    "python -m fabric_train.tokenization.merge": MergeArguments,
-    "python -m fabric_train.doctor": DoctorArguments,
-    "python -m fabric_train.replay": ReplayArguments,
-    "python -m fabric_train.bundle": BundleArguments,
-    "python -m fabric_train.trace": TraceArguments,
-    "fabric run fabric_train": TrainArguments,
-    "python -m fabric_train": TrainArguments,
-}
+PROGRAMS = {f"python {words}": kind for words, kind in PROGRAM_ARGUMENTS.items()}
+PROGRAMS["fabric run fabric_train"] = TrainArguments
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 
 

@@ -10,33 +10,20 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from arguments import (
-    ConvertArguments,
-    DownloadArguments,
-    EvaluateArguments,
-    GenerateArguments,
-    ReplayArguments,
-    TokenizeArguments,
-    TrainArguments,
-    parse,
-)
+from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import convert, types_of
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import read_table
 from fabric_train.cli.yaml_core import load
+from generate import GenerateArguments
+from tests.support.program_arguments import PROGRAM_ARGUMENTS
 
+_SCRIPTS = ("tokenize_dataset.py", "convert_to_hf.py", "generate.py", "evaluate.py", "download_model.py")
 PROGRAMS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (TrainArguments, TokenizeArguments, ConvertArguments, GenerateArguments, EvaluateArguments)
+    kind.__name__: kind for kind in (TrainArguments, *map(PROGRAM_ARGUMENTS.__getitem__, _SCRIPTS[:4]))
 }
-SCRIPTS: dict[str, type] = {
-    "tokenize_dataset.py": TokenizeArguments,
-    "convert_to_hf.py": ConvertArguments,
-    "generate.py": GenerateArguments,
-    "evaluate.py": EvaluateArguments,
-    "download_model.py": DownloadArguments,
-    "fabric_train.replay": ReplayArguments,
-}
+SCRIPTS: dict[str, type] = {words: PROGRAM_ARGUMENTS[words] for words in _SCRIPTS}
+SCRIPTS["fabric_train.replay"] = PROGRAM_ARGUMENTS["-m fabric_train.replay"]
 OTHERS: dict[str, list[str]] = {
     program: names.split()
     for program, names in load(Path(__file__).with_name("other_programs_arguments.yaml").read_text()).items()

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fabric_train.cli.child_ranks import launcher_process
 from fabric_train.cli.launcher import (
     check_environment,
     find_launcher,
     find_other_world,
     global_rank,
     launcher_arguments,
-    launcher_process,
     machine_name,
 )
 from tests.support.forked_runs import ForkedRuns
@@ -62,6 +62,8 @@ NAMES = [*TORCHRUN, "NODE_RANK", *OPEN_MPI, *MPICH, *SRUN, "SLURM_PTY_PORT", "PB
         ({"RANK": "1"}, "RANK=1 in the environment without a launcher (no TORCHELASTIC_RUN_ID)"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 and WORLD_SIZE=2 in the environment without a launcher"),
         ({"PMI_RANK": "3", "PMI_SIZE": "2"}, "PMI_RANK=3 in the environment is not below PMI_SIZE=2"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2 in the environment: a launcher that this program does not"),
+        ({"JSM_NAMESPACE_SIZE": "4"}, "JSM_NAMESPACE_SIZE=4 in the environment: a launcher that this program does"),
     ],
 )
 def test_a_variable_that_cannot_be_meant_is_named(environment: dict[str, str], fault: str) -> None:
@@ -128,10 +130,10 @@ def test_what_is_missing_for_one_world_is_named(environment: dict[str, str], fau
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed")
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD", "PMI"])
-def test_mpiexec_without_mpi4py_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("name", "of_machine"), [("OMPI_COMM_WORLD", {}), ("PMI", {"MPI_LOCALNRANKS": "1"})])
+def test_mpiexec_without_mpi4py_is_refused(name: str, of_machine: dict[str, str]) -> None:
     """Every process would train alone, into the same folder."""
-    ranks = {f"{name}_RANK": "1", f"{name}_SIZE": "2", f"{name}_LOCAL_RANK": "1"}
+    ranks = {f"{name}_RANK": "1", f"{name}_SIZE": "2", f"{name}_LOCAL_RANK": "0", "MPI_LOCALRANKID": "0", **of_machine}
     (fault,) = check_environment(ranks)
     assert "which find each other by mpi4py, and it is not installed: pip install mpi4py" in fault
     assert check_environment({**ranks, f"{name}_RANK": "0", f"{name}_SIZE": "1"}) == []

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from arguments import EvaluateArguments, parse
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from tests.support.token_datasets import write_jsonl
 
@@ -37,7 +38,7 @@ def test_loss_is_that_of_lm_evals_rolling_loglikelihood(
     theirs = json.loads(ran.stdout.splitlines()[-1])
     documents = write_jsonl(tmp_path / "texts.jsonl", texts)
     words = ["--models", tiny_model_dir, "--texts", f"en={documents}", "--output_dir", tmp_path / "out"]
-    compare_models(parse(EvaluateArguments, [*map(str, words), "--max_length", str(MAX_LENGTH)]))
+    compare_models(parse_arguments(EvaluateArguments, [*map(str, words), "--max_length", str(MAX_LENGTH)]))
     written = (tmp_path / "out" / "documents.jsonl").read_text(encoding="utf-8")
     ours = [json.loads(line) for line in written.splitlines()]
     assert max(line["tokens"] for line in ours) > 3 * MAX_LENGTH

@@ -15,10 +15,11 @@ from lightning import Fabric
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import InputError, RunError
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation import texts as evaluation_texts
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.compare_models import compare_models
 from fabric_train.evaluation.compared_model import find_model
 from fabric_train.evaluation.texts import cut_windows
@@ -55,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path, tiny_tok
 
 def evaluated(output: Path, *words: object) -> dict[str, dict[str, dict[str, Any]]]:
     """Run the program in this process and return evaluation.json."""
-    compare_models(parse(EvaluateArguments, [*map(str, words), "--output_dir", str(output)]))
+    compare_models(parse_arguments(EvaluateArguments, [*map(str, words), "--output_dir", str(output)]))
     return json.loads((output / "evaluation.json").read_text())
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from arguments import EvaluateArguments, parse
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
+from fabric_train.evaluation.arguments import EvaluateArguments
 from fabric_train.evaluation.lm_eval_worker import WorkerRequest
 from fabric_train.evaluation.scores import (
     MetricScore,
@@ -322,7 +323,7 @@ def test_a_run_has_ended_at_its_last_step_or_by_early_stopping(
 )
 def test_arguments_of_one_mode_are_refused_in_the_other(argv: list[str], fault: str) -> None:
     with pytest.raises(InputError) as refused:
-        parse(EvaluateArguments, argv)
+        parse_arguments(EvaluateArguments, argv)
     assert refused.value.faults == (fault,)
 
 
@@ -334,7 +335,7 @@ def test_checkpoints_are_evaluated_on_texts_once_and_added_to_the_others(
     words = ["--watch", run, "--texts", f"es={texts}", "--wait", "false", "--max_length", 64]
 
     def watch_once() -> str:
-        watch_run(parse(EvaluateArguments, list(map(str, words))))
+        watch_run(parse_arguments(EvaluateArguments, list(map(str, words))))
         return capsys.readouterr().err
 
     write_full(run / "checkpoints" / "step-00000010", tiny_model_dir, weights, step=10)

@@ -17,10 +17,10 @@ from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import validate_repo_id
 from markdown_it import MarkdownIt
 
-from arguments import ConvertArguments, parse
-from convert_to_hf import print_gaps
+from convert_to_hf import ConvertArguments, print_gaps
 from fabric_train.checkpoint import read_trainer_json
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.export.average import ExportSource
 from fabric_train.export.convert import write_export
 from fabric_train.export.model_card import CardFacts, card_results, draw_card_picture, write_model_card
@@ -431,7 +431,7 @@ def test_a_diverged_run_gets_its_card(checkpoint: Path, loss: float) -> None:
 )
 def test_metadata_that_the_hub_refuses_are_refused(option: str, value: str, fault: str) -> None:
     with pytest.raises(InputError) as refused:
-        parse(ConvertArguments, ["--checkpoint", "RUN", "--output_dir", "out", option, value])
+        parse_arguments(ConvertArguments, ["--checkpoint", "RUN", "--output_dir", "out", option, value])
     assert refused.value.faults[0].startswith(fault)
 
 

@@ -13,10 +13,10 @@ from arguments import TrainArguments, parse
 from fabric_train.cli.argument_types import parse_size
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import ModelShape, read_shape
-from fabric_train.preflight.memory.activations import MicroBatch, _trace, trace_activations
-from fabric_train.preflight.memory.forecast import RunRequest, collectives_of_step
-from fabric_train.preflight.memory.model_layout import Layout, Units, offloaded_bytes
-from fabric_train.preflight.memory.plan import faults_of
+from fabric_train.preflight.memory_activations import MicroBatch, _trace, trace_activations
+from fabric_train.preflight.memory_forecast import RunRequest, collectives_of_step
+from fabric_train.preflight.memory_layout import Layout, Units, offloaded_bytes
+from fabric_train.preflight.memory_plan import faults_of
 from fabric_train.training.prepared_run import StepPlan
 from tests.support import plan_accuracy
 from tests.support.forked_runs import ForkedRuns

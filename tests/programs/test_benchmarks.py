@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import LlamaConfig
 
-from arguments import TokenizeArguments, TrainArguments, parse
+from arguments import TrainArguments, parse
 from benchmarks import (
     defects,
     export,
@@ -37,6 +37,7 @@ from benchmarks.tokenization_systems import PEERS, our_command, peer_command
 from fabric_train.export.average import ExportSource
 from fabric_train.export.model_comparison import compare
 from fabric_train.model.weight_files import open_weights
+from fabric_train.tokenization.arguments import TokenizeArguments
 from sample_data import real_data
 
 

@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
-from arguments import BundleArguments
+from fabric_train.bundle.__main__ import BundleArguments
 from tests.support.programs import ROOT
 
 

@@ -38,7 +38,7 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 # imported by the program when it needs them: each rank would import them in each run
 _IMPORTED_LATER = (
     "fabric_train.distributed.watchdog",
-    "fabric_train.preflight.memory.plan",
+    "fabric_train.preflight.memory_plan",
     "fabric_train.preflight.prepare",
     "fabric_train.training.run",
     "torch._dynamo",

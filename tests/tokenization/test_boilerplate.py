@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import build
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, hash_lines
 from fabric_train.tokenization.cleaning.dropped import Dropped

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from arguments import InspectArguments, parse
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.tokenization.inspect import __main__ as inspect
+from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.inspect.report import make_report
 from fabric_train.tokenization.inspect.split_check import Expectation, SplitCheck
 from fabric_train.tokenization.packing.token_folder import RowBatch, open_splits
@@ -410,7 +411,7 @@ def test_batches_are_small_for_any_file_layout(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("line", ["DIR --rows 2", "--rows 2 DIR", "--rows=2 DIR", "--dataset_dir DIR --rows 2"])
 def test_folder_can_be_anywhere_on_the_command_line(line: str) -> None:
-    arguments = parse(InspectArguments, line.split())
+    arguments = parse_arguments(InspectArguments, line.split())
     assert (arguments.dataset_dir, arguments.rows) == ("DIR", 2)
 
 
@@ -425,6 +426,6 @@ def test_folder_can_be_anywhere_on_the_command_line(line: str) -> None:
 )
 def test_wrong_command_line_is_reported(line: str, fault: str) -> None:
     with pytest.raises(InputError) as error:
-        parse(InspectArguments, line.split())
+        parse_arguments(InspectArguments, line.split())
     assert len(error.value.faults) == 1
     assert fault in error.value.faults[0]

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from arguments import TokenizeArguments
 from fabric_train.cli.errors import InputError
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import (
     LanguageFilter,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from arguments import TokenizeArguments
 from benchmarks.corpora import cut_documents, whole_documents
 from benchmarks.packages import install_packages
+from fabric_train.tokenization.arguments import TokenizeArguments
 from fabric_train.tokenization.cleaning import quality
 from fabric_train.tokenization.cleaning.dropped import Dropped
 from fabric_train.tokenization.cleaning.language import identify

@@ -16,7 +16,7 @@ from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
 from fabric_train.tokenization.documents import BadRowError
 
 if TYPE_CHECKING:
-    from arguments import TokenizeArguments
+    from fabric_train.tokenization.arguments import TokenizeArguments
     from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
 
 _NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads

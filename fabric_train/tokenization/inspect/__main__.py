@@ -1,10 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
 """Show what is in a token dataset and what is wrong with it: ``python -m fabric_train.tokenization.inspect DIR``."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rich.progress import (
     BarColumn,
@@ -17,15 +20,56 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from arguments import InspectArguments, parse
+from fabric_train.cli.argument_types import POSITIONAL, NonNegativeInt, NonNegativeInt64
 from fabric_train.cli.errors import FAILURE, InputError, run_program
 from fabric_train.cli.output import open_console
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.files.regular_file import open_to_write
 from fabric_train.tokenization.cleaning.language import load_identifier
 from fabric_train.tokenization.inspect.comparison import Comparison, amount_of_work, compare, open_corpora
 from fabric_train.tokenization.inspect.page import comparison_to_html, report_to_html
 from fabric_train.tokenization.inspect.report import DatasetReport, make_report
 from fabric_train.tokenization.inspect.terminal import print_comparison, print_report
+
+
+@dataclass(frozen=True)
+class InspectArguments:
+    """Show what is in a token dataset; the exit code is 0, or 1 if there are problems
+
+    PROGRAM data/tokens --html tokens.html
+    PROGRAM data/tokens --split validation --rows 10 --start 100
+    PROGRAM --compare data/before data/after --html compared.html
+    """
+
+    dataset_dir: str | None = field(default=None, metadata=POSITIONAL)
+    """Token dataset: a folder written by tokenize_dataset.py."""
+    compare: list[str] | None = None
+    """Two token datasets to compare, instead of one to show: sources, languages, lengths, tokens per byte, and the
+    words that each has more often. Their tokenizers may differ.
+    """
+    split: Literal["train", "validation"] = "train"
+    """Split whose document lengths and rows are shown, or that is compared; of one dataset, all splits are checked."""
+    rows: NonNegativeInt = 3
+    """Number of rows to show."""
+    start: NonNegativeInt64 = 0
+    """First row to show, counted from 0."""
+    html: str | None = None
+    """Also write everything to this file as an HTML page."""
+
+    def faults(self) -> list[str]:
+        """Return datasets that are not one, or two to compare, and an --html that cannot be a file."""
+        faults = []
+        if self.compare is None and self.dataset_dir is None:
+            faults.append("DATASET_DIR is required; give --dataset_dir DIR, or --compare A B")
+        if self.compare is not None and self.dataset_dir is not None:
+            faults.append(f"--compare takes both token datasets: write --compare {self.dataset_dir} OTHER")
+        elif self.compare is not None and len(self.compare) != 2:
+            faults.append(f"--compare: expected two token datasets, got {len(self.compare)}")
+        if self.compare is not None and self.start:
+            faults.append("--compare shows no rows; leave out --start")
+        if self.html and (os.path.isdir(self.html) or not os.path.isdir(os.path.dirname(self.html) or ".")):
+            faults.append(f"--html {self.html}: expected a file in an existing folder, such as page.html")
+        return faults
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         InputError: a folder is not a token dataset, is damaged, or lacks the requested split or rows.
         SystemExit: the report has problems.
     """
-    arguments = parse(InspectArguments, argv)
+    arguments = parse_arguments(InspectArguments, argv)
     if arguments.compare is not None:
         comparison = _compare(arguments.compare, arguments.split)
         print_comparison(comparison, open_console())

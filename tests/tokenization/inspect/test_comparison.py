@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arguments import InspectArguments, parse
 from fabric_train.cli.errors import InputError
+from fabric_train.cli.parser import parse_arguments
 from fabric_train.tokenization import merge
 from fabric_train.tokenization.cleaning import language
 from fabric_train.tokenization.inspect import __main__ as inspect
 from fabric_train.tokenization.inspect import comparison
+from fabric_train.tokenization.inspect.__main__ import InspectArguments
 from fabric_train.tokenization.inspect.comparison import (
     Comparison,
     OpenCorpus,
@@ -330,7 +331,7 @@ def test_one_folder_under_two_names_is_refused(first: Path, tmp_path: Path) -> N
 )
 def test_wrong_command_line_of_a_comparison_is_reported(line: str, fault: str) -> None:
     with pytest.raises(InputError) as error:
-        parse(InspectArguments, line.split())
+        parse_arguments(InspectArguments, line.split())
     assert error.value.faults == (fault,)
 
 

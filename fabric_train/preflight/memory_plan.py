@@ -13,7 +13,7 @@ from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.memory import device_memory, machine_memory
-from fabric_train.preflight.memory.forecast import Forecast, RunRequest
+from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from fabric_train.distributed.memory import process_memory
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
-from fabric_train.preflight.memory.activations import Activations, MicroBatch, trace_activations
-from fabric_train.preflight.memory.model_layout import (
+from fabric_train.preflight.memory_activations import Activations, MicroBatch, trace_activations
+from fabric_train.preflight.memory_layout import (
     REDUCED_BYTES,
     Layout,
     Units,

@@ -1,0 +1,207 @@
+"""The arguments of ``tokenize_dataset.py``."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fabric_train.cli.argument_types import (
+    NonNegativeInt64,
+    NumProcesses,
+    Overlap,
+    PositiveFloat,
+    PositiveInt64,
+    PositiveShare,
+    RowLength,
+    TokenCount,
+    UnitInterval,
+)
+from fabric_train.cli.output import redact
+from fabric_train.cli.shared_arguments import PushArguments, not_language_codes
+
+DataFormat = Literal["auto", "text", "messages", "conversations", "alpaca", "prompt_completion"]
+_LANGUAGES = r"[a-z]{2,3}(,[a-z]{2,3})*(:(0(\.[0-9]{1,6})?|1(\.0{1,6})?))?"
+_QUALITY_RULES = ("gopher", "c4", "fineweb")
+_PERSONAL_DATA = ("email", "phone", "iban", "dni", "ip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleaningArguments:
+    """Cleaning of documents, each drop and change counted"""
+
+    language: str | None = None
+    """Keep the documents in these languages, such as es,ca: ISO 639 codes, and va, which is Valencian. A number may
+    follow, as in es,ca:0.8: the least probability at which the identifier is certain; default: 0.65. Of chats, what
+    user and assistant say counts.
+    """
+    language_by: Literal["document", "paragraph"] = "document"
+    """With --language: leave out documents in other languages, or, of texts, remove paragraphs in other languages
+    first.
+    """
+    quality: str | None = None
+    """Leave out documents of text that published rules find to be of low quality: gopher, c4, fineweb, or several, such
+    as gopher,fineweb. Those of c4 also remove lines.
+    """
+    near_duplicates: PositiveShare | None = None
+    """Leave out texts and chats that nearly repeat an earlier one, of any source: the smallest share of 5-grams of
+    words, such as 0.8, that they have in common (estimated by MinHash). System messages do not count.
+    """
+    boilerplate: PositiveInt64 | str | None = None
+    """Remove lines of 15 letters or more that are in this number of documents or more, of all sources together: such as
+    10 for a small corpus, 1000 for millions of documents. Sources are read twice. With --shard, a number only counts
+    lines. A merge adds them up into a folder of repeated lines: then give this folder instead of the number.
+    """
+    redact: str | None = None
+    """Personal data to replace by placeholders such as <EMAIL>: email,phone,iban,dni,ip or some of these kinds. All but
+    email and ip need pip install 'fabric-train[cleaning]'.
+    """
+    decontaminate: list[str] | None = None
+    """Files with the items of evaluation tasks, as JSON lines such as lm_eval's samples: documents with 13 words in a
+    row that an item has too are left out (docs/cleaning.md).
+    """
+    contaminated: Literal["drop", "mark"] = "drop"
+    """With --decontaminate: leave these documents out, or only list them in contamination.jsonl."""
+
+    def faults(self) -> list[str]:
+        """Return values of no known kind, and options without the one that they belong to."""
+        faults = []
+        if self.boilerplate == 1:
+            faults.append("--boilerplate 1 removes every line: give 2 or more")
+        elif isinstance(self.boilerplate, str) and re.fullmatch(r"-?[\d.,_]+", self.boilerplate):
+            faults.append(f"--boilerplate {self.boilerplate}: give a whole number from 2 on, or leave it out")
+        if self.language is not None and not re.fullmatch(_LANGUAGES, self.language):
+            faults.append(f"--language: expected codes such as es,ca or es,ca:0.8, got {self.language!r}")
+        if self.language is None and self.language_by != "document":
+            faults.append(f"--language_by {self.language_by} needs --language: the codes to keep, such as es,ca")
+        if self.quality is not None and not set(self.quality.split(",")) <= set(_QUALITY_RULES):
+            faults.append(
+                f"--quality: expected {', '.join(_QUALITY_RULES)} or several with commas, got {self.quality!r}"
+            )
+        if self.redact is not None and not set(self.redact.split(",")) <= set(_PERSONAL_DATA):
+            faults.append(f"--redact: expected {', '.join(_PERSONAL_DATA)} or several with commas, got {self.redact!r}")
+        if self.decontaminate == []:
+            faults.append("--decontaminate names nothing: give the files of the tasks")
+        if self.decontaminate is None and self.contaminated != "drop":
+            faults.append("--contaminated needs --decontaminate: give the files of the tasks")
+        return faults
+
+
+@dataclass(frozen=True)
+class TokenizeArguments(CleaningArguments, PushArguments):
+    """Turn documents or chats into a token dataset
+
+    PROGRAM --dataset corpus/ --tokenizer_name meta-llama/Meta-Llama-3-8B --max_length 8k --output_dir data/tokens
+    PROGRAM --dataset chats.jsonl --tokenizer_name TOKENIZER --packing best_fit --output_dir data/chats
+    PROGRAM --dataset ca=ca.jsonl es=es/ --weights 0.7 0.3 --tokenizer_name TOKENIZER --output_dir data/mixed
+    """
+
+    dataset: list[str]
+    """Sources: files (txt, md, csv, json, jsonl, parquet, also .gz and .zst), globs, folders, URLs, save_to_disk
+    folders or hub names; of a dataset on the hub or a copy of it, a part as NAME:SUBSET:SPLIT@REVISION (each may be
+    left out, as in NAME:SUBSET, NAME::SPLIT or NAME@REVISION). es=corpus/es/ calls a source es; by default it has the
+    name that is given. A path that begins like a name and = is written with ./ before it.
+    """
+    tokenizer_name: str
+    """Tokenizer: a hub name, a folder, or a tokenizer.model file."""
+    output_dir: str
+    """Token dataset to write; must not exist yet."""
+    max_length: RowLength = 2048
+    """Tokens per row; 8k is 8192."""
+    packing: Literal["concat", "best_fit", "none"] | None = None
+    """concat joins documents and cuts them at row ends; best_fit fills rows with whole documents; none puts one
+    document into each row and pads it. Default: best_fit if a source has chats or instructions, else concat.
+    """
+    overlap: Overlap = 0
+    """Tokens repeated from the last row when a document continues in the next; they are not supervised again."""
+    data_format: DataFormat = "auto"
+    """Content of a source's rows: text in --text_column, a chat or an instruction; auto looks at the first row."""
+    text_column: str = "text"
+    """Column with the text in csv, json, jsonl, parquet and datasets. NAME:SEPARATOR joins lists of texts, such as
+    'moves: ' with a space.
+    """
+    chat_template: str | None = None
+    """Jinja file with the chat template to use instead of the tokenizer's own; checkpoints and exports get it too."""
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+    """Supervised tokens of a chat: the assistant's turns, all tokens, or the assistant's last turn."""
+    too_long: Literal["cut_end", "cut_start", "drop"] = "cut_end"
+    """Chats longer than --max_length lose turns at the end, or at the start after the system turn, or are dropped."""
+    validation_split: UnitInterval = 0.05
+    """Share of the documents for validation/; 0 for none."""
+    validation_dataset: list[str] | None = None
+    """Sources of validation/ instead of a split; read and named like --dataset."""
+    weights: list[PositiveFloat] | None = None
+    """Relative weight of each --dataset in the tokens of train/; default: every document is used once."""
+    deduplicate: bool = False
+    """Leave out documents with the same content as an earlier one."""
+    on_bad_rows: Literal["fail", "skip"] = "fail"
+    """Rows that cannot be read: report the first and stop, or count them and leave them out."""
+    stream: bool = False
+    """Read hub datasets as a stream instead of downloading them first."""
+    num_proc: NumProcesses | None = None
+    """Processes that encode; default: one per core."""
+    shard: str | None = None
+    """I/N: only encode slice I of N of the input, into --output_dir. N such tasks, on any number of machines, and
+    python -m fabric_train.tokenization.merge of their folders give what one run gives. With --boilerplate, tasks count
+    lines first.
+    """
+    seed: NonNegativeInt64 = 0
+    """Seed of the validation split and of the sampling by --weights."""
+    max_documents: PositiveInt64 | None = None
+    """Stop after this number of documents."""
+    max_tokens: TokenCount | None = None
+    """Stop after the document that reaches this number of tokens, such as 200k, 5m or 1.5b; with --weights, tokens of
+    train/.
+    """
+    card_language: list[str] | None = None
+    """For the card: ISO 639 codes, such as es ca."""
+
+    def faults(self) -> list[str]:
+        """Return values that leave nothing to train on, and contradictions."""
+        faults = [*PushArguments.faults(self), *CleaningArguments.faults(self)]
+        faults += [f"--{name} names nothing: give a source" for name in self._without_sources()]
+        if self.validation_split == 1:
+            faults.append("--validation_split 1 leaves nothing to train on: give a share below 1")
+        if self.max_length < 2:
+            faults.append("--max_length 1 leaves no token to predict: give 2 or more")
+        if isinstance(self.boilerplate, int) and self.stream:
+            faults.append(
+                f"--boilerplate {self.boilerplate} reads sources twice, which --stream would download twice: leave out "
+                "--stream, or give a folder of repeated lines (docs/cleaning.md)"
+            )
+        if self.overlap >= self.max_length > 1:
+            faults.append(f"--overlap {self.overlap} fills rows of --max_length {self.max_length}: give less")
+        faults += not_language_codes("--card_language", self.card_language)
+        if self.push_to_hub is None:  # the card is written for the hub
+            given = [name for name in ("license", "card_language") if getattr(self, name) is not None]
+            faults += [f"--{name} needs --push_to_hub OWNER/NAME" for name in given]
+        if self.weights and len(self.weights) != len(self.dataset):
+            faults.append(f"--weights has {len(self.weights)} numbers for {len(self.dataset)} sources of --dataset")
+        return [*faults, *self._faults_of_shard()]
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The two numbers of --shard; None without it."""
+        found = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", self.shard or "")
+        numbers = (int(found[1]), int(found[2])) if found else None
+        return numbers if numbers and numbers[0] <= numbers[1] else None
+
+    @property
+    def counts_lines(self) -> bool:
+        """Whether this is a task that counts the lines of its slice for --boilerplate, and does not encode it."""
+        return self.shard is not None and isinstance(self.boilerplate, int)
+
+    def _faults_of_shard(self) -> list[str]:
+        if self.shard is None:
+            return []
+        faults = [] if self.part else [f"--shard: expected I/N such as 3/64, from 1/64 to 64/64, got {self.shard!r}"]
+        if self.push_to_hub is not None:
+            faults.append("--push_to_hub and --shard: merge the slices, then give this command without --shard to push")
+        urls = [place for place in (*self.dataset, *(self.validation_dataset or ())) if "://" in place]
+        faults += [
+            f"--shard: every task would download {redact(url)}; download it once, and give its path" for url in urls
+        ]
+        if self.stream:
+            faults.append("--shard needs files that all tasks see: leave out --stream true, or download them once")
+        return faults
+
+    def _without_sources(self) -> list[str]:
+        return [name for name in ("dataset", "validation_dataset") if getattr(self, name) == []]

@@ -1,0 +1,31 @@
+"""The dataclass of each program's arguments, by the words after ``python`` that start the program."""
+
+from typing import Any
+
+from arguments import TrainArguments
+from convert_to_hf import ConvertArguments
+from download_model import DownloadArguments
+from fabric_train.bundle.__main__ import BundleArguments
+from fabric_train.doctor import DoctorArguments
+from fabric_train.evaluation.arguments import EvaluateArguments
+from fabric_train.replay import ReplayArguments
+from fabric_train.tokenization.arguments import TokenizeArguments
+from fabric_train.tokenization.inspect.__main__ import InspectArguments
+from fabric_train.tokenization.merge import MergeArguments
+from fabric_train.trace.__main__ import TraceArguments
+from generate import GenerateArguments
+
+PROGRAM_ARGUMENTS: dict[str, Any] = {
+    "-m fabric_train": TrainArguments,
+    "tokenize_dataset.py": TokenizeArguments,
+    "convert_to_hf.py": ConvertArguments,
+    "generate.py": GenerateArguments,
+    "evaluate.py": EvaluateArguments,
+    "download_model.py": DownloadArguments,
+    "-m fabric_train.tokenization.inspect": InspectArguments,
+    "-m fabric_train.tokenization.merge": MergeArguments,
+    "-m fabric_train.doctor": DoctorArguments,
+    "-m fabric_train.replay": ReplayArguments,
+    "-m fabric_train.bundle": BundleArguments,
+    "-m fabric_train.trace": TraceArguments,
+}
