@@ -29,6 +29,7 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.flops import ModelFlops, model_flops
+from fabric_train.model.trained_parts import choose_trained
 from fabric_train.model.weight_files import check_weight_files, shard_names
 from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
 
@@ -42,13 +43,15 @@ _FETCH_OR_REPLACE = "fetch it again, or use another"
 class ModelShape:
     """What the configuration of a model determines.
 
-    ``num_parameters`` counts tied weights once. ``layer_classes`` are the classes of the decoder layers, FSDP's units.
+    ``num_parameters`` counts tied weights once. ``trained`` has the names and shapes of the parameters that train.
+    ``layer_classes`` are the classes of the decoder layers, FSDP's units.
     ``max_positions`` is None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
     """
 
     source: str
     config: PretrainedConfig
     num_parameters: int
+    trained: dict[str, torch.Size]
     flops: ModelFlops
     layer_classes: frozenset[type[nn.Module]]
     vocab_size: int
@@ -94,11 +97,13 @@ def shape_from_config(
         option = f" with --attention {attention}" if attention else ""
         advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
         raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
+    trained = choose_trained(model)
     return ModelShape(
         source=source,
         config=config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops=model_flops(model),
+        trained=trained,
+        flops=model_flops(model, trained),
         layer_classes=_layer_classes(model, layer_class, source),
         vocab_size=model.get_input_embeddings().num_embeddings,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
