@@ -31,6 +31,7 @@ from fabric_train.files.typed_json import read_json
 from fabric_train.model.flops import ModelFlops, model_flops
 from fabric_train.model.trained_parts import choose_trained
 from fabric_train.model.weight_files import check_weight_files, shard_names
+from fabric_train.tokenization.manifest import load_manifest
 from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
@@ -297,6 +298,21 @@ def add_stop_tokens(generation_config: GenerationConfig, token_ids: Iterable[int
     both = list(dict.fromkeys((*known, *token_ids)))
     if both != known:
         generation_config.eos_token_id = both if len(both) > 1 else both[0]
+
+
+def checkpoint_generation_config(checkpoint: Path, config: PretrainedConfig) -> GenerationConfig:
+    """Return a checkpoint's generation settings, with every token that ends a document or a turn in its data.
+
+    Checkpoints of earlier versions name these tokens only in their ``manifest.json``.
+
+    Raises:
+        InputError: ``generation_config.json`` or ``manifest.json`` is damaged.
+    """
+    generation_config = read_generation_config(str(checkpoint), config)
+    manifest = load_manifest(checkpoint)
+    if manifest is not None:
+        add_stop_tokens(generation_config, manifest.tokenizer.stop_token_ids)
+    return generation_config
 
 
 def write_generation_config(folder: Path, generation_config: GenerationConfig) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.devices import to_device_async
 from fabric_train.distributed.shards import FlatShard
 
 BLOCK = 256

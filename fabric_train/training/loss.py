@@ -15,7 +15,7 @@ from lightning import Fabric
 
 from fabric_train.data.batch import Batch, Documents, Targets, find_targets
 from fabric_train.distributed.collectives import StepSync, data_ranks, gather_over_ranks
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.devices import to_device_async
 from fabric_train.model.attention import forward
 from fabric_train.model.lm_head_loss import has_loss_in_head
 
