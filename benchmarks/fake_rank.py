@@ -148,9 +148,9 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
 
     from benchmarks.op_counts import StepCounter
     from fabric_train.model import parallelize
-    from fabric_train.optim import low_precision_adamw
+    from fabric_train.optim import adamw
+    from fabric_train.optim.adamw import LowPrecisionAdamW
     from fabric_train.optim.low_precision import Row, Storage, TensorTable
-    from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
     from fabric_train.preflight.memory_activations import attention_on_gpu
     from fabric_train.training import build_run
 
@@ -193,7 +193,7 @@ def _fake_devices(number: int) -> Iterator["StepCounter"]:
             (torch.Tensor, "pin_memory", pin),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (build_run, "use_triton", use_triton),
-            (low_precision_adamw, "tensor_table", make_table),
+            (adamw, "tensor_table", make_table),
             (F, "scaled_dot_product_attention", attention_on_gpu),
             (parallelize, "read_weights", lambda model, weights: None),
             (sharding, "_compute_local_shape_and_global_offset", compute_offset),

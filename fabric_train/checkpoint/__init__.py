@@ -13,6 +13,7 @@ step-00000500/
   model/  optimizer/                    sharded: one safetensors file per rank, with the offsets of its blocks
 """
 
+# ruff: noqa: F401 - what the other subpackages import from here
 from fabric_train.checkpoint.discovery import (
     Damages,
     best_checkpoint,
@@ -35,7 +36,7 @@ from fabric_train.checkpoint.discovery import (
     whole_checkpoints,
     wrong_content,
 )
-from fabric_train.checkpoint.manager import CheckpointManager, checkpoint_generation_config
+from fabric_train.checkpoint.manager import CheckpointManager
 from fabric_train.checkpoint.tensors import restore_optimizer
 from fabric_train.checkpoint.trainer_json import TrainerJson, read_cursors, read_stages, read_trainer_json
 from fabric_train.checkpoint.trainer_state import (
@@ -58,51 +59,3 @@ from fabric_train.checkpoint.trainer_state import (
     data_starts_after,
     perplexity,
 )
-
-__all__ = [
-    "SPLIT_ARGUMENTS",
-    "BranchPoint",
-    "CheckpointManager",
-    "Damages",
-    "DataOrder",
-    "Description",
-    "Evaluation",
-    "HubDataset",
-    "LossProgress",
-    "PhaseRows",
-    "PhaseSchedule",
-    "StageSource",
-    "StreamOrder",
-    "TokenLoss",
-    "TrainerJson",
-    "TrainerState",
-    "TrainingSession",
-    "TrainingStage",
-    "best_checkpoint",
-    "branch_point",
-    "checkpoint_from",
-    "checkpoint_generation_config",
-    "checkpoints_of_all",
-    "choose_checkpoint",
-    "compare_evaluations",
-    "data_starts_after",
-    "deciding_loss",
-    "describe_choice",
-    "describe_damaged",
-    "find_checkpoint",
-    "find_whole_checkpoint",
-    "is_short_name",
-    "means_all",
-    "means_checkpoint",
-    "newest_checkpoint",
-    "perplexity",
-    "read_cursors",
-    "read_stages",
-    "read_trainer_json",
-    "restore_optimizer",
-    "run_of",
-    "saved_checkpoints",
-    "split_branch",
-    "whole_checkpoints",
-    "wrong_content",
-]

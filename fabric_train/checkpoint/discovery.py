@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning import Fabric
 from rich.progress import track
 
-from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
+from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from fabric_train.checkpoint.trainer_json import FORMAT, find_unreadable, read_format, read_trainer_json
 from fabric_train.cli.errors import InputError, missing_folder
 from fabric_train.cli.output import open_console

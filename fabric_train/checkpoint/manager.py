@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning import Fabric
-from transformers import GenerationConfig, PretrainedConfig
 
-from fabric_train.checkpoint.checksums import join_parts
 from fabric_train.checkpoint.discovery import lowest_loss, prune, remove_leftovers, replace_checkpoint
+from fabric_train.checkpoint.files import BackgroundTask, RankWriter, Staging, join_parts
 from fabric_train.checkpoint.tensors import (
     LocalTensor,
     Write,
@@ -32,12 +31,10 @@ from fabric_train.checkpoint.tensors import (
 )
 from fabric_train.checkpoint.trainer_json import FORMAT
 from fabric_train.checkpoint.trainer_state import Description, TrainerState, to_content
-from fabric_train.checkpoint.writer import BackgroundTask, RankWriter, Staging
 from fabric_train.cli.errors import RunError, describe_failure, describe_os_error
 from fabric_train.distributed.collectives import first_text, gather_over_data_ranks
 from fabric_train.files.atomic_folder import remove, temporary_for, this_process
-from fabric_train.model.hf_model import add_stop_tokens, read_generation_config, write_generation_config
-from fabric_train.tokenization.manifest import load_manifest
+from fabric_train.model.hf_model import write_generation_config
 
 if TYPE_CHECKING:
     from fabric_train.distributed.collectives import StepSync
@@ -325,18 +322,3 @@ def free_bytes(folder: Path) -> int:
     """Return the number of bytes that this user can still write to the disk of a folder."""
     disk = os.statvfs(folder)
     return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-
-
-def checkpoint_generation_config(checkpoint: Path, config: PretrainedConfig) -> GenerationConfig:
-    """Return a checkpoint's generation settings, with every token that ends a document or a turn in its data.
-
-    Checkpoints of earlier versions name these tokens only in their ``manifest.json``.
-
-    Raises:
-        InputError: ``generation_config.json`` or ``manifest.json`` is damaged.
-    """
-    generation_config = read_generation_config(str(checkpoint), config)
-    manifest = load_manifest(checkpoint)
-    if manifest is not None:
-        add_stop_tokens(generation_config, manifest.tokenizer.stop_token_ids)
-    return generation_config

@@ -24,8 +24,9 @@ from fabric_train.cli.errors import InputError
 from fabric_train.distributed.collectives import exchange_bytes
 from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
 from fabric_train.model.load_weights import read_local_part
+from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
-from fabric_train.optim.low_precision_adamw import MOMENTS, local_moments, moments_dtype, restore_moments
+from fabric_train.optim.states import DeclaredStates, State
 
 _FULL = {"model": "model.safetensors", "optimizer": "optimizer/optimizer.safetensors"}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -68,34 +69,40 @@ def local_weights(model: Any) -> list[LocalTensor]:
     return weights
 
 
-def local_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> list[LocalTensor]:
-    """Return AdamW's moments and step counts. They are zero for a parameter that has not had a gradient."""
+def local_optimizer_state(model: Any, optimizer: DeclaredStates) -> list[LocalTensor]:
+    """Return the states that the optimizer declares. They are zero for a parameter that has not had a gradient."""
     cuts = flat_shards(model)
-    moments: dict[str, list[LocalTensor]] = {key: [] for key in MOMENTS}
-    counts = []
-    for name, parameter in named_parameters(model):
-        state, name = optimizer.state.get(parameter, {}), original_name(name)
-        weight, dtype = _local(name, parameter, cuts), moments_dtype(optimizer, parameter)
-        zeros = torch.zeros(0 if state else weight.numel, dtype=dtype, device=parameter.device)
-        stored = local_moments(optimizer, parameter)
-        for key in MOMENTS:
-            moment = _flat_rows(stored[key], parameter) if key in stored else zeros
-            parts = (moment,) if weight.numel else ()
-            moments[key].append(replace(weight, name=f"{name}.{key}", dtype=dtype, parts=parts))
-        count = state["step"].reshape(1) if "step" in state else torch.zeros(1)
-        has_first = weight.begin == 0 and weight.numel > 0
-        counts.append(
-            replace(
-                weight,
-                name=f"{name}.step",
-                shape=torch.Size(),
-                dtype=torch.float32,
-                begin=0,
-                parts=(count,) if has_first else (),
-                cut=None,
-            )
-        )
-    return [*moments["exp_avg"], *moments["exp_avg_sq"], *counts]
+    by_state: dict[str, list[LocalTensor]] = {}
+    for name, parameter in trained_parameters(model):
+        weight, stored = _local(name, parameter, cuts), optimizer.read_states(parameter)
+        for state in optimizer.declare_states(parameter):
+            tensor = _local_state(state, stored.get(state.name), weight, parameter)
+            by_state.setdefault(state.name, []).append(tensor)
+    return [tensor for of_state in by_state.values() for tensor in of_state]
+
+
+def _local_state(
+    state: State, stored: torch.Tensor | None, weight: LocalTensor, parameter: nn.Parameter
+) -> LocalTensor:
+    """Describe this rank's part of a state; ``stored`` is flat, or None before the first step."""
+    has_part, shape, begin, cut = weight.numel > 0, weight.shape, weight.begin, weight.cut
+    if state.shape is not None:  # all ranks have it, and the one with the parameter's first element writes it
+        has_part, shape, begin, cut = has_part and begin == 0, state.shape, 0, None
+    if stored is None:
+        numel = weight.numel if state.shape is None else shape.numel()
+        stored = torch.zeros(numel, dtype=state.dtype, device=parameter.device)
+    elif state.shape is None:
+        stored = _flat_rows(stored, parameter)
+    assert stored.dtype == state.dtype, f"{state.name} is {stored.dtype}, declared as {state.dtype}"
+    return replace(
+        weight,
+        name=f"{weight.name}.{state.name}",
+        shape=shape,
+        dtype=state.dtype,
+        begin=begin,
+        parts=(stored,) if has_part else (),
+        cut=cut,
+    )
 
 
 def align_to_rows(tensors: list[LocalTensor], device: torch.device) -> list[LocalTensor]:
@@ -310,7 +317,7 @@ def safetensors_header(
 
 
 def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: Any) -> None:
-    """Restore AdamW's state and the gradient scaler's. The number of ranks and the parallelism may have changed.
+    """Restore the optimizer's states and the gradient scaler's. The number of ranks and the parallelism may change.
 
     Each rank reads only its part, one tensor at a time.
 
@@ -318,35 +325,36 @@ def restore_optimizer(checkpoint: Path, fabric: Fabric, model: Any, optimizer: A
         InputError: A tensor is missing or of another shape.
     """
     tensors = CheckpointTensors(sorted((checkpoint / "optimizer").glob("*.safetensors")))
-    cuts = flat_shards(model)
-    for name, parameter in named_parameters(model):
-        name = original_name(name)
+    cuts, declaring = flat_shards(model), optimizer.optimizer
+    for name, parameter in trained_parameters(model):
         try:
-            moments = {key: _local_part(tensors, f"{name}.{key}", parameter, cuts) for key in MOMENTS}
-            count = tensors.read(f"{name}.step")
+            states = {
+                state.name: _read_state(tensors, name, state, parameter, cuts)
+                for state in declaring.declare_states(parameter)
+            }
         except KeyError as error:
             raise InputError(
                 f"{checkpoint}: the optimizer's {error.args[0]} is missing; use another checkpoint"
             ) from error
-        restore_moments(optimizer.optimizer, parameter, count, moments)
+        declaring.restore_states(parameter, states)
     fabric.strategy.precision.load_state_dict(read_trainer_json(checkpoint).content["grad_scaler"])
 
 
-def _local_part(
-    tensors: CheckpointTensors, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]
+def _read_state(
+    tensors: CheckpointTensors, of_parameter: str, state: State, parameter: nn.Parameter, cuts: dict[int, FlatShard]
 ) -> torch.Tensor:
-    """Read this rank's part of a stored tensor that is sharded like ``parameter``."""
-    _check_shape(tensors.shape(name), cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape, name)
-    part = read_local_part(tensors, name, parameter, cuts)
-    # on the parameter's device, which is not its mesh's with --cpu_offload
-    restored: Any = torch.empty_like(parameter, dtype=part.dtype)
-    local = restored.to_local() if isinstance(restored, DTensor) else restored
-    local.copy_(part)
-    return restored
-
-
-def _check_shape(stored: torch.Size, expected: torch.Size, name: str) -> None:
+    """Read a state of a parameter: this rank's part if it is sharded like the parameter, else all of it."""
+    name = f"{of_parameter}.{state.name}"
+    full = cuts[id(parameter)].shape if id(parameter) in cuts else parameter.shape
+    stored, expected = tensors.shape(name), full if state.shape is None else state.shape
     if stored != expected:
         raise InputError(
             f"the checkpoint's {name} has shape {tuple(stored)}, the model's {tuple(expected)}; use another checkpoint"
         )
+    if state.shape is not None:
+        return tensors.read(name).to(parameter.device, state.dtype)
+    # on the parameter's device, which is not its mesh's with --cpu_offload
+    restored: Any = torch.empty_like(parameter, dtype=state.dtype)
+    local = restored.to_local() if isinstance(restored, DTensor) else restored
+    local.copy_(read_local_part(tensors, name, parameter, cuts))
+    return restored

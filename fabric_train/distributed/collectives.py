@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning import Fabric
 
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.devices import to_device_async
 
 _MAX_TEXT_BYTES = 2000  # longer texts are truncated
 

@@ -1,6 +1,6 @@
 """Memory in bytes: of this process, this machine, its container or job, and its GPUs; and how tensors reuse it.
 
-torch is imported when it is needed: the processes that encode documents need only their own memory.
+torch is imported only for GPUs: the processes that encode documents need only their own memory.
 """
 
 import ctypes
@@ -8,12 +8,8 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    import torch
 
 _MEMBERSHIP, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -93,10 +89,3 @@ def reuse_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MAX_INT)
         mallopt(_M_TRIM_THRESHOLD, -1)
         mallopt(_M_TOP_PAD, _GROWTH)
-
-
-def to_device_async(tensor: "torch.Tensor", device: "torch.device") -> "torch.Tensor":
-    """Return a small tensor on a device; the host does not wait for the device's pending work."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # the host would wait for a copy from unpinned memory
-    return tensor.to(device, non_blocking=True)

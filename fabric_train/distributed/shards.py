@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.devices import to_device_async
 
 _WRAPPERS = (
     "_forward_module.",

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fabric_train.checkpoint import (
-    checkpoint_generation_config,
     checkpoints_of_all,
     find_whole_checkpoint,
     means_all,
@@ -28,7 +27,12 @@ from fabric_train.export.verification import is_verified_export, verify_in_fresh
 from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import copy_folder
-from fabric_train.model.hf_model import load_hf_tokenizer, read_shape, write_generation_config
+from fabric_train.model.hf_model import (
+    checkpoint_generation_config,
+    load_hf_tokenizer,
+    read_shape,
+    write_generation_config,
+)
 from fabric_train.model.load_weights import build_on_meta
 from fabric_train.model.origin import legal_files
 from fabric_train.model.weight_files import check_weight_files

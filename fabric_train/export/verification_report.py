@@ -9,10 +9,14 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
-from fabric_train.checkpoint import checkpoint_generation_config
 from fabric_train.export.hub_format import INDEX_NAME, former_names
 from fabric_train.files.typed_json import read_json
-from fabric_train.model.hf_model import FILE_NAME, ModelShape, read_generation_config
+from fabric_train.model.hf_model import (
+    FILE_NAME,
+    ModelShape,
+    checkpoint_generation_config,
+    read_generation_config,
+)
 from fabric_train.model.weight_files import CheckpointTensors
 
 REPORT_NAME = "verification.json"

@@ -11,12 +11,18 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from fabric_train.checkpoint import checkpoint_generation_config, find_whole_checkpoint, is_short_name
+from fabric_train.checkpoint import find_whole_checkpoint, is_short_name
 from fabric_train.cli.argument_types import show_size
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.typed_json import read_json
-from fabric_train.model.hf_model import load_hf_tokenizer, quiet_transformers, read_generation_config, read_shape
+from fabric_train.model.hf_model import (
+    checkpoint_generation_config,
+    load_hf_tokenizer,
+    quiet_transformers,
+    read_generation_config,
+    read_shape,
+)
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained, read_weights
 from fabric_train.model.weight_files import open_weights
 

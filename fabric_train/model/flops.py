@@ -2,12 +2,13 @@
 
 FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B) and torchtitan: for each token, 6 per parameter that it is
 multiplied with (2 forward, 4 backward), and for attention 12 per layer, unit of width and token of context, causal or
-not. Recomputed activations count once: MFU measures how fast the model learns, not how busy a device is.
+not. A frozen parameter takes 2 less, because it has no gradient of its own; before the first one that trains there is
+no backward pass. Recomputed activations count once: MFU measures how fast the model learns, not how busy a device is.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,13 @@ class Attention:
     """Attention layers of one kind.
 
     ``width`` is the number of heads times their size. A token sees at most ``window`` tokens; None: its whole document.
+    ``num_below`` of the layers have no backward pass.
     """
 
     num_layers: int
     width: int
     window: int | None
+    num_below: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,31 +41,42 @@ class ModelFlops:
     """The FLOPs that a model needs per token.
 
     ``num_used`` counts the parameters that a token is multiplied with. It leaves out embeddings that are only looked
-    up, and counts the share of the experts that a token is routed to.
+    up, and counts the share of the experts that a token is routed to. ``num_frozen`` of them do not train;
+    ``num_below`` of these come before all that train, so they have no backward pass.
     """
 
     num_used: int
     attention: tuple[Attention, ...]
+    num_frozen: int = 0
+    num_below: int = 0
 
     def of(self, lengths: Iterable[int]) -> float:
         """Return the FLOPs of a forward and backward pass over documents with these numbers of tokens."""
         counts = Counter(lengths)
-        total = 6.0 * self.num_used * sum(length * count for length, count in counts.items())
+        per_token = 6.0 * self.num_used - 2.0 * (self.num_frozen + self.num_below)
+        total = per_token * sum(length * count for length, count in counts.items())
         for part in self.attention:
             seen = sum(length * min(length, part.window or length) * count for length, count in counts.items())
-            total += 12.0 * part.num_layers * part.width * seen
+            total += (12.0 * part.num_layers - 8.0 * part.num_below) * part.width * seen
         return total
 
     def __str__(self) -> str:
-        parts = [f"6 × {self.num_used:,} parameters"]
+        less = f" - 2 × {self.num_frozen + self.num_below:,} of frozen ones" if self.num_frozen else ""
+        parts = [f"6 × {self.num_used:,} parameters{less}"]
         for part in self.attention:
             context = "context" if part.window is None else f"context up to {part.window:,}"
-            parts.append(f"12 × {part.num_layers} layers × {part.width:,} × {context}")
+            layers = f"12 × {part.num_layers}"
+            if part.num_below:
+                layers = f"({layers} - 8 × {part.num_below})"
+            parts.append(f"{layers} layers × {part.width:,} × {context}")
         return " + ".join(parts)
 
 
-def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Count a model's FLOPs from its parameters and configuration. The model may be on the meta device."""
+def model_flops(model: PreTrainedModel, trained: Collection[str] | None = None) -> ModelFlops:
+    """Count a model's FLOPs from its parameters and configuration. The model may be on the meta device.
+
+    ``trained`` are the names of the parameters that train; None: all.
+    """
     head = model.get_output_embeddings()
     looked_up = {
         id(module.weight)
@@ -71,11 +85,29 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     }
     config: Any = model.config.get_text_config()
     share = _share_of_experts(config)
-    used = 0.0
-    for name, parameter in model.named_parameters():
+    used = frozen = below = 0.0
+    below_names, trains = set(), False
+    for name, parameter in model.named_parameters():  # in the order of the forward pass
+        is_frozen = trained is not None and name not in trained
+        trains = trains or not is_frozen
+        if not trains and parameter is not getattr(head, "weight", None):  # a tied weight is the head's too
+            below_names.add(name)
         if id(parameter) not in looked_up:
-            used += parameter.numel() * (share if _EXPERT.search(name) else 1)
-    return ModelFlops(round(used), _attention(config))
+            numel = parameter.numel() * (share if _EXPERT.search(name) else 1)
+            used += numel
+            frozen += numel * is_frozen
+            below += numel * (name in below_names)
+    return ModelFlops(round(used), _attention(config, _num_below(model, below_names)), round(frozen), round(below))
+
+
+def _num_below(model: PreTrainedModel, below: set[str]) -> int:
+    """Return the number of decoder layers all of whose parameters come before the first one that trains."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for name, layers in model.named_modules():
+        if isinstance(layers, nn.ModuleList) and len(layers) == num_layers:
+            owned = ({f"{name}.{i}.{own}" for own, _ in layer.named_parameters()} for i, layer in enumerate(layers))
+            return sum(names <= below for names in owned)
+    return 0
 
 
 def _share_of_experts(config: Any) -> float:
@@ -86,15 +118,19 @@ def _share_of_experts(config: Any) -> float:
     return num_chosen / num_experts if num_chosen and num_experts else 1.0
 
 
-def _attention(config: Any) -> tuple[Attention, ...]:
+def _attention(config: Any, num_below: int) -> tuple[Attention, ...]:
     num_layers, num_heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
     if not num_heads:
         return ()
     width = num_heads * (getattr(config, "head_dim", None) or config.hidden_size // num_heads)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else ""] * num_layers)
-    num_sliding = sum(kind == "sliding_attention" for kind in kinds) if window else 0
-    parts = (Attention(num_layers - num_sliding, width, None), Attention(num_sliding, width, window))
+    slides = [bool(window) and kind == "sliding_attention" for kind in kinds]
+    num_sliding, below_sliding = sum(slides), sum(slides[:num_below])
+    parts = (
+        Attention(num_layers - num_sliding, width, None, num_below - below_sliding),
+        Attention(num_sliding, width, window, below_sliding),
+    )
     return tuple(part for part in parts if part.num_layers)
 
 

@@ -29,7 +29,9 @@ from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
 from fabric_train.files.regular_file import check_no_pipes
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.flops import ModelFlops, model_flops
+from fabric_train.model.trained_parts import choose_trained
 from fabric_train.model.weight_files import check_weight_files, shard_names
+from fabric_train.tokenization.manifest import load_manifest
 from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
@@ -42,13 +44,15 @@ _FETCH_OR_REPLACE = "fetch it again, or use another"
 class ModelShape:
     """What the configuration of a model determines.
 
-    ``num_parameters`` counts tied weights once. ``layer_classes`` are the classes of the decoder layers, FSDP's units.
+    ``num_parameters`` counts tied weights once. ``trained`` has the names and shapes of the parameters that train.
+    ``layer_classes`` are the classes of the decoder layers, FSDP's units.
     ``max_positions`` is None if the configuration has no limit. ``is_new``: the model has no pretrained weights.
     """
 
     source: str
     config: PretrainedConfig
     num_parameters: int
+    trained: dict[str, torch.Size]
     flops: ModelFlops
     layer_classes: frozenset[type[nn.Module]]
     vocab_size: int
@@ -94,11 +98,13 @@ def shape_from_config(
         option = f" with --attention {attention}" if attention else ""
         advice = "install it or use --attention sdpa" if isinstance(error, ImportError) else "use another"
         raise InputError(f"{name}{option}: {first_line(error).rstrip('.')}; {advice}") from error
+    trained = choose_trained(model)
     return ModelShape(
         source=source,
         config=config,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops=model_flops(model),
+        trained=trained,
+        flops=model_flops(model, trained),
         layer_classes=_layer_classes(model, layer_class, source),
         vocab_size=model.get_input_embeddings().num_embeddings,
         max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
@@ -292,6 +298,21 @@ def add_stop_tokens(generation_config: GenerationConfig, token_ids: Iterable[int
     both = list(dict.fromkeys((*known, *token_ids)))
     if both != known:
         generation_config.eos_token_id = both if len(both) > 1 else both[0]
+
+
+def checkpoint_generation_config(checkpoint: Path, config: PretrainedConfig) -> GenerationConfig:
+    """Return a checkpoint's generation settings, with every token that ends a document or a turn in its data.
+
+    Checkpoints of earlier versions name these tokens only in their ``manifest.json``.
+
+    Raises:
+        InputError: ``generation_config.json`` or ``manifest.json`` is damaged.
+    """
+    generation_config = read_generation_config(str(checkpoint), config)
+    manifest = load_manifest(checkpoint)
+    if manifest is not None:
+        add_stop_tokens(generation_config, manifest.tokenizer.stop_token_ids)
+    return generation_config
 
 
 def write_generation_config(folder: Path, generation_config: GenerationConfig) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.devices import to_device_async
 from fabric_train.distributed.shards import FlatShard
 
 BLOCK = 256
@@ -210,7 +210,7 @@ class TensorTable:
     Attributes:
         storage: See :class:`Storage`.
         rows: int64 [parameters, fields of Row].
-        factors: fp32 [parameters, 7], each row from ``compiled_adamw.step_factors``.
+        factors: fp32 [parameters, 7], each row from ``adamw.step_factors``.
         owners: int32 [programs], the parameter of each program.
         numel: Number of elements of all parameters together.
     """
@@ -230,7 +230,7 @@ def tensor_table(
     Args:
         storage: See :class:`Storage`.
         parameters: One or more rows, whose ``first_program`` is set here, each with the factors of its step, from
-            ``compiled_adamw.step_factors``.
+            ``adamw.step_factors``.
         device: That the kernel runs on.
     """
     rows = np.array([row for row, _ in parameters], dtype=np.int64)

@@ -1,17 +1,32 @@
-"""Build AdamW over the parameters of a set-up model, with its parameter groups and the dtype of its moments."""
+"""Build the optimizer of a run over the parameters that train: AdamW, or another one given to ``use_optimizer``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fabric_train.distributed.shards import FlatShard, original_name
+from fabric_train.optim.adamw import AdamW, LowPrecisionAdamW
 from fabric_train.optim.low_precision import local_elements
-from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.optim.states import DeclaredStates
 
 if TYPE_CHECKING:
     from arguments import TrainingArguments
+
+Groups = list[dict[str, Any]]
+Build = Callable[[Groups, "TrainingArguments"], DeclaredStates]
+_build_other: Build | None = None
+
+
+def use_optimizer(build: Build | None) -> None:
+    """Train with the optimizer that ``build`` returns instead of AdamW; None: with AdamW.
+
+    ``build`` gets parameter groups, each with its weight decay, and the run's arguments. All ranks must call this
+    before the run is prepared, since the memory plan counts the states that the optimizer declares.
+    """
+    global _build_other
+    _build_other = build
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -30,13 +45,13 @@ def build_optimizer(
     seed: int = 0,
     cuts: dict[int, FlatShard] | None = None,
     compiles: bool = False,
-) -> torch.optim.AdamW:
-    """Build AdamW (arXiv:1711.05101) over the parameters of a set-up model.
+) -> DeclaredStates:
+    """Build the optimizer over the parameters of a set-up model that train.
 
-    It is torch's own AdamW if moments and weights have the same dtype and are not rounded stochastically.
+    AdamW is torch's own if moments and weights have the same dtype and are not rounded stochastically.
 
     Args:
-        named_parameters: The parameters of the sharded or replicated model.
+        named_parameters: From ``trained_parts.trained_parameters``.
         decayed: The parameters with weight decay, from :func:`decayed_names`.
         arguments: Learning rate, betas, weight decay, and the storage of the moments.
         fused: Whether torch's AdamW updates with one kernel. Fabric cannot clip its gradients under an fp16 gradient
@@ -46,23 +61,25 @@ def build_optimizer(
         compiles: See ``LowPrecisionAdamW``.
     """
     names = {parameter: original_name(name) for name, parameter in named_parameters}
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    grouped: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter, name in names.items():
         mesh = getattr(parameter, "device_mesh", None)  # the fused kernel does not accept tensors of several meshes
-        groups.setdefault((name in decayed, mesh), []).append(parameter)
-    options = [
+        grouped.setdefault((name in decayed, mesh), []).append(parameter)
+    groups = [
         {"params": parameters, "weight_decay": arguments.weight_decay if has_decay else 0.0}
-        for (has_decay, _), parameters in groups.items()
+        for (has_decay, _), parameters in grouped.items()
     ]
+    if _build_other is not None:
+        return _build_other(groups, arguments)
     betas = (arguments.beta1, arguments.beta2)
     weights_dtype, states = next(iter(names)).dtype, arguments.optimizer_states
     in_8bit = [parameter for parameter, name in names.items() if name in decayed and states == "8bit"]
     moments_dtype = weights_dtype if states is None else getattr(torch, "float32" if states == "8bit" else states)
     stochastic_rounding = arguments.stochastic_rounding and torch.bfloat16 in (weights_dtype, moments_dtype)
     if moments_dtype == weights_dtype and not stochastic_rounding and not in_8bit:
-        return torch.optim.AdamW(options, lr=arguments.lr, betas=betas, fused=fused)
+        return AdamW(groups, lr=arguments.lr, betas=betas, fused=fused)
     return LowPrecisionAdamW(
-        options,
+        groups,
         lr=arguments.lr,
         betas=betas,
         moments_dtype=moments_dtype,

@@ -55,7 +55,7 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
     """Return the collectives of a step, without losses and counts (a few bytes) and without tensor parallelism."""
     copies, shards, total = layout.num_copies, layout.num_shards, units.total
     if not layout.is_sharded:
-        sent = 2 * _ring(REDUCED_BYTES * total, copies)
+        sent = 2 * _ring(REDUCED_BYTES * units.trained, copies)
         return [Collective("all-reduce of gradients", copies, sent, _leaving(sent, layout))] if sent else []
     again = 0 if layout.gathers_at_once else units.layer * units.num_layers  # the backward pass gathers layers again
     passes = layout.accumulation
@@ -63,13 +63,13 @@ def collectives_of_step(units: Units, layout: Layout) -> list[Collective]:
         passes = 1  # FSDP1 keeps weights gathered while it accumulates unsharded gradients
     gathered = passes * _ring(layout.computed * (total + again), shards)
     reductions = layout.accumulation if layout.reduces_each else 1
-    reduced = reductions * _ring(REDUCED_BYTES * total, shards)
+    reduced = reductions * _ring(REDUCED_BYTES * units.trained, shards)
     result = [
         Collective("all-gather of weights", shards, gathered, 0 if copies > 1 else _leaving(gathered, layout)),
         Collective("reduce-scatter of gradients", shards, reduced, 0 if copies > 1 else _leaving(reduced, layout)),
     ]
     if copies > 1:
-        sent = reductions * 2 * _ring(REDUCED_BYTES * total // shards, copies)
+        sent = reductions * 2 * _ring(REDUCED_BYTES * units.trained // shards, copies)
         result.append(Collective("all-reduce of gradients between machines", copies, sent, shards * sent))
     return result
 
@@ -115,11 +115,12 @@ class Budget:
 
 def make_budget(units: Units, layout: Layout, activations: Activations, saves_in_background: bool) -> Budget:
     """Return the bytes that a run needs."""
-    saved = (layout.held + layout.states) * units.total
+    saved = layout.held * units.total + units.saved_states
     units = units.part(layout.world_size // layout.num_data_ranks)
-    shard = 0 if layout.offloads else units.total // layout.num_shards
-    held = {"weights": layout.held * shard, "optimizer": layout.states * shard}
-    gradients = layout.held * shard
+    whole, trained, states = (
+        0 if layout.offloads else number // layout.num_shards for number in (units.total, units.trained, units.states)
+    )
+    held, gradients = {"weights": layout.held * whole, "optimizer": states}, layout.held * trained
     phases = _sharded_phases if layout.is_sharded else _whole_phases
     found = [Phase(phase.name, {**held, **phase.parts}) for phase in phases(units, layout, activations, gradients)]
     step = Phase("optimizer step", {**held, "gradients": gradients})
@@ -211,7 +212,7 @@ def _summed(units: Units, layout: Layout) -> int:
     """Return the bytes of unsharded gradients of earlier micro-batches: FSDP2 adds them in fp32, FSDP1 as computed."""
     if not layout.sums_unsharded:
         return 0
-    return (REDUCED_BYTES if layout.name == "fsdp2" else layout.computed) * units.total
+    return (REDUCED_BYTES if layout.name == "fsdp2" else layout.computed) * units.trained
 
 
 def _buckets(layout: Layout) -> int:
@@ -279,7 +280,7 @@ class RunRequest:
         Raises:
             RuntimeError: the model cannot be traced because it reads the content of tensors.
         """
-        units, layout, plan = read_units(self.shape), self.layout(), self.plan
+        units, layout, plan = read_units(self.shape, self.arguments), self.layout(), self.plan
         activations = trace_activations(self.shape, self.arguments, self._micro_batch())
         saves_in_background = self.arguments.save.async_save and self._first_save() < plan.num_steps
         return Forecast(
@@ -289,7 +290,7 @@ class RunRequest:
             budget=make_budget(units, layout, activations, saves_in_background),
             collectives=tuple(collectives_of_step(units.part(plan.world_size // plan.num_data_ranks), layout)),
             flops_of_step=self.shape.flops.of([plan.tokens_per_row]) * plan.rows_per_window / plan.world_size,
-            offloaded=offloaded_bytes(self.shape, layout),
+            offloaded=offloaded_bytes(self.shape, layout, units.states),
             process=CUDA_ALLOWANCE if self.on_gpu else process_memory() + LATER_BYTES,
             on_gpu=self.on_gpu,
         )

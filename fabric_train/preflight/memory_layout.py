@@ -1,6 +1,6 @@
 """How a run shards the model: parameters per FSDP unit, shards per rank, bytes per parameter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fabric_train.distributed.precision import compute_dtype, weights_dtype
+from fabric_train.optim.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 REDUCED_BYTES = 4
 """Gradients are reduced over ranks in fp32, see ``distributed.precision``."""
 
-_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "8bit": 1}  # 8bit has one scale for 256 values, which is not counted
-
 
 @dataclass(frozen=True)
 class Units:
     """Numbers of parameters: of each of ``num_layers`` layers, and of the ``rest`` outside of them.
 
-    The rest includes the ``head`` and the input ``embedding``, which are the same if ``is_tied``.
+    The rest includes the ``head`` and the input ``embedding``, which are the same if ``is_tied``. ``trained`` is the
+    number of parameters that train, ``head`` that of the head's. ``states`` are the bytes of their optimizer states,
+    ``saved_states`` those in a checkpoint.
     """
 
     num_layers: int
@@ -33,13 +34,14 @@ class Units:
     head: int
     embedding: int
     is_tied: bool
+    trained: int
+    states: int
+    saved_states: int
 
     def part(self, num_parts: int) -> "Units":
         """Return the units of one rank if every parameter is split among ``num_parts`` ranks."""
-        layer, rest, head, embedding = (
-            numel // num_parts for numel in (self.layer, self.rest, self.head, self.embedding)
-        )
-        return Units(self.num_layers, layer, rest, head, embedding, self.is_tied)
+        shared = ("layer", "rest", "head", "embedding", "trained", "states", "saved_states")
+        return replace(self, **{name: getattr(self, name) // num_parts for name in shared})
 
     @property
     def total(self) -> int:
@@ -53,9 +55,9 @@ class Layout:
 
     The model is split among ``world_size // num_data_ranks`` tensor-parallel ranks, then sharded among ``num_shards``
     ranks, in ``num_copies`` groups. ``gathers_at_once``: all weights stay gathered from the forward to the backward
-    pass. Bytes per parameter: ``held`` for weights and gradients between steps, ``computed`` for those in a pass,
-    ``states`` for the optimizer. ``reduces_each``: gradients are reduced after each micro-batch, not once a step.
-    ``offloads``: sharded weights, gradients and optimizer are in host memory.
+    pass. Bytes per parameter: ``held`` for weights and gradients between steps, ``computed`` for those in a pass.
+    ``reduces_each``: gradients are reduced after each micro-batch, not once a step. ``offloads``: sharded weights,
+    gradients and optimizer are in host memory.
     """
 
     name: str
@@ -66,7 +68,6 @@ class Layout:
     gathers_at_once: bool
     held: int
     computed: int
-    states: int
     accumulation: int
     reduces_each: bool
     offloads: bool
@@ -87,7 +88,27 @@ class Layout:
         return self.is_sharded and self.accumulation > 1 and not self.reduces_each
 
 
-def read_units(shape: "ModelShape") -> Units:
+def bytes_of_states(shape: "ModelShape", arguments: "TrainArguments") -> tuple[int, int]:
+    """Return the bytes of the optimizer's states in memory and in a checkpoint, as it declares them.
+
+    States that are not as large as their parameter, and the scales of 8-bit moments, are not counted.
+    """
+    dtype = weights_dtype(arguments.model.precision)
+    weights = {
+        name: nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for name, size in shape.trained.items()
+    }
+    decayed = {name for name, size in shape.trained.items() if len(size) >= 2}
+    optimizer = build_optimizer(weights.items(), decayed, arguments.training, fused=False)
+    sizes = [
+        (each.numel() * (state.held_bytes or state.dtype.itemsize), each.numel() * state.dtype.itemsize)
+        for each in weights.values()
+        for state in optimizer.declare_states(each)
+        if state.shape is None
+    ]
+    return sum(held for held, _ in sizes), sum(saved for _, saved in sizes)
+
+
+def read_units(shape: "ModelShape", arguments: "TrainArguments") -> Units:
     """Count a model's parameters per unit, on the meta device."""
     model, layers = _build_on_meta(shape)
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
@@ -95,15 +116,26 @@ def read_units(shape: "ModelShape") -> Units:
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
-    head_numel = 0 if head is None else _numel(head)
-    return Units(len(layers), largest, _numel(model) - inside, head_numel, _numel(embedding), is_tied)
+    name_of_head = next((name for name, weight in model.named_parameters() if head and weight is head.weight), None)
+    states, saved_states = bytes_of_states(shape, arguments)
+    return Units(
+        num_layers=len(layers),
+        layer=largest,
+        rest=_numel(model) - inside,
+        head=_numel(head) if name_of_head in shape.trained else 0,
+        embedding=_numel(embedding),
+        is_tied=is_tied,
+        trained=sum(size.numel() for size in shape.trained.values()),
+        states=states,
+        saved_states=saved_states,
+    )
 
 
-def offloaded_bytes(shape: "ModelShape", layout: Layout) -> int:
+def offloaded_bytes(shape: "ModelShape", layout: Layout, states: int) -> int:
     """Return the bytes of weights, gradients and optimizer that ``--cpu_offload`` keeps in a rank's host memory.
 
-    Weights and gradients are pinned: FSDP1's by unit, FSDP2's by parameter. torch rounds each such allocation up to a
-    power of two.
+    ``states`` are the bytes of all ranks' optimizer states. Weights and gradients are pinned: FSDP1's by unit, FSDP2's
+    by parameter. torch rounds each such allocation up to a power of two.
     """
     if not layout.offloads:
         return 0
@@ -115,7 +147,7 @@ def offloaded_bytes(shape: "ModelShape", layout: Layout) -> int:
         numels.append(_numel(model) - sum(numels))
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     shards = [-(-numel // num_parts) for numel in numels]
-    return sum(2 * _power_of_two(layout.held * numel) + layout.states * numel for numel in shards)
+    return sum(2 * _power_of_two(layout.held * numel) for numel in shards) + states // num_parts
 
 
 def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str) -> Layout:
@@ -127,7 +159,6 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
     elif fsdp.is_hybrid:
         num_shards //= arguments.device.num_nodes
     held = weights_dtype(precision).itemsize
-    moment = _MOMENT_BYTES.get(arguments.training.optimizer_states or "", held)
     return Layout(
         name=parallelism,
         world_size=plan.world_size,
@@ -137,7 +168,6 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
         gathers_at_once=fsdp.keeps_gathered,
         held=held,
         computed=compute_dtype(precision).itemsize,
-        states=2 * moment,
         accumulation=plan.accumulation,
         offloads=fsdp.cpu_offload,
         reduces_each=fsdp.gradient_reduction == "micro_batch",

@@ -14,6 +14,7 @@ from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.memory import device_memory, machine_memory
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
+from fabric_train.preflight.memory_layout import bytes_of_states
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
 from fabric_train.training.summary import describe_mixture, describe_phases
@@ -41,7 +42,9 @@ def faults_without_trace(request: RunRequest) -> list[str]:
     """Return faults that need no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
-    least = request.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
+    states, _ = bytes_of_states(request.shape, request.arguments)
+    trained = sum(size.numel() for size in request.shape.trained.values())
+    least = (layout.held * (request.shape.num_parameters + trained) + states) // num_parts
     faults = []
     if not layout.offloads and least > request.device_memory:
         faults.append(
@@ -54,7 +57,7 @@ def faults_without_trace(request: RunRequest) -> list[str]:
 def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
     """Return a line if ``number`` checkpoints are more than the free space on the disk."""
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
-    size = request.shape.num_parameters * (layout.held + layout.states)
+    size = layout.held * request.shape.num_parameters + bytes_of_states(request.shape, request.arguments)[1]
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = free_bytes(nearest)
     if size * number <= free:
@@ -192,7 +195,9 @@ def report(
 def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
     units, layout = forecast.units, forecast.layout
     table = _table("Plan")
-    table.add_row("parameters", f"{units.total:,}: {units.num_layers} layers of {units.layer:,}, {units.rest:,} else")
+    trained = "" if units.trained == units.total else f"; {units.trained:,} train"
+    each = f"{units.num_layers} layers of {units.layer:,}, {units.rest:,} else{trained}"
+    table.add_row("parameters", f"{units.total:,}: {each}")
     cut = f"weights cut in {layout.num_shards}" if layout.is_sharded else "nothing cut"
     table.add_row("devices", f"{layout.world_size} × {layout.name} on {layout.num_nodes} machines, {cut}")
     tokens = plan.rows_per_window * plan.tokens_per_row

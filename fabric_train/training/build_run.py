@@ -17,7 +17,7 @@ from fabric_train.distributed.collectives import data_ranks, first_text
 from fabric_train.distributed.decoder_layers import MAX_STATIC_LENGTHS
 from fabric_train.distributed.devices import device_name
 from fabric_train.distributed.precision import weights_dtype
-from fabric_train.distributed.shards import flat_shards, named_parameters
+from fabric_train.distributed.shards import flat_shards
 from fabric_train.distributed.signals import Heartbeat
 from fabric_train.files.regular_file import check_no_links_in
 from fabric_train.model.flops import peak_flops_of_run
@@ -26,9 +26,9 @@ from fabric_train.model.init_weights import note_on_end_of_turn, open_new
 from fabric_train.model.load_weights import MetaModel, open_checkpoint, open_pretrained
 from fabric_train.model.origin import ModelOrigin, find_origin, legal_files
 from fabric_train.model.parallelize import setup_model
-from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
+from fabric_train.model.trained_parts import freeze_other_parts, trained_parameters
+from fabric_train.optim.adamw import LowPrecisionAdamW, use_triton
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
-from fabric_train.optim.triton_trial import use_triton
 from fabric_train.training.evaluation import METRICS, Validation
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
 from fabric_train.training.loop import Loop
@@ -54,6 +54,7 @@ def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
             note(line)
     if meta_model.model.generation_config is not None:
         add_stop_tokens(meta_model.model.generation_config, run.data.stop_token_ids)
+    freeze_other_parts(meta_model.model, run.model.trained)
     decayed = decayed_names(meta_model.model)
     any_length = arguments.evaluation.self_check or len(_row_lengths(run)) > MAX_STATIC_LENGTHS
     model = setup_model(fabric, meta_model.model, run.model.layer_classes, arguments, meta_model.weights, any_length)
@@ -65,7 +66,7 @@ def set_up_optimizer(fabric: Fabric, model: Any, decayed: set[str], run: Prepare
     arguments = run.arguments
     progress.info("building the optimizer")
     fused = arguments.model.precision != "16-mixed" and fabric.device.type != "xla"
-    named = named_parameters(model)
+    named = trained_parameters(model)
     cuts = flat_shards(model)
     optimizer: Any = fabric.setup_optimizers(
         build_optimizer(

@@ -14,7 +14,7 @@ from lightning import Fabric
 from fabric_train.checkpoint import CheckpointManager
 from fabric_train.data.step_sampler import Window
 from fabric_train.distributed.collectives import StepSync, data_ranks, gather_over_data_ranks, gather_over_ranks
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.distributed.devices import to_device_async
 from fabric_train.distributed.shards import clip_grad_norm
 from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fabric_train.checkpoint import newest_checkpoint
-from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
+from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from tests.checkpoint.test_checkpoint_saves import SETTINGS, checkpoints, named
 from tests.support.forked_runs import ForkedRuns
 

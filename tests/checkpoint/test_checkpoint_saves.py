@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from fabric_train.checkpoint import newest_checkpoint
-from fabric_train.checkpoint.checksums import find_damage, find_wrong_content
+from fabric_train.checkpoint.files import find_damage, find_wrong_content
 from fabric_train.model.weight_files import CheckpointTensors, open_weights
 from tests.support.forked_runs import ForkedRun, ForkedRuns
 from tests.support.two_nodes import on_nodes

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fabric_train.checkpoint.tensors import _local_part, local_optimizer_state, local_weights
+from fabric_train.checkpoint.tensors import _read_state, local_optimizer_state, local_weights
 from fabric_train.model.weight_files import CheckpointTensors
+from fabric_train.optim.adamw import AdamW
+from fabric_train.optim.states import State
 
 FULL = torch.arange(48.0).view(8, 6)
 
@@ -45,14 +47,14 @@ def model(mesh: DeviceMesh) -> Any:
 def test_moments_are_restored_to_where_the_weights_are(model: Any, tmp_path: Path) -> None:
     save_file({"weight.exp_avg": FULL}, tmp_path / "optimizer.safetensors")
     tensors = CheckpointTensors([tmp_path / "optimizer.safetensors"])
-    restored = _local_part(tensors, "weight.exp_avg", model.weight, {})
+    restored = _read_state(tensors, "weight", State("exp_avg", torch.float32), model.weight, {})
     assert isinstance(restored, DTensor)
     assert torch.equal(restored.to_local(), FULL[:4])
 
 
 def test_a_save_reads_weights_and_moments_where_they_are(model: Any) -> None:
     weight = model.weight
-    optimizer = torch.optim.AdamW([weight])
+    optimizer = AdamW([weight])
     moments = {key: torch.empty_like(weight) for key in ("exp_avg", "exp_avg_sq")}
     optimizer.state[weight] = {"step": torch.ones(()), **moments}
     saved = {tensor.name: tensor for tensor in (*local_weights(model), *local_optimizer_state(model, optimizer))}

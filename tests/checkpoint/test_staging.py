@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_train.checkpoint.files import _place, pinned_sizes
 from fabric_train.checkpoint.tensors import Write
-from fabric_train.checkpoint.writer import _place, pinned_sizes
 
 MIB = 2**20
 

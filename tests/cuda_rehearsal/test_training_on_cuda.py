@@ -24,7 +24,7 @@ SAVES = {"parallelism": "fsdp", "state_dict_type": "sharded", "max_step": 3, "lr
 OFFLOADED = {"parallelism": "fsdp2", "cpu_offload": "true", "precision": "bf16-mixed"}
 # the optimizer's step no longer waits for the copies of a background save
 NO_WAIT = """
-from fabric_train.checkpoint.writer import RankWriter
+from fabric_train.checkpoint.files import RankWriter
 RankWriter.wait_until_copied = lambda self: self._is_copied.wait()
 """
 ITEM = """

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig
 
-from fabric_train.checkpoint import checkpoint_generation_config
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import (
     FILE_NAME,
     add_stop_tokens,
+    checkpoint_generation_config,
     read_generation_config,
     write_generation_config,
 )

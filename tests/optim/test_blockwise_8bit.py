@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from arguments import TrainingArguments
+from fabric_train.optim.adamw import LowPrecisionAdamW
 from fabric_train.optim.low_precision import BLOCK, Blockwise8Bit
-from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
 from tests.support.forked_runs import ForkedRuns
 from tests.support.unequal_rows import argv, metrics, write_model, write_rows
@@ -67,7 +67,7 @@ def test_matrices_are_kept_in_8_bits_and_vectors_in_fp32() -> None:
     assert all(isinstance(kept["matrix"][key], Blockwise8Bit) for key in ("exp_avg", "exp_avg_sq"))
     assert all(kept["vector"][key].dtype == torch.float32 for key in ("exp_avg", "exp_avg_sq"))
     for name, parameter in parameters.items():  # after the first step all is as it would be in fp32
-        moments = optimizer.moments(parameter)
+        moments = optimizer.read_states(parameter)
         assert moments["exp_avg"].tolist() == pytest.approx([0.05] * parameter.numel()), name
         assert moments["exp_avg_sq"].tolist() == pytest.approx([0.0125] * parameter.numel()), name
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from arguments import DecayForm, Schedule, TrainingArguments
 from fabric_train.distributed.shards import original_name
-from fabric_train.optim.low_precision_adamw import MOMENTS, restore_moments
+from fabric_train.optim.adamw import MOMENTS, AdamW
 from fabric_train.optim.lr_schedule import learning_rate, set_learning_rate
 from fabric_train.optim.optimizer import build_optimizer, decayed_names
 
@@ -235,7 +235,7 @@ def test_a_wrapped_parameter_is_known_by_its_own_name(wrapped: str) -> None:
 def test_a_restored_count_is_where_torch_keeps_it() -> None:
     """AdamW counts on the host unless it is fused: a count on the device is read in every step."""
     weight = torch.nn.Parameter(torch.zeros(4, device="meta"))
-    optimizer = torch.optim.AdamW([weight])
+    optimizer = AdamW([weight])
     moments = {key: torch.zeros(4, device="meta") for key in MOMENTS}
-    restore_moments(optimizer, weight, torch.tensor(3.0), moments)
+    optimizer.restore_states(weight, {**moments, "step": torch.tensor(3.0)})
     assert float(optimizer.state[weight]["step"]) == 3

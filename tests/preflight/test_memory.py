@@ -23,7 +23,8 @@ from tests.support.forked_runs import ForkedRuns
 from tests.support.plan_accuracy import Case
 from tests.support.unequal_rows import argv, write_model, write_rows
 
-UNITS = Units(num_layers=10, layer=100, rest=200, head=90, embedding=90, is_tied=False)
+SIZES = {"num_layers": 10, "layer": 100, "rest": 200, "head": 90, "embedding": 90, "trained": 1200}
+UNITS = Units(**SIZES, is_tied=False, states=4800, saved_states=4800)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,6 @@ def layout(name: str, world_size: int, num_nodes: int = 1, num_shards: int = 1, 
         "gathers_at_once": False,
         "held": 2,
         "computed": 2,
-        "states": 4,
         "accumulation": 3,
         "reduces_each": False,
         "offloads": False,
@@ -234,9 +234,9 @@ def test_offloaded_weights_and_gradients_count_as_torch_pins_them(
 ) -> None:
     """Each allocation takes a power of two. Moments are not pinned."""
     request = wanted(llama, 8, 80, "--parallelism", parallelism, "--cpu_offload", "true")
-    assert offloaded_bytes(llama, request.layout()) == 2 * pinned + 4 * 1_235_814_400 // 8
+    assert offloaded_bytes(llama, request.layout(), 4 * 1_235_814_400) == 2 * pinned + 4 * 1_235_814_400 // 8
     layout = wanted(llama, 8, 80, "--parallelism", parallelism).layout()
-    assert offloaded_bytes(llama, layout) == 0
+    assert offloaded_bytes(llama, layout, 4 * 1_235_814_400) == 0
 
 
 # -------------------------------------------------------------------------------------------------- the whole program

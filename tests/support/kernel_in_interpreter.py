@@ -11,8 +11,8 @@ import torch
 import triton.language as tl
 
 from fabric_train.optim import low_precision, triton_adamw
+from fabric_train.optim.adamw import step_factors
 from fabric_train.optim.low_precision import Row, Storage, TensorTable
-from fabric_train.optim.low_precision_adamw import step_factors
 from tests.support import launch_on_cpu
 
 FP32, BF16, EIGHT = torch.float32, torch.bfloat16, torch.uint8

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from arguments import TrainArguments, TrainingArguments, parse
+from fabric_train.optim.adamw import AdamW, LowPrecisionAdamW
 from fabric_train.optim.low_precision import LocalElements, random_bits, round_stochastically, salt
-from fabric_train.optim.low_precision_adamw import LowPrecisionAdamW
 from fabric_train.optim.optimizer import build_optimizer
 from fabric_train.training.build_run import set_up_optimizer
 from tests.support.forked_runs import ForkedRuns
@@ -91,7 +91,7 @@ def test_shard_has_the_random_numbers_of_its_elements_in_the_whole() -> None:
 # ------------------------------------------------------------------------------------------------ the optimizer
 
 
-def optimizer_of(parameters: dict[str, nn.Parameter], **given: Any) -> torch.optim.AdamW:
+def optimizer_of(parameters: dict[str, nn.Parameter], **given: Any) -> Any:
     return build_optimizer(parameters.items(), {"matrix"}, TrainingArguments(**given))
 
 
@@ -140,7 +140,7 @@ def test_in_fp32_throughout_it_is_torchs_own() -> None:
     arguments = TrainingArguments(lr=1e-2, weight_decay=0.1)
     ours, theirs = ({name: nn.Parameter(tensor.clone()) for name, tensor in start.items()} for _ in range(2))
     reference = build_optimizer(theirs.items(), {"matrix"}, arguments)
-    assert type(reference) is torch.optim.AdamW  # as everywhere in 32-true
+    assert type(reference) is AdamW  # as everywhere in 32-true
     built = LowPrecisionAdamW(
         [{"params": [ours[name]], "weight_decay": decay} for name, decay in (("matrix", 0.1), ("vector", 0.0))],
         lr=1e-2,
@@ -165,7 +165,7 @@ def test_in_fp32_throughout_it_is_torchs_own() -> None:
 
 def test_bf16_true_without_stochastic_rounding_uses_torchs_adamw() -> None:
     parameters = {"matrix": nn.Parameter(torch.zeros(2, 2, dtype=BF16))}
-    assert type(optimizer_of(parameters, stochastic_rounding=False)) is torch.optim.AdamW
+    assert type(optimizer_of(parameters, stochastic_rounding=False)) is AdamW
     mixed = optimizer_of(parameters, stochastic_rounding=False, optimizer_states="float32")
     parameters["matrix"].grad = torch.ones_like(parameters["matrix"])
     mixed.step()

@@ -1,10 +1,10 @@
-"""AdamW that computes in fp32 and stores weights or moments in bfloat16 or 8 bits.
+"""AdamW (arXiv:1711.05101): torch's own, and one that stores weights or moments in bfloat16 or 8 bits.
 
-On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if ``triton_trial`` finds that it works there.
-Otherwise a parameter is updated in chunks with torch's fused kernel, and the results are rounded. Either way no fp32
-copy of a full parameter exists. torchao's AdamW also does this, but it compiles for every shape of a parameter and
-draws from the rank's stream of random numbers. So its replicas would drift apart, and a resumed or resharded run would
-draw other numbers.
+The second computes in fp32. On a GPU, one Triton kernel updates all parameters (``triton_adamw``), if ``use_triton``
+finds that it works there. Otherwise a parameter is updated in chunks with torch's fused kernel, or in one compiled
+kernel, and the results are rounded. Either way no fp32 copy of a full parameter exists. torchao's AdamW also does this,
+but it compiles for every shape of a parameter and draws from the rank's stream of random numbers. So its replicas would
+drift apart, and a resumed or resharded run would draw other numbers.
 """
 
 import functools
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from fabric_train.distributed.memory import to_device_async
+from fabric_train.cli.errors import first_line
+from fabric_train.distributed.devices import to_device_async
 from fabric_train.optim.low_precision import (
     BLOCK,
     Blockwise8Bit,
@@ -31,10 +30,33 @@ from fabric_train.optim.low_precision import (
     salt,
     tensor_table,
 )
+from fabric_train.optim.states import DeclaredStates, State, flat_local, local_part
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}
+assert not any(size % BLOCK for size in _CHUNK.values())
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOST_DIFFERENT = 0.01
+"""Share of the numbers that may differ by more than fp32's last bits: those that are rounded to another neighbour."""
+
+
+class AdamW(DeclaredStates, torch.optim.AdamW):
+    """torch's AdamW, whose moments have the dtype of the weights."""
+
+    def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
+        """Return both moments and the number of steps."""
+        return _declared(parameter.dtype)
+
+    def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
+        """Set a parameter's moments, each sharded like the parameter, and its number of steps."""
+        super().restore_states(parameter, states)
+        if not self.defaults["fused"]:  # it counts on the host: it would read a count from the device in every step
+            self.state[parameter]["step"] = states["step"].cpu()
+
+
+def _declared(dtype: torch.dtype, held_bytes: int | None = None) -> tuple[State, ...]:
+    moments = (State(name, dtype, held_bytes=held_bytes) for name in MOMENTS)
+    return *moments, State("step", torch.float32, torch.Size())
 
 
 def step_factors(step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> list[float]:
@@ -83,11 +105,8 @@ def adamw_step(
         tensor.copy_(values)
 
 
-assert not any(size % BLOCK for size in _CHUNK.values())
-
-
-class LowPrecisionAdamW(torch.optim.AdamW):
-    """AdamW (arXiv:1711.05101) whose moments have their own dtype."""
+class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
+    """AdamW whose moments have a dtype of their own, and which may round stochastically."""
 
     def __init__(
         self,
@@ -142,29 +161,27 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         for parameter, _ in updated:
             self._counts[parameter] = self._counts.get(parameter, 0) + 1
 
-    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return this rank's part of a parameter's moments, flat. Before the first step there are none.
+    def declare_states(self, parameter: nn.Parameter) -> tuple[State, ...]:
+        """Return both moments and the number of steps. A checkpoint holds moments in 8 bits as fp32."""
+        return _declared(self.moments_dtype, 1 if id(parameter) in self._in_8bit else None)
 
-        Moments in 8 bits are returned as fp32 copies on the CPU.
-        """
-        stored = {key: self.state[parameter][key] for key in MOMENTS if key in self.state[parameter]}
+    def read_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return this rank's part of a parameter's states, flat; moments in 8 bits are fp32 copies on the CPU."""
+        kept = self.state.get(parameter, {})
         return {
-            key: moment.read(0, len(moment)).cpu() if isinstance(moment, Blockwise8Bit) else _flat(moment)
-            for key, moment in stored.items()
+            name: stored.read(0, len(stored)).cpu() if isinstance(stored, Blockwise8Bit) else flat_local(stored)
+            for name, stored in kept.items()
         }
 
-    def restore(self, parameter: nn.Parameter, count: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
-        """Set a parameter's moments, each sharded like the parameter, and its ``count`` of steps."""
-        state = self._new_state(parameter)
-        state["step"].copy_(count)
-        for key, moment in moments.items():
-            stored = state[key]
+    def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
+        """Set a parameter's moments, each sharded like the parameter, and its number of steps."""
+        self.state[parameter] = self._new_state(parameter)
+        for name, stored in self.state[parameter].items():
             if isinstance(stored, Blockwise8Bit):
-                stored.write(0, _flat(moment).float())
+                stored.write(0, flat_local(states[name]).float())
             else:
-                stored.copy_(moment)
-        self.state[parameter] = state
-        self._counts[parameter] = int(count)
+                stored.copy_(states[name])
+        self._counts[parameter] = int(states["step"])
 
     def has_8bit(self) -> bool:
         """Return whether some moments are stored in 8 bits."""
@@ -185,7 +202,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         for key in MOMENTS:
             if id(parameter) in self._in_8bit:
-                local = _local(parameter)
+                local = local_part(parameter)
                 state[key] = Blockwise8Bit(local.numel(), signed=key == "exp_avg", device=local.device)
             else:
                 state[key] = torch.zeros_like(parameter, dtype=self.moments_dtype)
@@ -198,7 +215,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         gradients = []  # a contiguous copy of a gradient must exist until its launch
         keys = self._keys([parameter for parameter, _ in updated]).tolist()
         for (parameter, group), key in zip(updated, keys, strict=True):
-            gradients.append(_local(parameter.grad).contiguous())
+            gradients.append(local_part(parameter.grad).contiguous())
             if gradients[-1].numel():
                 row, storage = self._row(parameter, gradients[-1], key)
                 tables.setdefault(storage, []).append((row, self._factors(parameter, group)))
@@ -206,12 +223,12 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             self.launch(tensor_table(storage, rows, gradients[0].device))
 
     def _row(self, parameter: nn.Parameter, gradient: torch.Tensor, key: int) -> tuple[Row, Storage]:
-        weights, elements = _local(parameter), self._elements[parameter]
+        weights, elements = local_part(parameter), self._elements[parameter]
         moments = [self.state[parameter][each] for each in MOMENTS]
         if isinstance(moments[0], Blockwise8Bit):
             stored, scales = [each.codes for each in moments], [each.scales.data_ptr() for each in moments]
         else:
-            stored, scales = [_local(each) for each in moments], [0, 0]
+            stored, scales = [local_part(each) for each in moments], [0, 0]
         tensors = [weights, gradient, *stored]
         assert all(each.is_contiguous() for each in tensors)
         addresses = [each.data_ptr() for each in tensors]
@@ -222,7 +239,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     def _update_one_by_one(self, updated: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         """Update parameters in chunks of each."""
-        device = _local(updated[0][0]).device
+        device = local_part(updated[0][0]).device
         keys = to_device_async(self._keys([parameter for parameter, _ in updated]), device).unbind()
         factors: dict[tuple[float, ...], torch.Tensor] = {}
         for (parameter, group), key in zip(updated, keys, strict=True):
@@ -236,8 +253,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     def _update_compiled(self, parameter: nn.Parameter, factors: torch.Tensor, key: torch.Tensor) -> None:
         state = self.state[parameter]
-        stored = (_flat(parameter), *(_flat(state[each]) for each in MOMENTS))
-        gradient = _local(parameter.grad).reshape(-1)
+        stored = (flat_local(parameter), *(flat_local(state[each]) for each in MOMENTS))
+        gradient = local_part(parameter.grad).reshape(-1)
         for begin in range(0, len(gradient), _CHUNK["cuda"]):  # in chunks, because the elements' indices take memory
             chunk = slice(begin, begin + _CHUNK["cuda"])
             part, indices = gradient[chunk], None
@@ -247,8 +264,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], key: torch.Tensor) -> None:
         state = self.state[parameter]
-        weights, gradient = _flat(parameter), _local(parameter.grad).reshape(-1)
-        moments = [state[key] if isinstance(state[key], Blockwise8Bit) else _flat(state[key]) for key in MOMENTS]
+        weights, gradient = flat_local(parameter), local_part(parameter.grad).reshape(-1)
+        moments = [state[key] if isinstance(state[key], Blockwise8Bit) else flat_local(state[key]) for key in MOMENTS]
         size = _CHUNK[weights.device.type]
         for begin in range(0, weights.numel(), size):
             count = min(size, weights.numel() - begin)
@@ -278,32 +295,6 @@ def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tenso
         stored[begin : begin + len(values)] = values
 
 
-def moments_dtype(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype in which AdamW's moments of a parameter are saved."""
-    return optimizer.moments_dtype if isinstance(optimizer, LowPrecisionAdamW) else parameter.dtype
-
-
-def local_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a parameter's moments, flat. Before the first step there are none."""
-    if isinstance(optimizer, LowPrecisionAdamW):
-        return optimizer.moments(parameter)
-    state = optimizer.state.get(parameter, {})
-    return {key: _flat(state[key]) for key in MOMENTS if key in state}
-
-
-def restore_moments(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, count: torch.Tensor, moments: dict[str, torch.Tensor]
-) -> None:
-    """Set AdamW's moments of a parameter, each sharded like the parameter, and its ``count`` of steps."""
-    if isinstance(optimizer, LowPrecisionAdamW):
-        optimizer.restore(parameter, count, moments)
-        return
-    cast = {key: moment.to(parameter.dtype) for key, moment in moments.items()}
-    # torch's AdamW counts on the host unless it is fused: it would read a count from the device for every parameter
-    device = parameter.device if optimizer.defaults["fused"] else "cpu"
-    optimizer.state[parameter] = {"step": count.to(device), **cast}
-
-
 def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
     """Update fp32 weights, first and second moment in place, in one step."""
     beta1, beta2 = group["betas"]
@@ -326,12 +317,62 @@ def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch
     )
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor, after the collective that it may be the result of."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
+    """Let one Triton kernel update all parameters, if it works on their device.
+
+    It has to give the same results for small parameters that are stored like the optimizer's. This also compiles the
+    kernel before the first step.
+
+    Returns:
+        None, or why the optimizer is left to update its parameters one by one.
+    """
+    fault: str | None
+    try:
+        from fabric_train.optim.triton_adamw import launch
+
+        fault = _difference(optimizer, launch)
+    except Exception as error:  # noqa: BLE001 - Triton, the driver and compilers raise much; the other step needs none
+        return f"{type(error).__name__}: {first_line(error)}"
+    if fault is None:
+        optimizer.launch = launch
+    return fault
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor as a vector over the same memory."""
-    return _local(tensor.detach()).view(-1)
+def _difference(optimizer: LowPrecisionAdamW, launch: Callable[[TensorTable], None]) -> str | None:
+    """Return what differs after two steps of small parameters, None if nothing does."""
+    ours, reference = _small(optimizer), _small(optimizer)
+    ours.launch = launch
+    for both in zip(*(each.param_groups[0]["params"] for each in (ours, reference)), strict=True):
+        for parameter in both:
+            angles = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+            parameter.grad = angles.sin().to(parameter.dtype)
+    for each in (ours, reference):
+        each.step()
+        each.step()
+    for one, other in zip(*(each.param_groups[0]["params"] for each in (ours, reference)), strict=True):
+        kept = {"weights": (one, other)}
+        kept |= {key: (ours.read_states(one)[key], reference.read_states(other)[key]) for key in MOMENTS}
+        for name, (found, expected) in kept.items():
+            close = torch.isclose(found.float().flatten(), expected.float().flatten(), rtol=1e-6, atol=1e-9)
+            share = float((~close).double().mean())
+            if share > _MOST_DIFFERENT:
+                return f"in a trial, {share:.0%} of its {name} differ from those of torch's kernel"
+    return None
+
+
+def _small(optimizer: LowPrecisionAdamW) -> LowPrecisionAdamW:
+    """Return an optimizer like the given one, over a matrix sharded by columns and an unaligned vector."""
+    like = optimizer.param_groups[0]["params"][0]
+    numbers = torch.cos(torch.arange(3400, device=like.device)).to(like.dtype)
+    matrix, vector = nn.Parameter(numbers[:2100].clone().view(3, 700)), nn.Parameter(numbers.clone()[2101:])
+    return LowPrecisionAdamW(
+        [{"params": [matrix, vector], "weight_decay": 0.1}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        moments_dtype=optimizer.moments_dtype,
+        in_8bit=[matrix] if optimizer.has_8bit() else [],
+        stochastic_rounding=optimizer.rounds_stochastically,
+        names={matrix: "matrix", vector: "vector"},
+        elements={matrix: LocalElements(700, 700, 1400), vector: LocalElements(0, vector.numel(), vector.numel())},
+        seed=0,
+    )

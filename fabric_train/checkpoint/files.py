@@ -1,0 +1,419 @@
+"""Write this rank's part of a checkpoint's files, with their hashes, and check the files of a checkpoint.
+
+The ranks hash the pieces of each file with XXH3-128 while they write them, and checksums.json has size and hashes of
+every file. So a lost or truncated file is found at once, and all ranks can check the contents in parallel.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from fabric_train.checkpoint.tensors import Write
+from fabric_train.cli.errors import InputError, raise_reached_limit
+from fabric_train.files.atomic_folder import fsync
+from fabric_train.files.typed_json import read_json
+
+CHECKSUMS = "checksums.json"
+_PART = ".checksums-"
+_CHUNK_BYTES = 4 << 20  # a chunk is hashed and then written while it is in the processor's cache
+_PIECE_CHUNKS = 16  # chunks per hash
+_ALIGNMENT = 16  # of tensors in the staging buffers; a multiple of every dtype's size
+_MIN_PINNED = 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """The XXH3-128 hash of the bytes ``begin`` to ``end`` of a file."""
+
+    begin: int
+    end: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class _ListedFile:
+    size: int
+    pieces: list[tuple[int, int, str]]
+
+
+@dataclass(frozen=True)
+class _ChecksumsJson:
+    files: dict[str, _ListedFile]
+
+
+class _PieceHasher:
+    """Hash the chunks that a rank writes to one file, in ascending order of their offsets."""
+
+    def __init__(self) -> None:
+        self._pieces: list[FilePiece] = []
+        self._begin = self._end = 0
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, begin: int, chunk: Any) -> None:
+        """Hash the next chunk, any buffer of bytes, at offset ``begin`` of the file."""
+        if begin != self._end or self._end - self._begin >= _PIECE_CHUNKS * _CHUNK_BYTES:
+            self._close()
+            self._begin = self._end = begin
+        self._hash.update(chunk)
+        self._end += len(chunk)
+
+    def pieces(self) -> list[FilePiece]:
+        self._close()
+        return self._pieces
+
+    def _close(self) -> None:
+        if self._end > self._begin:
+            self._pieces.append(FilePiece(self._begin, self._end, self._hash.hexdigest()))
+        self._hash, self._begin = xxhash.xxh3_128(), self._end
+
+
+def hash_file(path: Path) -> list[FilePiece]:
+    """Return the hashes of the pieces of a file on disk."""
+    hasher = _PieceHasher()
+    for begin, chunk in _read_chunks(path, 0, path.stat().st_size):
+        hasher.update(begin, chunk)
+    return hasher.pieces()
+
+
+class Staging:
+    """Host buffers, reused by all saves, for copies of the tensors before training changes them; pinned for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: Any = None
+
+    def mark(self) -> None:
+        """Record an event on the GPU; the save contains the state at this point."""
+        if self._stream is not None:
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, writes: list[Write]) -> tuple[list[Write], Any]:
+        """Copy the tensors, and return the writes of the copies and a GPU event, None on a CPU.
+
+        After the event, the copies may be read and the tensors may change.
+        """
+        pins, num_bytes = self._stream is not None, sum(_align(write.data.nbytes) for write in writes)
+        if sum(map(len, self._buffers)) < num_bytes:
+            self._buffers = []  # frees the old buffers before new ones are allocated
+            sizes = pinned_sizes(num_bytes) if pins else [num_bytes]
+            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in sizes]
+        copies = []
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(self._ready)
+            for write, place in _place(writes, self._buffers):
+                place.copy_(write.data, non_blocking=True)
+                copies.append(Write(write.file, write.offset, place))
+            return copies, self._stream.record_event() if self._stream is not None else None
+
+
+def pinned_sizes(num_bytes: int) -> list[int]:
+    """Return the sizes of buffers for ``num_bytes`` of pinned memory, powers of two, largest first.
+
+    torch rounds each allocation of pinned memory up to a power of two: one of 5 GB would take 8.
+    """
+    sizes = []
+    while num_bytes > 0:
+        sizes.append(max(1 << (num_bytes.bit_length() - 1), _MIN_PINNED))
+        num_bytes -= sizes[-1]
+    return sizes
+
+
+def _place(writes: list[Write], buffers: list[torch.Tensor]) -> Iterator[tuple[Write, torch.Tensor]]:
+    """Yield the writes, split where a buffer ends, each with its place in the buffers."""
+    unused = iter(buffers)
+    room = torch.empty(0, dtype=torch.uint8)
+    for write in writes:
+        data, offset = write.data, write.offset
+        while len(data):
+            if not len(room):
+                room = next(unused)
+            part = data[: len(room) // data.itemsize]
+            yield Write(write.file, offset, part), room[: part.nbytes].view(part.dtype)
+            data, offset, room = data[len(part) :], offset + part.nbytes, room[_align(part.nbytes) :]
+
+
+def _align(num_bytes: int) -> int:
+    """Return the number of bytes that a tensor takes in a buffer."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class BackgroundTask:
+    """A function that runs in a thread, with this rank's device. ``error`` is the exception that ended it, if any."""
+
+    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
+        self.error: Exception | None = None
+        self._function, self._device = function, device
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the function has not returned."""
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the function has returned or failed."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread has GPU 0, and would make a context there
+            self._function()
+        except Exception as error:  # noqa: BLE001 - all ranks raise it together
+            self.error = error
+
+
+class RankWriter:
+    """A writer of one rank's part of one checkpoint."""
+
+    def __init__(
+        self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
+    ) -> None:
+        """Prepare to write into ``folder``, which need not exist and is the same on all ranks.
+
+        Args:
+            folder: The unfinished checkpoint.
+            rank: This rank.
+            writes: The tensors to write.
+            staging: The buffer to copy them into first; None if they will not change during the save.
+            write_texts: A function that writes the small files, called on rank 0.
+        """
+        self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
+        self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
+        self._is_abandoned = False
+        self._is_copied = threading.Event()
+        self._copy_event: Any = None
+        if staging is not None:
+            staging.mark()
+
+    def wait_until_copied(self) -> None:
+        """Wait until the tensors may change. On a GPU, the current stream waits for the copies, not this thread."""
+        self._is_copied.wait()
+        if self._copy_event is not None:
+            torch.cuda.current_stream().wait_event(self._copy_event)
+
+    def abandon(self) -> None:
+        """Make ``run`` end soon with an error."""
+        self._is_abandoned = True
+
+    def run(self) -> None:
+        """Copy, write and sync this rank's part.
+
+        Raises:
+            OSError: Writing failed, or the save was abandoned.
+        """
+        try:
+            writes = self._copy()
+        finally:
+            self._writes = []
+            self._is_copied.set()
+        hashes: dict[str, list[FilePiece]] = {}
+        for name, of_file in groupby(writes, key=lambda write: write.file):
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hashes[name] = self._write_file(path, list(of_file))
+        self._folder.mkdir(parents=True, exist_ok=True)  # a rank without tensors has not made it yet
+        if self._rank == 0:
+            self._write_texts(self._folder)
+            for path in self._folder.rglob("*"):
+                if path.is_file() and path.suffix != ".safetensors" and not path.name.startswith(_PART):
+                    hashes[path.relative_to(self._folder).as_posix()] = hash_file(path)
+        fsync(write_part(self._folder, self._rank, hashes))
+
+    def _copy(self) -> list[Write]:
+        if self._staging is None:
+            return self._writes
+        copies, self._copy_event = self._staging.copy(self._writes)
+        self._is_copied.set()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+        return copies
+
+    def _write_file(self, path: Path, writes: list[Write]) -> list[FilePiece]:
+        """Write the tensors of one file in order of their offsets, and return their hashes."""
+        hasher = _PieceHasher()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            for write in writes:
+                for offset, chunk in _chunks_of(write):
+                    if self._is_abandoned:
+                        raise OSError("the save was abandoned")
+                    hasher.update(offset, chunk)
+                    while chunk:
+                        written = os.pwrite(descriptor, chunk, offset)
+                        chunk, offset = chunk[written:], offset + written
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno is None or error.filename:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(descriptor)
+        return hasher.pieces()
+
+
+def _chunks_of(write: Write) -> Iterator[tuple[int, memoryview]]:
+    """Yield the offset and bytes of each chunk of a write. A GPU's tensor is copied to the CPU chunk by chunk."""
+    offset = write.offset
+    for chunk in write.data.view(torch.uint8).split(_CHUNK_BYTES):
+        yield offset, memoryview(chunk.cpu().numpy())
+        offset += chunk.numel()
+
+
+def write_part(folder: Path, rank: int, files: dict[str, list[FilePiece]]) -> Path:
+    """Write one rank's hashes into an unfinished checkpoint, and return the file."""
+    path = folder / f"{_PART}{rank:05d}.json"
+    content = {name: [astuple(piece) for piece in pieces] for name, pieces in files.items()}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def join_parts(folder: Path) -> Path:
+    """Join the ranks' hashes into checksums.json, and return that file.
+
+    Raises:
+        OSError: Some bytes of a file were written by no rank, or by two.
+    """
+    pieces: dict[str, list[FilePiece]] = {}
+    parts = sorted(folder.glob(f"{_PART}*.json"))
+    for part in parts:
+        for name, of_rank in json.loads(part.read_text(encoding="utf-8")).items():
+            pieces.setdefault(name, []).extend(FilePiece(*piece) for piece in of_rank)
+    files = {}
+    for name, of_file in sorted(pieces.items()):
+        of_file.sort(key=lambda piece: piece.begin)
+        size = (folder / name).stat().st_size
+        if not _is_tiling(of_file, size):
+            raise OSError(f"{folder.name}/{name}: not every byte was written once")
+        files[name] = {"size": size, "pieces": [astuple(piece) for piece in of_file]}
+    target = folder / CHECKSUMS
+    target.write_text(json.dumps({"hash": "xxh3_128", "files": files}) + "\n", encoding="utf-8")
+    for part in parts:
+        part.unlink()
+    return target
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint, or None: one is missing or has a wrong size or content.
+
+    This is fast, because it does not check the content of tensors; see ``find_wrong_content``.
+    """
+    try:
+        files = _read(checkpoint)
+        for name, (size, pieces) in files.items():
+            path = _path(checkpoint, name)
+            if not path.is_file():
+                return f"{name} is {'not a file' if path.exists() else 'missing'}"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+            faults = () if name.endswith(".safetensors") else (_fault(path, name, piece) for piece in pieces)
+            if fault := next(filter(None, faults), None):
+                return fault
+        if "trainer.json" not in files:
+            return "trainer.json is missing"
+    except OSError as error:
+        raise_reached_limit(error)
+        return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
+    """Return which file of a checkpoint does not have the written content, or None.
+
+    Args:
+        checkpoint: A checkpoint without damage by ``find_damage``.
+        rank: This process's number; each process reads its share of the bytes.
+        num_ranks: The number of processes that read.
+        optimizer: Whether to check the optimizer state too.
+    """
+    pieces = [
+        (name, piece)
+        for name, (_, of_file) in _read(checkpoint).items()
+        if optimizer or not name.startswith("optimizer/")
+        for piece in of_file
+    ]
+    pieces.sort(key=lambda item: item[1].begin - item[1].end)  # the largest first, so that the shares are even
+    with ThreadPoolExecutor(os.cpu_count() if num_ranks == 1 else 1) as threads:
+        faults = threads.map(lambda item: _fault(_path(checkpoint, item[0]), *item), pieces[rank::num_ranks])
+        return next(filter(None, faults), None)
+
+
+def _fault(path: Path, name: str, piece: FilePiece) -> str | None:
+    digest = xxhash.xxh3_128()
+    try:
+        for _, chunk in _read_chunks(path, piece.begin, piece.end):
+            digest.update(chunk)
+    except OSError as error:
+        raise_reached_limit(error)
+        return f"{name} cannot be read ({error.strerror})"
+    if digest.hexdigest() != piece.hash:
+        return f"the bytes {piece.begin:,} to {piece.end:,} of {name} are not those that were written"
+    return None
+
+
+def _read_chunks(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the offset and the bytes of each chunk in a range of a file. A chunk is valid until the next one."""
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while begin < end:
+            num_bytes = file.readinto(buffer[: min(_CHUNK_BYTES, end - begin)])
+            if not num_bytes:
+                return
+            yield begin, buffer[:num_bytes]
+            begin += num_bytes
+
+
+def _read(checkpoint: Path) -> dict[str, tuple[int, list[FilePiece]]]:
+    """Return the size and the pieces of each file.
+
+    Raises:
+        ValueError: checksums.json is missing or damaged.
+    """
+    path = checkpoint / CHECKSUMS
+    if not path.is_file():
+        raise ValueError(f"{CHECKSUMS} is {'not a file' if path.exists() else 'missing'}")
+    try:
+        listed = read_json(path, _ChecksumsJson, "use another checkpoint").files
+    except InputError:
+        raise ValueError(f"{CHECKSUMS} is damaged") from None
+    files = {name: (file.size, [FilePiece(*piece) for piece in file.pieces]) for name, file in listed.items()}
+    if not all(_is_tiling(pieces, size) for size, pieces in files.values()):
+        raise ValueError(f"{CHECKSUMS} is damaged")
+    return files
+
+
+def _is_tiling(pieces: Iterable[FilePiece], size: int) -> bool:
+    """Return whether sorted pieces cover a file without gaps and overlaps."""
+    covered = 0
+    for piece in pieces:
+        if piece.begin != covered:
+            return False
+        covered = piece.end
+    return covered == size
+
+
+def _path(checkpoint: Path, name: str) -> Path:
+    """Return the path of a file that checksums.json names.
+
+    Raises:
+        ValueError: The file is outside of the checkpoint.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{CHECKSUMS} names a file outside the checkpoint: {name}")
+    return checkpoint / name

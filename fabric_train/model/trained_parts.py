@@ -1,0 +1,51 @@
+"""Which parameters of a model train: all of them, or those that ``train_only`` chose.
+
+``ModelShape.trained`` is the decision, made once when a run reads its model's configuration. Before the model is
+sharded, ``freeze_other_parts`` applies it, and ``requires_grad`` carries it from there. A frozen parameter gets no
+gradient and no optimizer state. A checkpoint has its weights, but nothing of it in the optimizer's files.
+"""
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import nn
+
+from fabric_train.cli.errors import InputError
+from fabric_train.distributed.shards import named_parameters, original_name
+
+_trains: Callable[[str], bool] | None = None
+
+
+def train_only(trains: Callable[[str], bool] | None) -> None:
+    """Train only the parameters for whose names ``trains`` is true; None: all.
+
+    All ranks must call this before the run is prepared. A name is that of transformers' model, such as
+    ``model.layers.0.mlp.up_proj.weight``. A tied weight has the name of the embedding.
+    """
+    global _trains
+    _trains = trains
+
+
+def choose_trained(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the names and shapes of the parameters that train. The model may be on the meta device.
+
+    Raises:
+        InputError: There are none.
+    """
+    named = model.named_parameters()
+    trained = {name: parameter.shape for name, parameter in named if _trains is None or _trains(name)}
+    if not trained:
+        raise InputError("no parameter of the model would train; choose others with train_only")
+    return trained
+
+
+def freeze_other_parts(model: nn.Module, trained: Collection[str]) -> None:
+    """Let only the parameters with these names train. Call it before anything wraps the model."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a set-up model that train, sharded, under the names that they had before any wrapper."""
+    named = named_parameters(model)
+    return [(original_name(name), parameter) for name, parameter in named if parameter.requires_grad]
