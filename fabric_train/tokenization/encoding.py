@@ -187,11 +187,7 @@ def _encode_with(
 
 
 def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
-    """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed.
-
-    Raises:
-        InputError: a file has changed since it was listed.
-    """
+    """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed."""
     for shard, record in zip(encoded.shards, encoded.records, strict=True):
         hashed = np.ascontiguousarray(record.parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
         are_hashed = hashed.any(axis=1)
