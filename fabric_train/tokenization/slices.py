@@ -153,7 +153,7 @@ def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
         record = read_record(folders[shard.key], shard) if shard.key in folders else None
         if record is not None:
             records[shard.index] = record
-    lost = [shard.index for shard in unfinished_shards(shards, records, corpus.caps)]
+    lost = [shard.index for shard in unfinished_shards(corpus, shards, records)]
     slice_folder.check_unchanged(slices, corpus, shards, lost)
     hashed = {file.state: file.hashed for one in slices for file in one.record.files if file.hashed is not None}
     return EncodedSources(
