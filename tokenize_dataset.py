@@ -68,13 +68,7 @@ def _run_task(arguments: "TokenizeArguments", sizes: "ShardSizes | None") -> Non
     """Encode the slice of --shard or count its lines, unless that is done already, and print what follows."""
     from fabric_train.tokenization.shards import SIZES
     from fabric_train.tokenization.slice_folder import find_finished_slice
-    from fabric_train.tokenization.slices import (
-        beside_slices,
-        count_slice,
-        encode_command,
-        encode_slice,
-        merge_command,
-    )
+    from fabric_train.tokenization.slices import beside_slices, count_slice, encode_command, encode_slice, merge_command
     from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 
     if find_finished_slice(arguments):

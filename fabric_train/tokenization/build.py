@@ -125,11 +125,7 @@ def write_token_dataset(folder: Path, corpus: OpenedCorpus, encoded: EncodedSour
 
 
 def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates | None) -> list[Collection]:
-    """Collect the documents of --dataset and, if given, of --validation_dataset.
-
-    Raises:
-        InputError: a source has no document.
-    """
+    """Collect the documents of --dataset and, if given, of --validation_dataset."""
     arguments, sources, num_train = corpus.arguments, corpus.sources, len(corpus.train)
     _check_not_empty(sources, encoded, num_train)
     max_tokens = None if arguments.weights else arguments.max_tokens
@@ -150,11 +146,7 @@ def _collect(corpus: OpenedCorpus, encoded: EncodedSources, near: NearDuplicates
 
 
 def _check_not_empty(sources: Sequence[Source], encoded: EncodedSources, num_train: int) -> None:
-    """Check that each source has a document, except the last ones that a cap has left unread.
-
-    Raises:
-        InputError: one line for each source without a document.
-    """
+    """Check that each source has a document, except the last ones that a cap has left unread."""
     num_documents: Counter[int] = Counter()
     bad_rows: dict[int, str] = {}
     left_out: dict[int, Counter[str]] = defaultdict(Counter)
@@ -185,11 +177,7 @@ def _nothing_left(left_out: Counter[str]) -> str:
 def _write_splits(
     splits: dict[str, Split], folder: Path, corpus: OpenedCorpus, sources: SourceTable
 ) -> dict[str, SplitLedger]:
-    """Pack and write each split with its document index, and return its ledger.
-
-    Raises:
-        InputError: a split has less than one row, or the disk has no room for the rows.
-    """
+    """Pack and write each split with its document index, and return its ledger."""
     arguments, tokenizer = corpus.arguments, corpus.tokenizer
     assert arguments.packing is not None, "the default depends on the sources, which are open"
     plans = {}

@@ -86,15 +86,6 @@ class SourceFormat:
 
 
 @dataclass(frozen=True)
-class Caps:
-    """Documents and tokens after which reading the first ``num_sources`` sources may stop; None is no cap."""
-
-    num_sources: int
-    max_documents: int | None
-    max_tokens: int | None
-
-
-@dataclass(frozen=True)
 class OpenedCorpus:
     """The sources, the tokenizer, and how documents are cleaned and encoded."""
 
@@ -129,12 +120,14 @@ class OpenedCorpus:
         return self.arguments.num_proc or available_cores()
 
     @property
-    def caps(self) -> Caps:
-        """Where reading may stop; --deduplicate, --near_duplicates and --weights need all documents."""
+    def caps(self) -> tuple[int | None, int | None]:
+        """Documents and tokens after which reading --dataset may stop; None is no cap.
+
+        --deduplicate, --near_duplicates and --weights need all documents.
+        """
         given = self.arguments
         reads_all = given.deduplicate or given.near_duplicates is not None or given.weights is not None
-        caps = (None, None) if reads_all else (given.max_documents, given.max_tokens)
-        return Caps(len(self.train), *caps)
+        return (None, None) if reads_all else (given.max_documents, given.max_tokens)
 
     def shards(self, encoder: str) -> list[Shard]:
         """Return all shards of the sources, as the encoder of this name encodes them."""
@@ -145,8 +138,7 @@ class OpenedCorpus:
 
         There are none if a cap may end the reading before.
         """
-        ends_early = self.caps.max_documents is not None or self.caps.max_tokens is not None
-        return files_read_at_once(self.sources, [] if ends_early else shards)
+        return files_read_at_once(self.sources, shards if self.caps == (None, None) else [])
 
     def source_records(self, digests: Sequence[np.ndarray]) -> list[SourceRecord]:
         """Return the sources' records for the manifest; ``digests`` are the SHA-256 of the files of each source."""

@@ -18,18 +18,12 @@ import numpy as np
 from fabric_train.tokenization import manifest
 from fabric_train.tokenization.chats.chat_format import Chat, is_blank, read_chat
 from fabric_train.tokenization.cleaning.cleaner import Dropped, text_without_system
-from fabric_train.tokenization.corpus import Caps, OpenedCorpus, open_formats, sample_texts
+from fabric_train.tokenization.corpus import OpenedCorpus, open_formats, sample_texts
 from fabric_train.tokenization.documents import BadRowError, LeftOut, text_of
 from fabric_train.tokenization.reading.files import memory_errors_name
 from fabric_train.tokenization.reading.listing import SHA256_BYTES, FilePart, check_unchanged, hash_files
 from fabric_train.tokenization.reading.sources import PartReader
-from fabric_train.tokenization.shard_files import (
-    ENCODED,
-    ShardRecord,
-    ShardWriter,
-    read_record,
-    remove_outdated_shards,
-)
+from fabric_train.tokenization.shard_files import ENCODED, ShardRecord, ShardWriter, read_record, remove_outdated_shards
 from fabric_train.tokenization.shards import FilesToHash, InputSlice, Shard, files_to_hash, part_name
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.tokenizers.text_encoder import Borders, FastEncoder, TextEncoder, open_encoder
@@ -132,12 +126,7 @@ def encode_sources(corpus: OpenedCorpus, folder: Path, check: ParityCheck, input
 
 
 def _encode_with(
-    encoder: TextEncoder,
-    name: str,
-    corpus: OpenedCorpus,
-    folder: Path,
-    check: ParityCheck,
-    input_slice: InputSlice,
+    encoder: TextEncoder, name: str, corpus: OpenedCorpus, folder: Path, check: ParityCheck, input_slice: InputSlice
 ) -> EncodedSources:
     """Encode with the encoder of this name.
 
@@ -156,7 +145,7 @@ def _encode_with(
         job.show(index, all_shards[index].num_bytes, len(record.documents), record.num_tokens)
     digests = [np.zeros((len(source.files), SHA256_BYTES), dtype=np.uint8) for source in corpus.sources]
     total = sum(shard.num_bytes for shard in shards)
-    tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(shards, records, corpus.caps)))
+    tasks: Iterator[_Task] = chain(to_hash, (shard.index for shard in unfinished_shards(corpus, shards, records)))
     num_proc = max(1, min(corpus.num_proc, len(to_hash) + len(shards) - len(records)))
     with WorkerPool(job.run, num_proc, job.what_is_read) as workers, progress(total) as show:
         finished_tasks = workers.run(tasks, _TICK_SECONDS)
@@ -187,11 +176,7 @@ def _encode_with(
 
 
 def _check_files(corpus: OpenedCorpus, encoded: EncodedSources) -> None:
-    """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed.
-
-    Raises:
-        InputError: a file has changed since it was listed.
-    """
+    """Add the hashes of files that were read at once to ``encoded``, and check that no file has changed."""
     for shard, record in zip(encoded.shards, encoded.records, strict=True):
         hashed = np.ascontiguousarray(record.parts["sha256"]).view(np.uint8).reshape(-1, SHA256_BYTES)
         are_hashed = hashed.any(axis=1)
@@ -209,21 +194,23 @@ def _usable_record(job: EncodingJob, shard: Shard) -> ShardRecord | None:
     return record
 
 
-def unfinished_shards(shards: Sequence[Shard], records: dict[int, ShardRecord], caps: Caps) -> Iterator[Shard]:
+def unfinished_shards(
+    corpus: OpenedCorpus, shards: Sequence[Shard], records: dict[int, ShardRecord]
+) -> Iterator[Shard]:
     """Yield the shards without a record, until the finished shards before them reach a cap.
 
     ``records``, by the shards' indexes, grows while this iterates.
     """
+    max_documents, max_tokens = (cap or float("inf") for cap in corpus.caps)
     num_documents = num_tokens = following = 0
     for shard in shards:
         while following < len(shards) and (before := records.get(shards[following].index)) is not None:
-            if shards[following].source < caps.num_sources:
+            if shards[following].source < len(corpus.train):
                 num_documents += len(before.documents)
                 num_tokens += before.num_tokens
             following += 1
-        reached = num_documents >= (caps.max_documents or float("inf"))
-        reached = reached or num_tokens >= (caps.max_tokens or float("inf"))
-        if shard.index not in records and not (reached and shard.source < caps.num_sources):
+        reached = num_documents >= max_documents or num_tokens >= max_tokens
+        if shard.index not in records and not (reached and shard.source < len(corpus.train)):
             yield shard
 
 

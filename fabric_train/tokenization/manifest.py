@@ -92,25 +92,19 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer.
-
-    ``vocab_size`` is its largest id plus one, ``sha256`` has the hash of each file in ``tokenizer/``. ``encoder`` is
-    ``gigatoken``, or ``tokenizers: WHY``. ``chat_template_sha256`` and ``end_of_turn_token_id`` belong to the
-    template with which chats were rendered; they are None without chats. ``turn_end_token_ids`` are the control tokens
-    with which supervised turns of the chats end.
-    """
+    """The tokenizer, and the template with which chats were rendered; its fields are None without chats."""
 
     name: str
-    vocab_size: int
+    vocab_size: int  # the largest id plus one
     bos_token_id: int | None
     eos_token_id: int
     bos_token: str | None
     eos_token: str
-    sha256: dict[str, str]
-    encoder: str
+    sha256: dict[str, str]  # of each file in `tokenizer/`
+    encoder: str  # `gigatoken`, or `tokenizers: WHY`
     chat_template_sha256: str | None = None
     end_of_turn_token_id: int | None = None
-    turn_end_token_ids: tuple[int, ...] = ()
+    turn_end_token_ids: tuple[int, ...] = ()  # the control tokens with which supervised turns of the chats end
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -177,23 +171,18 @@ class SplitLedger:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The documents read, skipped by reason, and kept; the kept ones are packed into the splits.
-
-    With --weights, ``documents_repeated`` counts the times that a document comes again, and ``documents_unsampled``
-    the documents in no split. ``tokens_cut`` counts the tokens of turns removed from chats, and of chats skipped for
-    the same reason, by reason; no split includes them. ``edits`` counts what cleaning changed in the documents read, by
-    kind, such as ``redacted email``; ``contaminated`` the documents read that share words with evaluation tasks, by
-    task: each is skipped too, or kept, as ``--contaminated`` says.
-    """
+    """The documents read, skipped by reason, and kept; the kept ones are packed into the splits."""
 
     splits: dict[str, SplitLedger]
     documents_read: int
     documents_kept: int
     documents_skipped: dict[str, int]
-    documents_repeated: int
-    documents_unsampled: int
+    documents_repeated: int  # the times that a document comes again, with --weights
+    documents_unsampled: int  # the documents in no split, with --weights
+    # tokens of turns removed from chats, and of chats skipped for the same reason, by reason; no split includes them
     tokens_cut: dict[str, int]
-    edits: dict[str, int] = field(default_factory=dict)
+    edits: dict[str, int] = field(default_factory=dict)  # what cleaning changed in the documents read, by kind
+    # the documents read that share words with evaluation tasks, by task; --contaminated says whether they are skipped
     contaminated: dict[str, int] = field(default_factory=dict)
 
     def imbalances(self, max_length: int) -> list[str]:
@@ -243,21 +232,16 @@ class MergedPart:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``.
-
-    A merged token dataset has ``parts``, in the order of their rows; its ``settings`` are those of the first part.
-    ``has_index`` says whether each split has a document index (``packing/document_index.py``); older versions wrote
-    none. ``cleaning`` has the settings of each cleaning step by switch, such as thresholds and hashes of files; after a
-    merge, each part has its own.
-    """
+    """The content of ``manifest.json``."""
 
     ledger: Ledger
     sources: tuple[SourceRecord, ...]
     tokenizer: TokenizerRecord
-    settings: Settings
+    settings: Settings  # after a merge, of the first part
     versions: dict[str, str]
-    parts: tuple[MergedPart, ...] = ()
-    has_index: bool = False
+    parts: tuple[MergedPart, ...] = ()  # of a merged token dataset, in the order of their rows
+    has_index: bool = False  # whether each split has a document index; older versions wrote none
+    # the settings of each cleaning step by switch, such as thresholds and hashes of files; of a merge, see its parts
     cleaning: dict[str, Any] = field(default_factory=dict)
 
     def imbalances(self) -> list[str]:

@@ -172,10 +172,7 @@ def _places(documents: np.ndarray, parts: tuple[np.ndarray, np.ndarray], records
 
 
 def _placed(
-    rows: Sequence[Sequence[_Row]],
-    parts: tuple[np.ndarray, np.ndarray],
-    records: Sequence[ShardRecord],
-    num_read: int,
+    rows: Sequence[Sequence[_Row]], parts: tuple[np.ndarray, np.ndarray], records: Sequence[ShardRecord], num_read: int
 ) -> Iterator[tuple[_Row, tuple[int, int]]]:
     """Yield those of ``rows`` among the first ``num_read``, with the number of their file and their row there."""
     files, rows_before = parts

@@ -130,13 +130,8 @@ def remove_outdated_shards(folder: Path) -> int:
 class ShardWriter:
     """A writer of the files of a shard, a context manager that closes them; ``finish`` makes the shard a finished one.
 
-    Args:
-        folder: where the files are written.
-        shard: what is encoded.
-        show: called with the bytes, documents and tokens done.
-        hashed: whether documents are hashed.
-        signed: whether documents have signatures.
-        skips_bad_rows: whether bad rows are recorded; otherwise the first one is an error.
+    ``show`` is called with the bytes, documents and tokens done. Documents are ``hashed``, and have signatures if
+    ``signed``. The first bad row is an error unless ``skips_bad_rows``.
     """
 
     def __init__(

@@ -198,11 +198,7 @@ def open_input(slices: Sequence[Slice], folder: Path, sizes: ShardSizes) -> Open
 
 
 def _in_order(slices: Sequence[Slice]) -> list[Slice]:
-    """Return slices in their order.
-
-    Raises:
-        InputError: they are not all slices of one run, each once, or one is damaged.
-    """
+    """Return slices in their order; raise InputError unless they are all slices of one run, each once and undamaged."""
     first, by_number = slices[0], dict[int, Slice]()
     kinds = {one.arguments.counts_lines: one.folder for one in slices}
     if len(kinds) > 1:
@@ -249,11 +245,7 @@ def _damaged_files(one: Slice, log: ThrottledLog) -> Iterator[str]:
 
 
 def _check_working_folder(slices: Sequence[Slice]) -> None:
-    """Check that paths mean what they meant for the tasks.
-
-    Raises:
-        InputError: some are relative, and a task ran in another folder.
-    """
+    """Check that paths mean what they meant for the tasks."""
     given = slices[0].arguments
     places = [*map(place_of, [*given.dataset, *(given.validation_dataset or ())]), given.tokenizer_name]
     places += [*(given.decontaminate or ()), *([given.chat_template] if given.chat_template else [])]

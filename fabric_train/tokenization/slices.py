@@ -19,15 +19,10 @@ import numpy as np
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.fabric_command import command_from_here
 from fabric_train.files.atomic_folder import check_not_taken, complete_folder
+from fabric_train.tokenization import slice_folder
 from fabric_train.tokenization.build import notes_of, write_token_dataset
+from fabric_train.tokenization.cleaning import line_counts
 from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, write_repeated_lines
-from fabric_train.tokenization.cleaning.line_counts import (
-    add_up_lines,
-    count_lines,
-    counting_settings,
-    lines_file,
-    split_to_count,
-)
 from fabric_train.tokenization.corpus import OpenedCorpus, open_corpus, unfinished_folder
 from fabric_train.tokenization.encoding import EncodedSources, encode_sources, unfinished_shards
 from fabric_train.tokenization.manifest import Manifest
@@ -35,17 +30,7 @@ from fabric_train.tokenization.reading.listing import SHA256_BYTES
 from fabric_train.tokenization.reading.sources import Source
 from fabric_train.tokenization.shard_files import ShardRecord, read_record
 from fabric_train.tokenization.shards import SIZES, ShardSizes
-from fabric_train.tokenization.slice_folder import (
-    InputFile,
-    Slice,
-    check_settings,
-    check_unchanged,
-    folders_of_shards,
-    open_input,
-    part_of,
-    states_of,
-    write_slice,
-)
+from fabric_train.tokenization.slice_folder import InputFile, Slice, part_of, states_of, write_slice
 from fabric_train.tokenization.tokenizers.parity_check import ParityCheck
 from fabric_train.tokenization.workers import ThrottledLog
 
@@ -64,14 +49,14 @@ def count_slice(arguments: "TokenizeArguments", sizes: ShardSizes = SIZES) -> li
     with unfinished_folder(target, sizes) as unfinished, complete_folder(target) as folder:
         # the tokenizer is of no use here, but a wrong one is found before the lines are counted
         corpus = open_corpus(arguments, folder, unfinished, sizes)
-        all_shards = split_to_count(corpus)
+        all_shards = line_counts.split_to_count(corpus)
         shards = list(compress(all_shards, part.of([shard.num_bytes for shard in all_shards])))
         started = time.monotonic()
-        count_lines(corpus, shards, unfinished)
+        line_counts.count_lines(corpus, shards, unfinished)
         states = list(chain.from_iterable(states_of(corpus.sources)))
         own = compress(states, part.of([size for _, _, size, *_ in states]))
         files = [InputFile(state, None) for state in own]
-        write_slice(folder, unfinished, shards, arguments, "", counting_settings(corpus), files)
+        write_slice(folder, unfinished, shards, arguments, "", line_counts.counting_settings(corpus), files)
     seconds, num_bytes = time.monotonic() - started, sum(shard.num_bytes for shard in shards)
     return [
         f"slice      {arguments.shard}: lines of {len(shards):,} shards are counted",
@@ -86,14 +71,16 @@ def merge_counts(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
         InputError: the input has changed since the slices were made, or cannot be read.
     """
     with complete_folder(target) as folder:
-        corpus = open_input(slices, folder, sizes)
+        corpus = slice_folder.open_input(slices, folder, sizes)
         shutil.rmtree(corpus.tokenizer_folder)
-        check_settings(slices, counting_settings(corpus))
-        shards, folders = split_to_count(corpus), folders_of_shards(slices)
+        slice_folder.check_settings(slices, line_counts.counting_settings(corpus))
+        shards, folders = line_counts.split_to_count(corpus), slice_folder.folders_of_shards(slices)
         lost = [shard.index for shard in shards if shard.key not in folders]
-        check_unchanged(slices, corpus, shards, lost)
+        slice_folder.check_unchanged(slices, corpus, shards, lost)
         assert corpus.cleaner is not None, "--boilerplate is a cleaning step"
-        lines = add_up_lines(corpus, shards, [lines_file(folders[shard.key], shard) for shard in shards])
+        lines = line_counts.add_up_lines(
+            corpus, shards, [line_counts.lines_file(folders[shard.key], shard) for shard in shards]
+        )
         lines = lines.redacted(corpus.cleaner.redact)
         write_repeated_lines(folder, lines, corpus.arguments.text_column)
     return lines
@@ -143,7 +130,7 @@ def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
         InputError: the input has changed since the slices were made, or the token dataset cannot be written.
     """
     with complete_folder(target) as folder:
-        corpus = open_input(slices, folder, sizes)
+        corpus = slice_folder.open_input(slices, folder, sizes)
         encoded = _join(corpus, slices)
         notes = notes_of(corpus, encoded)
         manifest = write_token_dataset(folder, corpus, encoded)
@@ -151,27 +138,23 @@ def merge_slices(slices: Sequence[Slice], target: Path, sizes: ShardSizes = SIZE
 
 
 def _join(corpus: OpenedCorpus, slices: Sequence[Slice]) -> EncodedSources:
-    """Return the shards and the hashed files of all slices.
-
-    Raises:
-        InputError: the input has changed since, or a slice is damaged.
-    """
+    """Return the shards and the hashed files of all slices."""
     encoder = slices[0].record.encoder
-    check_settings(slices, corpus.settings)
+    slice_folder.check_settings(slices, corpus.settings)
     by_encoder = {one.record.encoder: one.folder for one in slices}
     if len(by_encoder) > 1:
         pairs = " and ".join(f"{folder} by {name}" for name, folder in list(by_encoder.items())[:2])
         raise InputError(f"encoded differently: {pairs}; run the tasks on machines with the same packages")
     shards = corpus.shards(encoder)
-    folders = folders_of_shards(slices)
+    folders = slice_folder.folders_of_shards(slices)
     records, log = dict[int, ShardRecord](), ThrottledLog()
     for shard in shards:
         log(f"reading slices: {shard.index:,} of {len(shards):,} shards")
         record = read_record(folders[shard.key], shard) if shard.key in folders else None
         if record is not None:
             records[shard.index] = record
-    lost = [shard.index for shard in unfinished_shards(shards, records, corpus.caps)]
-    check_unchanged(slices, corpus, shards, lost)
+    lost = [shard.index for shard in unfinished_shards(corpus, shards, records)]
+    slice_folder.check_unchanged(slices, corpus, shards, lost)
     hashed = {file.state: file.hashed for one in slices for file in one.record.files if file.hashed is not None}
     return EncodedSources(
         shards=[shard for shard in shards if shard.index in records],

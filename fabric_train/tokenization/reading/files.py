@@ -215,11 +215,7 @@ def _read_json_lines(reader: FileReader) -> Iterator[tuple[int, Row | BadRowErro
 
 
 def _parse_line(line: bytes, start: int, reader: FileReader, number: int) -> Any:
-    """Parse a line more slowly than orjson, which rejects NaN and lone surrogates, and takes a key that is repeated.
-
-    Raises:
-        BadRowError: the line is not UTF-8 or not JSON, or repeats a key.
-    """
+    """Parse a line more slowly than orjson, which rejects NaN and lone surrogates, and takes a key that is repeated."""
     text = _decode(line, reader.part.name, start)
     try:
         return _parse_json(text.strip(), reader.columns)
@@ -343,11 +339,7 @@ def _whole_parquet(path: str) -> Iterator[None]:
 
 
 def _parse_json(text: str, columns: Sequence[str]) -> Any:
-    """Parse JSON in which no object has one of ``columns`` twice.
-
-    Raises:
-        BadRowError: it is not JSON, or repeats a column.
-    """
+    """Parse JSON in which no object has one of ``columns`` twice."""
 
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)
@@ -370,11 +362,7 @@ def _parse_json(text: str, columns: Sequence[str]) -> Any:
 
 
 def _decode(data: bytes, path: str, offset: int) -> str:
-    """Decode UTF-8 that begins at byte ``offset`` of ``path``, and remove a byte order mark.
-
-    Raises:
-        BadRowError: naming the first byte that is not UTF-8.
-    """
+    """Decode UTF-8 that begins at byte ``offset`` of ``path``, and remove a byte order mark."""
     if offset == 0 and data.startswith(codecs.BOM_UTF8):
         data = data[len(codecs.BOM_UTF8) :]
         offset = len(codecs.BOM_UTF8)

@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.cli.output import redact
-from fabric_train.tokenization.documents import BadRowError, Row
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.reading.files import FileReader, is_readable, readable_suffixes, split_file
 from fabric_train.tokenization.reading.hf_datasets import (
     DatasetName,
     DatasetSource,
+    RowReader,
     StreamSource,
     is_hub_name,
     is_saved,
@@ -44,21 +44,6 @@ from fabric_train.tokenization.workers import ThrottledLog
 PART = ".part"  # the suffix of a file whose download has not finished
 _NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
 _SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
-
-
-class PartReader(Protocol):
-    """An iterable over the rows of a part; see ``files.FileReader``."""
-
-    position: int
-    num_counted: int
-
-    def __iter__(self) -> Iterator[tuple[int, Row | BadRowError]]: ...
-
-    def sha256(self) -> bytes:
-        """Return the SHA-256 of the file that was read, ``NO_SHA256`` if that is not known."""
-
-    def place(self, number: int) -> str:
-        """Return the place of row ``number`` for messages."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +97,7 @@ class FileSource:
         return SourceRecord(name=self.name, kind="files", files=files, splits=(), revision=None, folder=folder)
 
 
+PartReader = FileReader | RowReader
 Source = FileSource | DatasetSource | StreamSource
 
 
@@ -265,9 +251,6 @@ def _open_url(url: str, option: str, folder: Path) -> FileSource:
 
     Files are downloaded before they are read, so that several processes can read parts of one file, the file can be
     hashed, and a restart does not download it again.
-
-    Raises:
-        InputError: the protocol's package is not installed, there is no readable file, or the download fails.
     """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
