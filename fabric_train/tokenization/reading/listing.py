@@ -66,6 +66,7 @@ class ListedFile:
 
     @property
     def path(self) -> Path:
+        """The path; making it takes longer than a system call, so that code for many files uses ``name``."""
         return Path(self.name)
 
 
