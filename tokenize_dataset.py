@@ -29,7 +29,7 @@ _WIDTH_OF_FILES = 200  # columns of a table in redirected output, which rich wou
 
 
 def main(argv: list[str] | None = None, sizes: "ShardSizes | None" = None) -> None:
-    """Tokenize what the command line names and print a summary; ``sizes`` are those of the shards.
+    """Tokenize what the command line names, in shards of these ``sizes``, and print a summary.
 
     Raises:
         InputError: the input cannot be used; nothing has been written.

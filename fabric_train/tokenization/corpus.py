@@ -25,7 +25,7 @@ from fabric_train.tokenization.documents import BadRowError, Row, missing_column
 from fabric_train.tokenization.manifest import SourceRecord
 from fabric_train.tokenization.packing.rows import Packing
 from fabric_train.tokenization.reading.listing import sha256
-from fabric_train.tokenization.reading.sources import PART, Source, open_sources, split_names
+from fabric_train.tokenization.reading.sources import UNFINISHED_SUFFIX, Source, open_sources, split_names
 from fabric_train.tokenization.shards import SIZES, Shard, ShardSizes, files_read_at_once, split_into_shards
 from fabric_train.tokenization.tokenizers.tokenizer import load_tokenizer
 from fabric_train.tokenization.tokenizers.tokenizer_folder import CorpusTokenizer, set_chat_template
@@ -65,7 +65,7 @@ def unfinished_folder(target: Path, sizes: ShardSizes = SIZES) -> Iterator[Path]
             yield folder
         except BaseException:
             num_finished = sum(file.suffix in (".npz", ".lines") for file in folder.glob("*"))
-            downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != PART]
+            downloads = [file for file in (folder / DOWNLOADS).glob("*") if file.suffix != UNFINISHED_SUFFIX]
             parts = folder.rglob("*") if num_finished else downloads
             if sum(file.stat().st_size for file in parts) > sizes.worth_keeping:
                 kept = f"{num_finished:,} finished shards" + (f" and {len(downloads):,} downloads" if downloads else "")

@@ -92,7 +92,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer, and the template with which chats were rendered; its fields are None without chats."""
+    """The tokenizer. The hash and the token of the template with which chats were rendered are None without chats."""
 
     name: str
     vocab_size: int  # the largest id plus one

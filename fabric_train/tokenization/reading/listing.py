@@ -66,6 +66,7 @@ class ListedFile:
 
     @property
     def path(self) -> Path:
+        """The path; making it takes longer than a system call, so that code for many files uses ``name``."""
         return Path(self.name)
 
 
@@ -267,6 +268,15 @@ def sha256(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[SourceFile, ...]:
+    """Return the records of hashed files; a path that is not UTF-8 has escapes."""
+    folder = "" if root == Path() else os.path.join(root, "")
+    names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
+    paths = (name.decode("utf-8", "backslashreplace") for name in names)
+    hashes = (digest.tobytes().hex() for digest in digests)
+    return tuple(map(SourceFile, paths, files.sizes, hashes))
+
+
 def check_unchanged(file: ListedFile, digest: bytes | None = None) -> None:
     """Check that size and ``mtime_ns`` of a file are still what they were when it was listed.
 
@@ -338,15 +348,6 @@ class PackedParts(Sequence[FilePart]):
         index = range(len(self))[index]
         origin, num_bytes, start, stop = self._numbers[_FIELDS * index : _FIELDS * (index + 1)]
         return FilePart(self._files[origin], num_bytes, start, None if stop == _TO_THE_END else stop, origin)
-
-
-def hashed_files(root: Path, files: ListedFiles, digests: np.ndarray) -> tuple[SourceFile, ...]:
-    """Return the records of hashed files; a path that is not UTF-8 has escapes."""
-    folder = "" if root == Path() else os.path.join(root, "")
-    names = (os.fsencode(file.name.removeprefix(folder)) for file in files)
-    paths = (name.decode("utf-8", "backslashreplace") for name in names)
-    hashes = (digest.tobytes().hex() for digest in digests)
-    return tuple(map(SourceFile, paths, files.sizes, hashes))
 
 
 def file_suffix(name: str | Path) -> str:

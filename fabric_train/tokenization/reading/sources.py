@@ -41,7 +41,7 @@ from fabric_train.tokenization.reading.listing import (
 )
 from fabric_train.tokenization.workers import ThrottledLog
 
-PART = ".part"  # the suffix of a file whose download has not finished
+UNFINISHED_SUFFIX = ".part"  # the suffix of a file whose download has not finished
 _NAMED = re.compile(r"(\w[\w.-]*)=(.+)", re.DOTALL)
 _SUBSETS_IN_README = re.compile(r"\s*---\s*\n(?:(?!---).*\n)*?(?:configs|dataset_info):")
 
@@ -279,7 +279,7 @@ def _fetch(system: Any, path: str, folder: Path) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}{PART}")
+    part = target.with_name(f"{target.name}{UNFINISHED_SUFFIX}")
     log = ThrottledLog()
     with system.open(path, "rb") as remote, part.open("wb") as local:
         while piece := remote.read(1 << 22):

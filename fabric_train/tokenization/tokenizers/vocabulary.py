@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _PARTIAL = "\ufffd"  # decoders write it for bytes that are not a whole character
 _LONGEST_CHARACTER = 4  # in bytes of UTF-8, and so in tokens
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,6 @@ def load_vocabulary(folder: Path) -> Vocabulary | None:
         pad_token_id=by_role["pad_token"],
         unk_token_id=by_role["unk_token"],
     )
-
-
-_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def _names(file: Path) -> dict[str, str]:
