@@ -180,8 +180,11 @@ def tiny_tokens_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Pa
 
 @pytest.fixture(scope="session")
 def forked_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRuns]:
-    """Starts runs of real ranks in about a second each; the first start takes as long as the imports."""
-    runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"))
+    """Starts runs of real ranks in about a second each; the first start takes as long as the imports.
+
+    A run draws its losses only if its test asks for that: ``start(draws=True)``.
+    """
+    runs = ForkedRuns(tmp_path_factory.mktemp("forked-runs"), draws=False)
     yield runs
     runs.close()
 

@@ -40,6 +40,7 @@ _IMPORTED_LATER = (
     "fabric_train.distributed.watchdog",
     "fabric_train.preflight.memory_plan",
     "fabric_train.preflight.prepare",
+    "fabric_train.training.loss_curves",
     "fabric_train.training.run",
     "torch._dynamo",
     "torch.distributed._shard.checkpoint",
@@ -48,6 +49,7 @@ _IMPORTED_LATER = (
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
     "rich._emoji_codes",
+    "transformers.conversion_mapping",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -132,21 +134,31 @@ class ForkedRun:
 class ForkedRuns:
     """Starts runs; ``close`` ends those that still run."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        draws: bool = True,
+        imports: Sequence[str] = _IMPORTED_LATER,
+    ) -> None:
         """Start the server; ``folder`` keeps the output of the ranks.
 
         Args:
             folder: for the output of the ranks.
             env: further environment variables of the server; a ``PYTHONPATH`` comes before what can be imported here.
+            draws: whether runs draw ``loss_curves.png`` where ``start`` does not say it. Drawing takes half the time of
+                a run of a few steps.
+            imports: modules that the server imports besides the program.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._num_runs = folder, 0
+        self._folder, self._num_runs, self._draws = folder, 0, draws
         further = dict(env or {})
         # what can be imported here can be there
         path = os.pathsep.join(filter(None, [further.pop("PYTHONPATH", ""), str(ROOT), *sys.path]))
         with (folder / "server.stderr").open("wb") as stderr:
             self._server = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve())],
+                [sys.executable, str(Path(__file__).resolve()), *imports],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -163,6 +175,7 @@ class ForkedRuns:
         before: str = "",
         env: Mapping[str, str] | None = None,
         program: str = "fabric_train.__main__",
+        draws: bool | None = None,
     ) -> ForkedRun:
         """Start the ranks of a run and return at once.
 
@@ -174,6 +187,7 @@ class ForkedRuns:
                 make the rank fail at a certain moment.
             env: further environment variables.
             program: name of a module with a ``main``.
+            draws: whether the run draws ``loss_curves.png``; by default as the server was told.
         """
         self._num_runs += 1
         folder = self._folder / f"run-{self._num_runs:03d}"
@@ -185,6 +199,7 @@ class ForkedRuns:
             "cwd": str(cwd or folder),
             "before": before,
             "output": str(folder),
+            "draws": self._draws if draws is None else draws,
             "environments": [_environment() | variables | dict(env or {}) for variables in launcher],
         }
         assert self._server.stdin is not None
@@ -263,10 +278,11 @@ def serve() -> None:
     """Import, then fork the requested ranks until an empty line or the end of standard input."""
     answers = os.dup(1)
     os.dup2(2, 1)  # standard output is for answers alone
-    for module in ("arguments", "fabric_train.__main__", *_IMPORTED_LATER):
+    for module in ("arguments", "fabric_train.__main__", *sys.argv[1:]):
         importlib.import_module(module)
-    get_mapping = importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
-    get_mapping("llama")  # compiles the patterns of every family, which takes a third of a small run
+    if "transformers.conversion_mapping" in sys.modules:
+        # compiles the patterns of every family, which takes a third of a small run
+        sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
     gc.collect()
     gc.freeze()  # the ranks' garbage collections do not touch the pages that they share
     running: dict[int, Path] = {}
@@ -333,10 +349,19 @@ def _run(rank: int, request: dict[str, Any]) -> NoReturn:
     torch.set_num_threads(1)
 
     def main() -> None:
+        if not request["draws"]:
+            _leave_out_pictures()
         exec(request["before"], {"rank": rank})
         importlib.import_module(request["program"]).main()
 
     run_program(main)
+
+
+def _leave_out_pictures() -> None:
+    from fabric_train.training.loss_curves import LossCurves
+
+    assert callable(LossCurves._draw)
+    LossCurves._draw = lambda _: None  # type: ignore[method-assign]
 
 
 def _write_at_once(file: Path, text: str) -> None:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -95,11 +94,12 @@ def test_a_run_over_two_ranks_trains_and_leaves_no_process(
 ) -> None:
     line = f"--model_name {tiny_model_dir} --train_data_dir {tiny_tokens_dir} --output_dir run --max_step 2"
     line += " --accelerator cpu --total_batch_size 4 --loggers csv --num_workers 1"
-    run = forked_runs.start(line.split(), 2, cwd=tmp_path)
+    run = forked_runs.start(line.split(), 2, cwd=tmp_path, draws=True)
     run.finish()
     assert "2 × fsdp" in run.stdout(0)
     assert run.stdout(1) == run.stderr(1) == ""
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert (tmp_path / "run" / "loss_curves.png").is_file()
     assert not any(psutil.pid_exists(pid) for pid in run.pids)
 
 
@@ -117,11 +117,9 @@ def test_killed_rank_ends_its_workers_and_leaves_the_others(forked_runs: ForkedR
 
 
 def test_closing_ends_what_still_runs(tmp_path: Path) -> None:
-    runs = ForkedRuns(tmp_path / "output")
+    runs = ForkedRuns(tmp_path / "output", imports=())
     run = runs.start([], 2, before="import time; time.sleep(600)")
-    started = time.monotonic()
     runs.close()
-    assert time.monotonic() - started < 20
     assert not any(psutil.pid_exists(pid) for pid in run.pids)
 
 

@@ -64,7 +64,7 @@ class Stopping:
             **options,
         }
         words = argv(self._model, self.folder / "tokens", self.folder / name, **given)
-        return self._forked.start(words, 1, before=before)
+        return self._forked.start(words, 1, before=before, draws=name == "whole")
 
     def losses(self, name: str, source: str) -> list[float]:
         with (self.folder / name / "metrics.csv").open(newline="", encoding="utf-8") as file:

@@ -142,6 +142,6 @@ def _folder() -> Path:
 @cache
 def _server() -> ForkedRuns:
     """Return the server of this process's runs: its imports take longer than a run."""
-    runs = ForkedRuns(_folder() / "server", _variables(1))
+    runs = ForkedRuns(_folder() / "server", _variables(1), draws=False)
     atexit.register(runs.close)
     return runs
