@@ -1,10 +1,10 @@
 """List the files on the way of one step, one document and one checkpoint: ``python -m tests.reading_list``.
 
 The calls are followed while they happen. A small text is tokenized, a small Llama trains on it for one step and saves a
-checkpoint, and a second run resumes from that, all with the programs' defaults on one CPU device. A trace notes each
-statement of ``fabric_train/`` that runs. So it also follows what a reader of the source cannot see: a hook of
-PyTorch, a head that was replaced, a worker process, a thread. It does not follow what a plain run leaves out, such as
-cleaning, chats, mixtures, XLA, the kernels of a GPU, several ranks, and the report of an error.
+checkpoint, and a second run resumes from that, all on one CPU device, with the programs' defaults and no validation. A
+trace notes each statement of ``fabric_train/`` that runs. So it also follows what a reader of the source cannot see: a
+hook of PyTorch, a head that was replaced, a worker process, a thread. It does not follow what a plain run leaves out,
+such as cleaning, chats, mixtures, XLA, the kernels of a GPU, several ranks, and the report of an error.
 
 A way begins in some files and has all that they call, directly or through others, except functions that a subpackage
 above has handed down, such as the one that prints a line after a save. A file is on the list if at least
@@ -172,15 +172,16 @@ def trace_programs(folder: Path) -> list[tuple[str, str, int]]:
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
     tokens, run, notes = folder / "tokens", folder / "run", folder / "notes"
     trace = Trace(notes)
-    tokenize = ["--dataset", texts, "--tokenizer_name", folder / "model", "--max_length", 32, "--output_dir", tokens]
+    tokenize = ["--dataset", texts, "--tokenizer_name", folder / "model", "--output_dir", tokens]
+    tokenize += ["--max_length", 32, "--validation_split", 0, "--num_proc", 1]
     training = ["--train_data_dir", tokens, "--model_name", folder / "model", "--output_dir", run, "--devices", 1]
-    training += ["--accelerator", "cpu", "--num_workers", 0, "--eval_at_start", "false", "--lr_schedule", "constant"]
+    training += ["--accelerator", "cpu", "--num_workers", 0, "--loggers", "csv", "--lr_schedule", "constant"]
     with trace.of("tokenize"):
-        tokenize_dataset.main([str(part) for part in [*tokenize, "--num_proc", 1]])
+        tokenize_dataset.main([str(part) for part in tokenize])
     with trace.of("train"):
         train([str(part) for part in [*training, "--max_step", 1]])
     with trace.of("resume"):
-        train([str(part) for part in [*training, "--max_step", 2, "--resume", "true", "--allow_changes", "true"]])
+        train([str(part) for part in [*training, "--max_step", 2, "--resume", "true"]])
     return [tuple(json.loads(line)) for line in notes.read_text(encoding="utf-8").splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/ name only tests, files, links and options that exist."""
+"""README, CONTRIBUTING and docs/ name only what exists; README and the ways through the code are short."""
 
 import ast
 import re
@@ -92,6 +92,26 @@ def test_every_relative_link_leads_to_a_file() -> None:
         if not (path.parent / target).exists()
     ]
     assert not missing, "links that lead nowhere:\n" + "\n".join(missing)
+
+
+def slugs(path: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a document."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_to_a_section_leads_to_its_heading() -> None:
+    missing = []
+    for path in DOCUMENTS:
+        for file, section in re.findall(r"\]\(((?!\w+:)[^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if (file.endswith(".md") or not file) and section not in slugs(path.parent / file if file else path):
+                missing.append(f"{path.relative_to(ROOT)}: {file}#{section}")
+    assert not missing, "sections that do not exist:\n" + "\n".join(missing)
+
+
+def test_the_first_page_has_at_most_900_words() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
 def test_every_option_that_the_documents_name_exists() -> None:
