@@ -320,7 +320,7 @@ _ADVICE = "give the tokenizer of an instruct model, or a template by --chat_temp
 
 
 def own_template(tokenizer: "PreTrainedTokenizerFast", advice: str = _ADVICE) -> ChatTemplate | None:
-    """Return the tokenizer's template, or None if it has none.
+    """Return the tokenizer's template; None if it has none.
 
     Raises:
         InputError: the template cannot be used, or there are several; ``advice`` ends the message.

@@ -267,7 +267,7 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
 
 
 def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> None:
-    """Copy records to the beginning of ``target``, with a number added to some of their fields."""
+    """Copy records to the beginning of ``target``, with numbers added to some of their fields."""
     for begin in range(0, len(records), _RECORDS_PER_COPY):
         part = np.array(records[begin : begin + _RECORDS_PER_COPY])
         for name, number in added.items():
@@ -321,9 +321,9 @@ def num_records(index: DocumentIndex) -> int:
 
 
 def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
-    """Return the files with a name, or if there is none, those whose name ends with ``/name``, by their whole name.
+    """Return the numbers of the files with a name, or else those that end with ``/name``, by their whole name.
 
-    The same file may have several numbers: it was given twice, or is in several parts of a merged token dataset.
+    A file may have several numbers: it was given twice, or is in several parts of a merged token dataset.
     """
     exact, ending = dict[str, list[int]](), dict[str, list[int]]()
     for file in range(sources.num_files):
