@@ -11,14 +11,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import (
-    TOO_DEEP,
-    Chat,
-    Message,
-    is_blank,
-    read_chat,
-    supervised_turns,
-)
+from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message, is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.chats.chat_template import (
     LLAMA3_CONTROL_TOKENS,
     LLAMA3_TEMPLATE,
