@@ -11,14 +11,7 @@ import numpy as np
 
 from fabric_train.cli.errors import InputError
 from fabric_train.tokenization import manifest
-from fabric_train.tokenization.chats.chat_format import (
-    TOO_DEEP,
-    Chat,
-    Message,
-    is_blank,
-    read_chat,
-    supervised_turns,
-)
+from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message, is_blank, read_chat, supervised_turns
 from fabric_train.tokenization.chats.chat_template import (
     LLAMA3_CONTROL_TOKENS,
     LLAMA3_TEMPLATE,
@@ -320,7 +313,7 @@ _ADVICE = "give the tokenizer of an instruct model, or a template by --chat_temp
 
 
 def own_template(tokenizer: "PreTrainedTokenizerFast", advice: str = _ADVICE) -> ChatTemplate | None:
-    """Return the tokenizer's template, or None if it has none.
+    """Return the tokenizer's template; None if it has none.
 
     Raises:
         InputError: the template cannot be used, or there are several; ``advice`` ends the message.

@@ -95,11 +95,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        variables: Mapping[str, Any],
-        added_tokens: Collection[str],
-        special_tokens: Collection[str],
+        self, source: str, variables: Mapping[str, Any], added_tokens: Collection[str], special_tokens: Collection[str]
     ) -> None:
         if not source.isascii():
             check_surrogates(source)

@@ -117,10 +117,7 @@ class ControlTokens:
         return messages
 
     def encode_ahead(self, texts: Iterable[str]) -> None:
-        """Encode what is between the control tokens of these renderings in one call, for ``encode`` and ``count``.
-
-        What was encoded before is forgotten.
-        """
+        """Encode the parts of these renderings in one call, for ``encode`` and ``count``; forget what was before."""
         self._ids = {text: np.array([token_id], np.int32) for text, token_id in self._control.items()}
         self._ids[""] = np.empty(0, np.int32)
         self._with_control = set()
@@ -129,11 +126,9 @@ class ControlTokens:
             self._encode_new(chain.from_iterable(self._parts.values()))
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a rendering.
+        """Encode a rendering of shielded messages, which has no half of a surrogate pair.
 
-        Args:
-            text: the rendering of shielded messages, without half of a surrogate pair.
-            spans: (start, end) of the characters to mark, in order and without overlap.
+        ``spans`` are (start, end) of the characters to mark, in order and without overlap.
 
         Returns:
             The ids, int32 [T], and which of them lie at least partly in a span, bool [T].

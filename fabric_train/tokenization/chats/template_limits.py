@@ -16,8 +16,7 @@ from types import FrameType
 
 from fabric_train.tokenization.documents import BadRowError
 
-MEMORY = 1 << 30
-"""Bytes that a rendering may take beyond what the process has."""
+MEMORY = 1 << 30  # bytes that a rendering may take beyond what the process has
 _SECONDS_OF_CHILD = 30  # of processor time, for all renderings of a trial
 _LONGEST_TRIAL = 300.0  # seconds; the machine may be busy
 

@@ -20,8 +20,8 @@ from fabric_train.cli.errors import InputError
 from fabric_train.files.typed_json import read_json
 from fabric_train.tokenization.cleaning.dropped import Dropped
 
+# letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed
 MIN_LETTERS = 15
-"""Letters and digits of a line that counts, so that no blank line, brace, ``else:`` or name in a play is removed."""
 _COUNTS = re.compile(rf"(?:[\W_]*[^\W_]){{{MIN_LETTERS}}}")
 _EDIT = "boilerplate lines"
 _REASON = "only_boilerplate"

@@ -12,21 +12,24 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.chats.chat_format import TOO_DEEP, Chat, Message
 from fabric_train.tokenization.chats.control_tokens import check_surrogates
 from fabric_train.tokenization.cleaning import minhash
+from fabric_train.tokenization.cleaning.boilerplate import Boilerplate, open_boilerplate
+from fabric_train.tokenization.cleaning.decontamination import open_decontamination
 from fabric_train.tokenization.cleaning.dropped import Dropped, Marked, TaskHit
+from fabric_train.tokenization.cleaning.language import open_language_filter
+from fabric_train.tokenization.cleaning.personal_data import open_redaction
+from fabric_train.tokenization.cleaning.quality import open_quality_filter
 from fabric_train.tokenization.documents import BadRowError
 
 if TYPE_CHECKING:
     from fabric_train.tokenization.arguments import TokenizeArguments
-    from fabric_train.tokenization.cleaning.boilerplate import Boilerplate
 
 _NO_TEXT = frozenset(["role", "type", "id", "name", "tool_call_id", "tools"])  # what a program reads
 _SPEAKERS = ("user", "assistant")
-_NOT_FOR_CHATS = {
+_NOT_FOR_CHATS = {  # and why
     "boilerplate": "a chat cannot lose a line of a turn",
     "language_by paragraph": "a chat cannot lose a paragraph of a turn",
     "quality": "its rules are for web pages, and a good answer may be one word",
 }
-"""Switches, and why they are refused for chats."""
 
 
 class CleaningStep(Protocol):
@@ -102,7 +105,7 @@ class Cleaner:
         """Return the text without personal data if there is such a step: for samples of what other steps drop."""
         return self._redact(text, Counter()) if "redact" in self.steps else text
 
-    def with_boilerplate(self, step: "Boilerplate") -> "Cleaner":
+    def with_boilerplate(self, step: Boilerplate) -> "Cleaner":
         """Return the cleaner that first removes the lines of ``step``; it shows them without personal data."""
         others = {name: one for name, one in self.steps.items() if name != "boilerplate"}
         return replace(self, steps={"boilerplate": step.redacted(self.redact), **others})
@@ -134,25 +137,15 @@ def open_cleaner(arguments: "TokenizeArguments", kinds: Sequence[str]) -> Cleane
     _check_for_chats(arguments, kinds)
     steps: dict[str, CleaningStep] = {}
     if arguments.language is not None:
-        from fabric_train.tokenization.cleaning.language import open_language_filter
-
         steps["language"] = open_language_filter(arguments.language, arguments.language_by)
     if arguments.quality is not None:
-        from fabric_train.tokenization.cleaning.quality import open_quality_filter
-
         steps["quality"] = open_quality_filter(arguments.quality)
     if arguments.redact is not None:
-        from fabric_train.tokenization.cleaning.personal_data import open_redaction
-
         steps["redact"] = open_redaction(arguments.redact.split(","))
     if arguments.decontaminate is not None:
-        from fabric_train.tokenization.cleaning.decontamination import open_decontamination
-
         steps["decontaminate"] = open_decontamination(arguments.decontaminate, arguments.contaminated)
     cleaner = Cleaner(steps, arguments.near_duplicates)
     if arguments.boilerplate is not None:
-        from fabric_train.tokenization.cleaning.boilerplate import open_boilerplate
-
         cleaner = cleaner.with_boilerplate(open_boilerplate(arguments.boilerplate, arguments.text_column))
     return cleaner if cleaner.settings() else None
 

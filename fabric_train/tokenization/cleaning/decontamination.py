@@ -29,7 +29,7 @@ _OF_LM_EVAL = re.compile(r"samples_(.+)_[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9.-]+")
 _SUFFIXES = (".jsonl", ".json")
 _NAMES = ("task", "id", "doc_id")  # columns that are not part of an item's text
 _NUM_CODES = 0x110000
-_SEPARATOR, _WORD, _IGNORED = 0, 1, 2
+_SEPARATOR, _WORD, _IGNORED = range(3)  # kinds of characters
 _SPACE = ord(" ")
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # an odd number with well spread bits, of splitmix64
 SHORTEST = 8  # words of the shortest text that is compared as a whole
@@ -214,10 +214,10 @@ def _kinds() -> np.ndarray:
 
 @dataclass(frozen=True)
 class TaskText:
-    """A text of an item, normalized as ``Words.text`` returns it."""
+    """A text of an item."""
 
     item: TaskItem
-    words: str
+    words: str  # normalized, as ``Words.text`` returns it
 
 
 @dataclass(frozen=True)

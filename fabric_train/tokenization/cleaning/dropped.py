@@ -19,7 +19,7 @@ DROPPED_FILE = "dropped.jsonl"
 CONTAMINATION_FILE = "contamination.jsonl"
 TEXT_CHARACTERS = 500
 PER_SHARD = 3  # documents that a shard keeps for each reason
-PER_REASON = 20
+PER_REASON = 20  # that are shown
 _MOST_BYTES = 64 << 20  # some hundred reasons with 20 texts of 500 characters are less
 
 
@@ -80,6 +80,12 @@ class SampledDrop:
     text: str
 
 
+def evenly_spaced(count: int) -> list[int]:
+    """Return up to 20 of the numbers below ``count``."""
+    number = min(count, PER_REASON)
+    return [place * count // number for place in range(number)]
+
+
 def write_sample(folder: Path, dropped: Sequence[DroppedDocument], sources: SourceTable) -> None:
     """Write at most 20 documents for each reason, spread evenly over their order; no file if there are none."""
     by_reason: dict[str, list[str]] = defaultdict(list)
@@ -111,8 +117,7 @@ def _write(folder: Path, by_reason: Mapping[str, Sequence[str]]) -> None:
     chosen = []
     for reason in sorted(by_reason):
         found = by_reason[reason]
-        count = min(len(found), PER_REASON)
-        chosen += [found[number * len(found) // count] + "\n" for number in range(count)]
+        chosen += [found[number] + "\n" for number in evenly_spaced(len(found))]
     if chosen:
         (folder / DROPPED_FILE).write_text("".join(chosen), encoding="utf-8")
 
@@ -159,9 +164,7 @@ def write_hits(folder: Path, hits: Sequence[ContaminatedDocument], sources: Sour
     A line is ``{"task": ..., "item": ..., "place": "SOURCE: FILE:ROW", "num_shared": ..., "words": ...}``.
     """
     lines = []
-    for one in hits:
-        place = sources.place(one.file, one.row)
-        hit = one.hit
+    for hit, place in ((one.hit, sources.place(one.file, one.row)) for one in hits):
         content = {"task": hit.task, "item": hit.item, "place": place, "num_shared": hit.num_shared, "words": hit.words}
         lines.append(json.dumps(content, ensure_ascii=False) + "\n")
     if lines:

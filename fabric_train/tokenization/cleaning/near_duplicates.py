@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from fabric_train.tokenization.cleaning import minhash
-from fabric_train.tokenization.cleaning.dropped import PER_REASON, TEXT_CHARACTERS, DroppedDocument
+from fabric_train.tokenization.cleaning.dropped import TEXT_CHARACTERS, DroppedDocument, evenly_spaced
 from fabric_train.tokenization.cleaning.minhash import NO_WORDS, NUM_HASHES, SIGNATURE_BYTES, band_hashes, choose_bands
 from fabric_train.tokenization.manifest import DUPLICATE, NEAR_DUPLICATE
 from fabric_train.tokenization.packing.arrow_folder import PiecesToCopy, SpoolReader
@@ -209,8 +209,9 @@ def sample_duplicates(
     None without --near_duplicates.
     """
     starts = np.cumsum([0, *(len(collection.characters) for collection in collections)])
-    exact = _spread([first + one.duplicates for first, one in zip(starts, collections, strict=False)])
-    nearly = _spread([first + one.near_duplicates for first, one in zip(starts, collections, strict=False)])
+    exact = np.concatenate([first + one.duplicates for first, one in zip(starts, collections, strict=False)])
+    nearly = np.concatenate([first + one.near_duplicates for first, one in zip(starts, collections, strict=False)])
+    exact, nearly = exact[evenly_spaced(len(exact))], nearly[evenly_spaced(len(nearly))]
     if not len(exact) and not len(nearly):
         return []
     tokenizer = load_fast(tokenizer_folder / "tokenizer.json", special_text_is_plain=False)
@@ -239,9 +240,3 @@ def sample_duplicates(
     return [
         DroppedDocument(reason, detail, *place_of(document), text_of(document)) for reason, document, detail in details
     ]
-
-
-def _spread(documents: Sequence[np.ndarray]) -> np.ndarray:
-    joined = np.concatenate(documents)
-    count = min(len(joined), PER_REASON)
-    return joined[np.arange(count) * len(joined) // max(count, 1)]

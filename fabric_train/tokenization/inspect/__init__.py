@@ -1,4 +1,4 @@
-"""Show a token dataset: count its rows, compare them with the manifest, print rows.
+"""Show a token dataset: count its rows, compare them with the manifest, print rows; compare two token datasets.
 
-Read ``report.py`` first; ``terminal.py`` and ``page.py`` show what it returns.
+Open ``report.py`` first, or ``comparison.py`` for two; ``terminal.py`` and ``page.py`` show what they return.
 """

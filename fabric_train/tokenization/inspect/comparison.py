@@ -17,11 +17,10 @@ from fabric_train.cli.errors import InputError
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD, identify
 from fabric_train.tokenization.inspect.report import shown_split
 from fabric_train.tokenization.manifest import Manifest, load_manifest
-from fabric_train.tokenization.packing.document_index import DocumentIndex, find_rows, num_records, open_index
+from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks, find_rows, num_records, open_index
 from fabric_train.tokenization.packing.token_folder import Split, open_splits
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
-_DOCUMENTS_PER_READ = 1 << 20  # bounds memory, however large the index is
 NUM_TOKENS = 1 << 20  # of a sample
 FEWEST_DOCUMENTS, MOST_DOCUMENTS = 2000, 10_000
 _DOCUMENTS_PER_DECODING = 64
@@ -73,8 +72,7 @@ def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals
     names = index.sources.names
     sums = np.zeros((len(TextTotals.__dataclass_fields__), len(names)), dtype=np.int64)
     lengths = {"tokens": Counter[int](), "bytes": Counter[int]()}
-    for begin in range(0, len(index.documents), _DOCUMENTS_PER_READ):
-        documents = index.documents[begin : begin + _DOCUMENTS_PER_READ]
+    for _, documents in chunks(index.documents, advance):
         sources = index.sources.sources_of(documents["file"])
         columns = (np.ones(len(documents)), documents["tokens"], documents["bytes"])
         sums += [np.bincount(sources, column, len(names)).astype(np.int64) for column in columns]
@@ -82,7 +80,6 @@ def sum_up(index: DocumentIndex, advance: Callable[[int], None]) -> CorpusTotals
             values, times = np.unique(documents[unit], return_counts=True)
             for value, number in zip(values.tolist(), times.tolist(), strict=True):
                 counts[value] += number
-        advance(len(documents))
     by_source = zip(names, sums.T.tolist(), strict=True)
     return CorpusTotals({name: TextTotals(*values) for name, values in by_source if values[0]}, *lengths.values())
 

@@ -1,7 +1,7 @@
 """The tables of a comparison, which terminal and page show. The two corpora are named A and B."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fabric_train.tokenization.cleaning.language import DEFAULT_THRESHOLD
@@ -84,54 +84,49 @@ def _about_totals(comparison: Comparison) -> str:
 
 
 def _sources(comparison: Comparison) -> TextTable:
-    """Return the sources of both, the largest share first."""
+    def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
+        one, total = corpus.totals.sources[name], corpus.totals.all.bytes
+        shown = (amount(one.documents), amount(one.tokens), amount(one.bytes), _share(one.bytes, total))
+        return one.bytes / max(total, 1), (*shown, _tokens_per_byte(one))
 
-    def values(corpus: CorpusSummary, name: str) -> tuple[str, ...]:
-        source = corpus.totals.sources[name]
-        share = _share(source.bytes, corpus.totals.all.bytes)
-        return amount(source.documents), amount(source.tokens), amount(source.bytes), share, _tokens_per_byte(source)
-
-    shares = [
-        {name: one.bytes / max(corpus.totals.all.bytes, 1) for name, one in corpus.totals.sources.items()}
-        for corpus in comparison.corpora
-    ]
     columns = ("documents", "tokens", "bytes", "share of bytes", "tokens per byte")
-    return _table(("source", "", *columns), _pairs(comparison, shares, values, len(columns)))
+    names = [list(corpus.totals.sources) for corpus in comparison.corpora]
+    return _table(("source", "", *columns), _pairs(comparison, names, values))
 
 
 def _languages(comparison: Comparison) -> TextTable:
-    """Return the languages of the sampled documents, the largest share first."""
+    """Return the languages of the sampled documents."""
 
-    def values(corpus: CorpusSummary, name: str) -> tuple[str, ...]:
-        found = corpus.languages[name]
-        return (
-            f"{found.documents:,}",
-            _share(found.documents, corpus.sample.documents),
-            _share(found.bytes, corpus.sample.bytes),
-            _tokens_per_byte(found),
-            _tokens_per_word(found),
-        )
+    def values(corpus: CorpusSummary, name: str) -> tuple[float, tuple[str, ...]]:
+        one, all_of = corpus.languages[name], corpus.sample
+        shares = (_share(one.documents, all_of.documents), _share(one.bytes, all_of.bytes))
+        shown = (f"{one.documents:,}", *shares, _tokens_per_byte(one), _tokens_per_word(one))
+        return one.documents / all_of.documents, shown
 
-    shares = [
-        {name: one.documents / corpus.sample.documents for name, one in corpus.languages.items()}
-        for corpus in comparison.corpora
-    ]
     columns = ("documents", "share of documents", "share of bytes", "tokens per byte", "tokens per word")
-    lines = list(_pairs(comparison, shares, values, len(columns)))
-    return _table(("language", "", *columns), lines[: 2 * _LANGUAGES_SHOWN])
+    names = [list(corpus.languages) for corpus in comparison.corpora]
+    return _table(("language", "", *columns), _pairs(comparison, names, values)[: 2 * _LANGUAGES_SHOWN])
 
 
 def _pairs(
     comparison: Comparison,
-    shares: list[dict[str, float]],
-    values: Callable[[CorpusSummary, str], tuple[str, ...]],
-    num_values: int,
-) -> Iterator[tuple[str, ...]]:
-    """Yield a line for A and one for B under each name that one of them has, the largest share first."""
-    names = sorted(shares[0].keys() | shares[1].keys(), key=lambda one: (-max(own.get(one, 0) for own in shares), one))
-    for name in names:
-        for label, letter, corpus, own in zip((name, ""), NAMES, comparison.corpora, shares, strict=True):
-            yield label, letter, *(values(corpus, name) if name in own else (_NONE,) * num_values)
+    names: list[list[str]],
+    values: Callable[[CorpusSummary, str], tuple[float, tuple[str, ...]]],
+) -> list[tuple[str, ...]]:
+    """Return a line for A and one for B under each name that one of them has, the largest share first.
+
+    ``values`` returns the share that a name has in a corpus, and its cells.
+    """
+    found = [
+        {name: values(corpus, name) for name in own} for corpus, own in zip(comparison.corpora, names, strict=True)
+    ]
+    shares = {name: max(own[name][0] for own in found if name in own) for own in found for name in own}
+    absent = (_NONE,) * max(len(cells) for own in found for _, cells in own.values())
+    return [
+        (name if letter == "A" else "", letter, *(own[name][1] if name in own else absent))
+        for name in sorted(shares, key=lambda name: (-shares[name], name))
+        for letter, own in zip(NAMES, found, strict=True)
+    ]
 
 
 def _lengths(comparison: Comparison) -> TextTable:

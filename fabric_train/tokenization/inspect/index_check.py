@@ -6,10 +6,9 @@ import numpy as np
 
 from fabric_train.tokenization.inspect.split_check import Problem
 from fabric_train.tokenization.manifest import SourceLedger
-from fabric_train.tokenization.packing.document_index import DocumentIndex
+from fabric_train.tokenization.packing.document_index import DocumentIndex, chunks
 from fabric_train.tokenization.packing.token_folder import RowBatch, altered_rows
 
-_DOCUMENTS_PER_READ = 1 << 20
 _COUNTED = ("documents", "bytes", "tokens_in", "tokens_repeated", "tokens_in_rows")
 
 
@@ -56,8 +55,7 @@ class IndexCheck:
             Problem(self._split, f"document index: {what} {len(rows):,} rows", rows[0])
             for what, rows in self._wrong_rows.items()
         ]
-        for begin in range(0, len(self._index.documents), _DOCUMENTS_PER_READ):
-            documents = self._index.documents[begin : begin + _DOCUMENTS_PER_READ]
+        for _, documents in chunks(self._index.documents, lambda _: None):
             sources = self._index.sources.sources_of(documents["file"])
             self._count("documents", sources, np.ones(len(sources)))
             self._count("bytes", sources, documents["bytes"])

@@ -33,7 +33,6 @@ class DatasetReport:
 
     folder: Path
     manifest: Manifest | None
-    has_tokenizer: bool
     counts: dict[str, Counts]
     problems: list[Problem]
     split: str
@@ -101,7 +100,7 @@ def make_report(folder: Path, split: str, rows: range, advance: Callable[[int, i
     if manifest:
         problems += _ledger_problems(manifest, counts)
         problems += [Problem("chats", loss) for loss in manifest.losses()]
-    return DatasetReport(folder, manifest, vocabulary is not None, counts, problems, shown, views, dropped)
+    return DatasetReport(folder, manifest, counts, problems, shown, views, dropped)
 
 
 def shown_split(folder: Path, splits: Mapping[str, Split], wanted: str) -> Split:

@@ -253,10 +253,8 @@ class SplitCheck:
             outside |= ids >= self.expected.vocab_size
         self._note("ids outside the vocabulary", batch.first_row + _rows_at(batch, np.flatnonzero(outside)))
         if batch.labels is not None:
-            others = np.flatnonzero(supervised & (batch.labels != ids))
-            self._note(
-                "labels of another token than the one at their position", batch.first_row + _rows_at(batch, others)
-            )
+            rows = _rows_at(batch, np.flatnonzero(supervised & (batch.labels != ids)))
+            self._note("labels of another token than the one at their position", batch.first_row + rows)
         if self.expected.unk_token_id is not None:
             unknown = np.flatnonzero(ids == self.expected.unk_token_id)
             rows = _rows_at(batch, unknown)

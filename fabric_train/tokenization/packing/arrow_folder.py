@@ -44,18 +44,13 @@ class SpooledDocuments:
     """The documents of all files, numbered in the order of the files; each document is in one file.
 
     There may be any number of files of any size. Reading in random order is fast for up to 128 files.
-
-    Args:
-        lengths: int64 [documents], tokens in each document; 0 is allowed.
-        files: in order; together they hold as many tokens as ``lengths`` adds up to.
     """
 
-    lengths: np.ndarray
-    files: tuple[SpooledFile, ...]
+    lengths: np.ndarray  # int64 [documents], tokens in each document; 0 is allowed
+    files: tuple[SpooledFile, ...]  # with as many tokens as ``lengths`` adds up to
 
     @property
     def has_masks(self) -> bool:
-        """Whether some tokens may not be supervised."""
         return any(file.supervised is not None for file in self.files)
 
 

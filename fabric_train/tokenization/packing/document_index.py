@@ -33,7 +33,6 @@ DOCUMENT = np.dtype([("file", "<u4"), ("row", "<u4"), ("tokens", "<u4"), ("bytes
 ROW = np.dtype([("documents", "<u8"), ("continuations", "<u8")])
 # start: position in the document of the piece's first token, of which ``repeated`` are in a row before as well
 CONTINUATION = np.dtype([("document", "<u8"), ("start", "<u4"), ("repeated", "<u4"), ("ordinal", "<u4")])
-_RECORDS_PER_COPY = 1 << 20
 _FILES = {"documents": DOCUMENT, "rows": ROW, "continuations": CONTINUATION}
 _CHECKSUMS = "checksums.npy"
 _RECORDS_PER_CHUNK = 1 << 20  # bounds memory, however large the index is
@@ -267,9 +266,9 @@ def join_indexes(folder: Path, indexes: Sequence[DocumentIndex], first_files: Se
 
 
 def _copy(records: np.ndarray, target: np.ndarray, added: dict[str, int]) -> None:
-    """Copy records to the beginning of ``target``, with a number added to some of their fields."""
-    for begin in range(0, len(records), _RECORDS_PER_COPY):
-        part = np.array(records[begin : begin + _RECORDS_PER_COPY])
+    """Copy records to the beginning of ``target``, with numbers added to some of their fields."""
+    for begin, mapped in chunks(records, lambda _: None):
+        part = np.array(mapped)
         for name, number in added.items():
             part[name] += number
         target[begin : begin + len(part)] = part
@@ -321,9 +320,9 @@ def num_records(index: DocumentIndex) -> int:
 
 
 def files_named(sources: SourceTable, name: str) -> dict[str, list[int]]:
-    """Return the files with a name, or if there is none, those whose name ends with ``/name``, by their whole name.
+    """Return the numbers of the files with a name, or else those that end with ``/name``, by their whole name.
 
-    The same file may have several numbers: it was given twice, or is in several parts of a merged token dataset.
+    A file may have several numbers: it was given twice, or is in several parts of a merged token dataset.
     """
     exact, ending = dict[str, list[int]](), dict[str, list[int]]()
     for file in range(sources.num_files):
@@ -339,7 +338,7 @@ def find_documents(index: DocumentIndex, files: Sequence[int], row: int, show: S
     They are several if the document is packed several times. Reads all documents of the index, a part at a time.
     """
     found = list[int]()
-    for first, part in _chunks(index.documents, show):
+    for first, part in chunks(index.documents, show):
         places = np.flatnonzero(part["row"] == row)
         found += (first + places[np.isin(part["file"][places], files)]).tolist()
     return found
@@ -351,7 +350,7 @@ def find_rows(index: DocumentIndex, documents: Sequence[int], show: ShowSearched
     The rows in which they begin are found by binary search, the others by reading all continuations, a part at a time.
     """
     rows = {_row_with(index.rows["documents"], document) for document in documents}
-    for first, part in _chunks(index.continuations, show):
+    for first, part in chunks(index.continuations, show):
         places = np.flatnonzero(np.isin(part["document"], np.array(documents, dtype=np.uint64)))
         rows |= {_row_with(index.rows["continuations"], place) for place in (first + places).tolist()}
     chosen = np.array(sorted(rows - {len(index.rows) - 1}), dtype=np.int64)  # those in no row follow the last one
@@ -368,7 +367,8 @@ def _row_with(first_of_rows: np.ndarray, number: int) -> int:
     return bisect_right(first_of_rows, number) - 1  # reads only a few records; numpy's search may copy all
 
 
-def _chunks(records: np.ndarray, show: ShowSearched) -> Iterator[tuple[int, np.ndarray]]:
+def chunks(records: np.ndarray, show: ShowSearched) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of the first record and the records of one part of an array after another."""
     for first in range(0, len(records), _RECORDS_PER_CHUNK):
         part = records[first : first + _RECORDS_PER_CHUNK]
         yield first, part
