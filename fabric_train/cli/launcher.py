@@ -19,10 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, the variables that it is recognised by, and those with what it has started.
-
-    ``rank`` and ``size`` count in the whole run, ``local_rank`` and ``local_size`` on this process's machine.
-    """
+    """A launcher, the variables that it is recognised by, and those with rank and size in the run and the machine."""
 
     name: str
     recognised_by: tuple[str, ...]
@@ -39,40 +36,17 @@ class Launcher:
         return " and ".join(self.recognised_by)
 
 
-TORCHRUN = Launcher(
-    "torchrun",
-    ("TORCHELASTIC_RUN_ID",),
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    options=("--nproc-per-node", "--nnodes"),
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OF_OPEN_MPI = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
-OPEN_MPI = Launcher(
-    "mpiexec (Open MPI)",
-    ("OMPI_COMM_WORLD_SIZE",),
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-MPICH = Launcher(
-    "mpiexec (MPICH)",
-    ("PMI_SIZE", "MPI_LOCALNRANKS"),
-    "PMI_RANK",
-    "PMI_SIZE",
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
-)
-SRUN = Launcher(
-    "srun",
-    ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_STEP_TASKS_PER_NODE",
-    options=("--ntasks-per-node", "--nodes"),
-)
+_OF_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_OF_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *_OF_TORCHRUN, options=("--nproc-per-node", "--nnodes"))
+OPEN_MPI = Launcher("mpiexec (Open MPI)", ("OMPI_COMM_WORLD_SIZE",), *_OF_OPEN_MPI)
+MPICH = Launcher("mpiexec (MPICH)", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_OF_MPICH)
+SRUN = Launcher("srun", ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), *_OF_SRUN, options=("--ntasks-per-node", "--nodes"))
 BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE")  # Fabric's own launcher too
 MPI = (OPEN_MPI, MPICH)
 # the innermost first: torchrun and mpiexec can run inside a Slurm job
@@ -91,13 +65,7 @@ _LEAST = {
 
 _HIGHEST_PORT = 65535
 _HIGHEST = 10**6
-_RANK_BELOW_SIZE = (
-    ("RANK", "WORLD_SIZE"),
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
+_RANK_BELOW_SIZE = (_OF_TORCHRUN[:2], _OF_TORCHRUN[2:], _OF_OPEN_MPI[:2], _OF_MPICH[:2], _OF_SRUN[:2])
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 _PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}

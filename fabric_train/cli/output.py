@@ -1,8 +1,8 @@
-"""What programs print: nobody has to read it, and no text in it controls a terminal.
+"""Streams of the programs: a reader that has gone ends nothing, no text controls a terminal, no secret is printed.
 
-Names, messages and texts of others may hold control characters, which move the cursor, erase lines or change the
-terminal. They are made visible here, once for all programs: on standard error and in logs always, on standard output if
-it is a terminal. Text that goes to a file or a pipe stays as it is. The codes of rich are written by ``open_console``.
+Names and texts of others may hold control characters, which move the cursor or change the terminal. They are made
+visible: on standard error and in logs always, on standard output if it is a terminal. Text that goes to a file or a
+pipe stays as it is. ``open_console`` writes the codes of rich.
 """
 
 import errno
@@ -43,7 +43,6 @@ class _LastingFile(io.FileIO):
     """A file descriptor whose errors end no program: what cannot be written is dropped."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Write all of ``data``, or drop what cannot be written."""
         left = memoryview(data)
         while left:
             try:
@@ -64,13 +63,9 @@ def escape_controls(text: str) -> str:
 
 
 class _SafeText(io.TextIOWrapper):
-    """A stream that writes control characters as visible text, and leaves colours out.
+    """Standard output or standard error; if it ``filters``, it writes control characters visibly, without colours.
 
-    Args:
-        descriptor: 1 or 2.
-        encoding: of the text.
-        filters: whether to do that; otherwise, text is written as it is.
-        has_bars: let progress bars of libraries through: a carriage return at the beginning, and moves between bars.
+    ``has_bars`` lets progress bars of libraries through: a carriage return at the beginning, and moves between bars.
     """
 
     def __init__(self, descriptor: int, encoding: str, filters: bool, has_bars: bool) -> None:

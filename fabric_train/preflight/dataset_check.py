@@ -103,7 +103,6 @@ def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape
 
 
 def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
-    """Name labels that are not tokens, and document borders outside of their row."""
     faults = []
     if rows.has_labels:
         lowest, highest = rows.id_range("labels")
@@ -123,7 +122,6 @@ def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelSha
 
 
 def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Manifest) -> list[str]:
-    """Compare number and length of the rows with the manifest."""
     there = f"{dataset.folder}: {FILE_NAME} says"
     fix = "the folder was changed since: tokenize again"
     faults = []
@@ -144,7 +142,6 @@ def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Mani
 
 
 def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> DatasetCheck:
-    """Compare the tokenizer of the rows with the model's own, if the model has one."""
     notes = _other_bos_eos(folder, record, shape)
     template = _template(shape.source)
     digest = _sha256(template.encode(errors="surrogatepass")) if template else None
@@ -154,14 +151,12 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
             "checkpoints and exports will carry the former"
         )
     ours, theirs = folder / "tokenizer" / "tokenizer.json", _model_file(shape.source, "tokenizer.json")
-    if theirs is None:
-        if record.name != shape.source:
-            notes.append(
-                f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
-                f"made {folder}, is not known"
-            )
-        return DatasetCheck((), tuple(notes))
-    if _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
+    if theirs is None and record.name != shape.source:
+        notes.append(
+            f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
+            f"made {folder}, is not known"
+        )
+    if theirs is None or _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
         return DatasetCheck((), tuple(notes))
     in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
     difference = compare_tokenizers(ours, theirs, in_rows)
@@ -195,7 +190,7 @@ def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> 
 
 
 def _model_file(source: str, name: str) -> Path | None:
-    """Return a file of the model's tokenizer: in a checkpoint, in a model folder, or cached from the hub."""
+    """Return a file of a tokenizer: in a checkpoint, in a model folder, or cached from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source)

@@ -1,4 +1,4 @@
-"""Check the sources whose validation losses decide: --best_by and --early_stopping."""
+"""Check what an evaluation needs: the sources that ``--best_by`` and ``--early_stopping`` name, sample prompts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

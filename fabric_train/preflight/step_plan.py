@@ -104,7 +104,6 @@ def _rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, in
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
-    """Return faults: sizes that the model cannot take, and a stream without ``--max_step``."""
     faults = []
     if max_step is None:
         faults.append("--streaming_dataset has no known length: give --max_step")
