@@ -67,7 +67,7 @@ _HIGHEST_PORT = 65535
 _HIGHEST = 10**6
 _RANK_BELOW_SIZE = (_OF_TORCHRUN[:2], _OF_TORCHRUN[2:], _OF_OPEN_MPI[:2], _OF_MPICH[:2], _OF_SRUN[:2])
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
-_PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
+_STRATEGIES = ("auto", "ddp", "fsdp")  # of fabric run, with names that --parallelism has too
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
 
 
@@ -136,7 +136,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _incomplete(environment: Mapping[str, str]) -> list[str]:
-    """Return a line if something is missing without which processes would train alone, or wait for others forever."""
+    """Return a line if something is missing without which processes would train alone, or wait forever."""
     launcher = find_launcher(environment)
     if launcher is None:
         return _unfinished_launch(environment)
@@ -237,11 +237,9 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
     faults = check_environment(environment)
     if faults:
         raise ValueError(*faults)
-    options = {
-        name: environment[f"LT_{name.upper()}"] for name in _FABRIC_OPTIONS if f"LT_{name.upper()}" in environment
-    }
+    options = {name: environment[_lt(name)] for name in _FABRIC_OPTIONS if _lt(name) in environment}
     if options and not under_fabric_run(environment):
-        names = ", ".join(f"LT_{name.upper()}" for name in options)
+        names = ", ".join(map(_lt, options))
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
     given = {}
     launcher = None if under_fabric_run(environment) else find_launcher(environment)
@@ -253,12 +251,11 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
     for name, value in options.items():
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
-            if value not in _PARALLELISM_OF_STRATEGY:
-                raise ValueError(
-                    f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
-                )
+            if value not in _STRATEGIES:
+                advice = "leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+                raise ValueError(f"{where} {value}: {advice}")
             if value != "auto":
-                given["parallelism"] = GivenValue(_PARALLELISM_OF_STRATEGY[value], where)
+                given["parallelism"] = GivenValue(value, where)
             continue
         if name == "devices" and value == "auto":  # fabric run starts one process then, on any number of GPUs
             value = environment.get("LOCAL_WORLD_SIZE", "1")
@@ -270,4 +267,8 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
 def clear_launcher_options(environment: MutableMapping[str, str] = os.environ) -> None:
     """Remove the ``LT_*`` variables that :func:`launcher_arguments` has turned into arguments."""
     for name in _FABRIC_OPTIONS:
-        environment.pop(f"LT_{name.upper()}", None)
+        environment.pop(_lt(name), None)
+
+
+def _lt(option: str) -> str:
+    return f"LT_{option.upper()}"

@@ -79,7 +79,6 @@ class _SafeText(io.TextIOWrapper):
         self.unfiltered = _Unfiltered(self)
 
     def write(self, text: str) -> int:
-        """Write a text that may be of others."""
         return super().write(self._safe(text))
 
     def write_as_it_is(self, text: str) -> int:
@@ -100,7 +99,6 @@ class _Unfiltered:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text as it is."""
         return self._stream.write_as_it_is(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,11 +106,7 @@ class _Unfiltered:
 
 
 def open_console(**options: Any) -> "Console":
-    """Return a console of rich: its own codes reach the terminal, and those in the texts that it prints do not.
-
-    Args:
-        options: of ``rich.console.Console``.
-    """
+    """Return a ``rich.console.Console``: its own codes reach the terminal, those in the texts that it prints do not."""
     return _safe_console()(**options)
 
 
@@ -126,7 +120,6 @@ def _safe_console() -> "type[Console]":
 
         @property
         def file(self) -> IO[str]:
-            """The stream to write to."""
             stream = super().file
             return getattr(stream, "unfiltered", stream)
 
@@ -145,10 +138,9 @@ def _safe_console() -> "type[Console]":
 def keep_streams_writable() -> None:
     """Let no error of standard output or standard error reach the program, from now on.
 
-    A reader such as ``tee`` or ``head`` may end, a terminal may go away, a disk may fill up, and a stream may be closed
-    from the start (``>&-``). In all these cases the program goes on, prints to nowhere and keeps its exit code.
-    Characters that the stream's encoding lacks are escaped, and control characters as the head of this module says.
-    Every line is written at once, so nothing has to be flushed when the program ends.
+    A reader such as ``tee`` may end, a terminal go away, a disk fill up, and a stream may be closed from the start
+    (``>&-``). Then the program goes on, prints to nowhere and keeps its exit code. Characters that the encoding lacks
+    are escaped. Every line is written at once, so nothing has to be flushed when the program ends.
 
     Call it before anything else opens a file: a file could get the number of a closed stream.
     """

@@ -44,7 +44,7 @@ def advice_for_name(program: str, name: str, known: Collection[str]) -> str | No
         return None
     name = name.lower()
     for section in (program, "TrainArguments"):
-        here = _arguments_by_name(section).get(name)
+        here = next((ours for ours, names in read_table()["names"][section].items() if name in names.split()), None)
         if here is not None:
             argument = re.match(r"--(\w+)", here)  # None: it begins with the name of another program
             is_here = section == program or argument is None or argument[1] in known
@@ -76,11 +76,6 @@ def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
 def read_table() -> dict[str, Any]:
     """Return the names and values of other programs."""
     return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_name("foreign_names.yaml"))))
-
-
-@functools.cache
-def _arguments_by_name(program: str) -> dict[str, str]:
-    return {name: here for here, names in read_table()["names"][program].items() for name in names.split()}
 
 
 def _parts(kind: Any) -> list[Any]:
