@@ -34,8 +34,10 @@ def print_help(arguments: type, words: Sequence[str] = ()) -> None:
     sections = _sections(arguments, " ".join(words))
     if not any(sections.values()):
         raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
+    lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
+    introduction = "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
     if not global_rank():
-        _parser(arguments, sections, "" if words else _introduction(arguments)).print_help()
+        _parser(arguments, sections, "" if words else introduction).print_help()
 
 
 def complete_words(arguments: type) -> None:
@@ -89,11 +91,6 @@ def _parser(
     return parser
 
 
-def _introduction(arguments: type) -> str:
-    lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
-    return "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
-
-
 def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str, Any]]]:
     """Return what argparse is told about each argument that has ``words``, by name and by the title of its group."""
     types, sections = types_of(arguments), {}
@@ -106,11 +103,12 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
                 if field.name in texts
             }
     sections["Every program"] = _EVERY_PROGRAM
+    of_name = words.lower().replace("-", "_").strip("_")
     return {
         title: {
             name: settings | {"help": settings["help"].replace("%", "%%")}
             for name, settings in options.items()
-            if _has(words, name, f"{settings['help']} {settings.get('metavar')}")
+            if of_name in name or words.lower() in f"{settings['help']} {settings.get('metavar')}".lower()
         }
         for title, options in sections.items()
     }
@@ -126,10 +124,6 @@ def _texts_of(group: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
-
-
-def _has(words: str, name: str, text: str) -> bool:
-    return words.lower().replace("-", "_").strip("_") in name or words.lower() in text.lower()
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -190,11 +190,16 @@ def check_not_taken(target: Path) -> None:
     absolute = Path(os.path.abspath(target))
     if absolute == absolute.parent:
         raise InputError(f"cannot write to {target}: it is the root of the file system; choose another folder")
-    parent = next(parent for parent in absolute.parents if parent.exists())
+    parent = nearest_existing(absolute.parent)
     if not parent.is_dir():
         raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"cannot write to {parent}: no permission; choose another folder for {target.name}")
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
 def check_not_inside(target: Path, complete: Path) -> None:

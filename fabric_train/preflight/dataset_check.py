@@ -50,7 +50,15 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
             faults, notes = list(another.faults), list(another.notes)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
         fix = "tokenize with the model's own tokenizer"
-        if manifest is not None and not faults and _is_tokenizer_of(manifest.tokenizer, shape):
+        if (
+            manifest is not None
+            and not faults
+            and (
+                shape.is_new
+                or manifest.tokenizer.name == shape.source
+                or _model_file(shape.source, "tokenizer.json") is not None
+            )
+        ):  # the model's own tokenizer made the rows
             fix = resize_advice(shape, manifest.tokenizer.vocab_size)
         faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape, fix)]
     if manifest is None:
@@ -70,11 +78,6 @@ def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: M
         f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes {shape.max_positions}; "
         f"tokenize with --max_length {shape.max_positions} or less"
     ]
-
-
-def _is_tokenizer_of(record: TokenizerRecord, shape: ModelShape) -> bool:
-    """Return whether the model's own tokenizer, or that of a new model, made rows in which no other is found."""
-    return shape.is_new or record.name == shape.source or _model_file(shape.source, "tokenizer.json") is not None
 
 
 def resize_advice(shape: ModelShape, num_tokens: int) -> str:

@@ -13,6 +13,7 @@ from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.memory import device_memory, machine_memory
+from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.training.prepared_run import PreparedRun
 from fabric_train.training.run_log import note, show
@@ -109,8 +110,7 @@ def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
     """Return a line if ``number`` checkpoints are more than the free space on the disk."""
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
     size = request.shape.num_parameters * (layout.held + layout.states)
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = free_bytes(nearest)
+    free = free_bytes(nearest_existing(folder))
     if size * number <= free:
         return []
     fitting = free // size - 2  # besides the best by validation loss and the one being written

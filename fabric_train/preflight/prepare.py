@@ -21,7 +21,7 @@ from fabric_train.distributed import devices, xla
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
-from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
+from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
 from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
@@ -139,7 +139,7 @@ def _check_output_dir(folder: Path, *inputs: str | None) -> None:
     for given in inputs:
         if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
             check_not_inside(folder, Path(given))
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    nearest = nearest_existing(folder)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"
         raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, PhaseRows, PhaseSchedule, StreamOrder, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import DataOrder, PhaseRows, PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
@@ -85,7 +85,8 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
     faults = faults or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
-    deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
+    in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
+    deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
     deciding += find_changes_of_begun_phases(run, saved.phase_schedules, run.start.state.step)
     if not arguments.checkpoint.allow_changes:
         faults += [
@@ -288,11 +289,6 @@ def _concerns(package: str, arguments: "TrainArguments") -> bool:
         _VALIDATION: arguments.evaluation.eval_iters is not None,
     }
     return uses.get(package, True)
-
-
-def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
-    """Whether the comparison of the data order already reports this change."""
-    return change.name == "seed" and order.seed is not None
 
 
 def _joined(changes: Iterable[Change]) -> str:
