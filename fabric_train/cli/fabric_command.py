@@ -222,7 +222,6 @@ def _pass_on(number: int, _: FrameType | None) -> None:
 
 
 def _code_of(failed: Any) -> int:
-    """Return the exit code of the rank that has failed first; report a rank that a signal has killed."""
     rank, failure = failed.get_first_failure()
     if failure.exitcode < 0:
         print_errors(f"error: rank {rank} was killed by {failure.signal_name()}; continue with --resume true")

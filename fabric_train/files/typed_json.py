@@ -90,7 +90,6 @@ def _parse(raw: bytes | str, most_bits: int) -> Any:
 
 
 def _is_deeper(content: Any, most_levels: int) -> bool:
-    """Whether objects and lists are nested in more than ``most_levels`` levels."""
     level = [content]
     for _ in range(most_levels + 1):
         inner = (part for part in level if isinstance(part, dict | list))

@@ -41,7 +41,6 @@ def _fault(option: str, source: str, names: list[str]) -> str:
 
 
 def _validated_sources(data: TrainingData) -> list[str]:
-    """Return the names of the sources that have documents in the validation split."""
     dataset = data.held_out if isinstance(data, Stream) else data
     names: dict[str, None] = {}
     for part in dataset.parts if dataset else ():

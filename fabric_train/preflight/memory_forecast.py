@@ -106,7 +106,6 @@ class Budget:
 
     @property
     def most(self) -> Phase:
-        """The phase with the peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
@@ -124,7 +123,6 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    """Return the phases of ranks that hold the whole model."""
     is_second = layout.accumulation > 1
     at_loss = {
         "gradients": gradients if is_second or layout.name == "ddp" else 0,

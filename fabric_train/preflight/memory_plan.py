@@ -107,7 +107,6 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
 
 
 def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
-    """Return a line if ``number`` checkpoints are more than the free space on the disk."""
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
     size = request.shape.num_parameters * (layout.held + layout.states)
     free = free_bytes(nearest_existing(folder))
@@ -150,7 +149,6 @@ def _change_that_fits(request: RunRequest) -> str:
 
 
 def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
-    """Return the run with other arguments, by name."""
     arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
     for name, value in (item for change in changes for item in change.items()):
         if name == "devices":
@@ -218,7 +216,6 @@ def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
 
 
 def _memory(forecast: Forecast, device_memory: int) -> Table:
-    """Return the memory of a rank by kind, one column per phase."""
     phases = forecast.budget.phases
     table = Table("memory, GB", *(phase.name for phase in phases), title_justify="left", box=None, pad_edge=False)
     for column in table.columns[1:]:

@@ -300,7 +300,6 @@ def _open_datasets(given: "DataArguments", folder: Path, later: Sequence[Shares]
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
-    """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
     given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
     if not given.family or checkpoint:
         shape = read_shape(str(checkpoint or given.model_name), layer_class, given.attention)

@@ -117,7 +117,6 @@ def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
 
 
 def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to the step ``last``; some are of the steps from ``first`` on."""
     every = read_metrics(table, sys.maxsize)
     rows = [row for row in every if row.step <= last]
     if not rows or rows[-1].step < first or every[-1].step < last:
@@ -311,7 +310,6 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]
 
 
 def _find_altered(split: Rows, rows: list[int], checksums: np.ndarray) -> Iterator[int]:
-    """Yield the rows of a split that do not have their checksum."""
     stored = Rows(split.split)  # with the borders of documents, also where a run joins them
     for begin in range(0, len(rows), _ROWS_PER_READ):
         part = rows[begin : begin + _ROWS_PER_READ]

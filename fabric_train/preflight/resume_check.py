@@ -161,7 +161,6 @@ def _phases_here(run: PreparedRun, after_step: int = 0) -> str:
 
 
 def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], after_step: int = 0) -> str:
-    """Return the phases that begin after a step in one line."""
     own = {phase.first_step: phase.arguments for phase in schedules}
     phases = [
         f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
@@ -263,7 +262,6 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
 
 
 def _as_saved(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
-    """Return the arguments of this run as a checkpoint would save them."""
     return flatten(arguments) | {"gradient_accumulation_steps": plan.accumulation}
 
 
