@@ -55,26 +55,6 @@ def print_plan(run: PreparedRun) -> None:
     show(Text("it fits", "bold green"))
 
 
-def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
-
-    Raises:
-        InputError: the run would certainly end for lack of memory or disk.
-    """
-    request = make_request(run)
-    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
-    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
-    least = request.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
-    faults = []
-    if not layout.offloads and least > request.device_memory:
-        faults.append(
-            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
-            f"{show_size(request.device_memory)} each: --plan true says what would fit"
-        )
-    if faults := [*faults, *_faults_of_disk(request, 1)]:
-        raise InputError(*faults)
-
-
 def make_request(run: PreparedRun) -> RunRequest:
     """Return what the forecast of a run needs to know."""
     arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
@@ -104,6 +84,26 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
         needed, there = show_size(forecast.host_bytes), show_size(machine_memory())
         faults.append(f"the ranks of a machine need {needed} of its {there} of memory; give --async_save false")
     return [*faults, *_faults_of_disk(request, request.num_checkpoints() + 1)]
+
+
+def check_memory(run: PreparedRun) -> None:
+    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
+
+    Raises:
+        InputError: the run would certainly end for lack of memory or disk.
+    """
+    request = make_request(run)
+    layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
+    num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
+    least = request.shape.num_parameters * (2 * layout.held + layout.states) // num_parts
+    faults = []
+    if not layout.offloads and least > request.device_memory:
+        faults.append(
+            f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
+            f"{show_size(request.device_memory)} each: --plan true says what would fit"
+        )
+    if faults := [*faults, *_faults_of_disk(request, 1)]:
+        raise InputError(*faults)
 
 
 def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
