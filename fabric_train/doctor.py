@@ -89,11 +89,7 @@ class NodeCheck:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print one line for each check, or all of them as JSON.
-
-    Raises:
-        SystemExit: a fault would stop a run, or leave its GPUs unused.
-    """
+    """Print one line for each check, or all of them as JSON; exit with 1 if a fault would stop a run."""
     arguments = parse_arguments(DoctorArguments, argv)
     checks = list(check_node(arguments.output_dir))
     counts = Counter[str](check.level for check in checks)
@@ -114,10 +110,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def _table(checks: list[NodeCheck]) -> Table:
     table = Table(box=box.SIMPLE)
-    table.add_column("", no_wrap=True)
-    table.add_column("check", no_wrap=True, header_style="dim")
-    table.add_column("found", overflow="fold", header_style="dim")
-    table.add_column("how to fix it", overflow="fold", header_style="dim")
+    for header in ("", "check"):
+        table.add_column(header, no_wrap=True, header_style="dim")
+    for header in ("found", "how to fix it"):
+        table.add_column(header, overflow="fold", header_style="dim")
     for check in checks:
         table.add_row(Text(check.level, _STYLES[check.level]), *map(Text, (check.name, check.found, check.fix)))
     return table
@@ -130,13 +126,10 @@ def _summary(counts: Counter[str]) -> str:
 
 
 def check_node(output_dir: str | None) -> Iterator[NodeCheck]:
-    """Yield the result of every check, in a fixed order.
-
-    Args:
-        output_dir: a folder that runs will write into; it may not exist yet.
-    """
-    cuda = _load_libcuda()
-    num_gpus = _count_gpus()
+    """Yield the result of every check, in a fixed order; ``output_dir`` need not exist yet."""
+    num_gpus, cuda = _count_gpus(), None
+    with suppress(OSError):
+        cuda = ctypes.CDLL("libcuda.so.1")
     yield _check_driver(cuda, num_gpus)
     yield _check_visible_gpus(cuda, num_gpus)
     yield _check_shared_memory(num_gpus)
@@ -158,7 +151,8 @@ def check_node(output_dir: str | None) -> Iterator[NodeCheck]:
         folders.append(("TORCHINDUCTOR_CACHE_DIR", Path(inductor), _FREE_FOR_CACHES))
     for name, folder, wanted in folders:
         yield _check_folder(name, folder, wanted, "warning")
-    yield _check_temporary_folder()
+    # if TMPDIR cannot be written to, Python takes /tmp in its place, and other programs fail
+    yield _check_folder("TMPDIR", Path(os.environ.get("TMPDIR") or "/tmp"), _FREE_FOR_CACHES, "fault")
     if output_dir is not None:
         yield _check_folder("--output_dir", Path(output_dir), _FREE_FOR_RUNS, "fault")
 
@@ -167,7 +161,6 @@ def check_node(output_dir: str | None) -> Iterator[NodeCheck]:
 
 
 def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
-    """Compare the CUDA version of the driver with that of torch's wheel."""
     name = "driver"
     torch = _torch_version()
     if torch is None:
@@ -198,7 +191,6 @@ def _check_driver(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
 
 
 def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
-    """Start CUDA, and compare the GPUs that it sees with CUDA_VISIBLE_DEVICES."""
     name = "GPUs"
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     setting = "" if listed is None else f"CUDA_VISIBLE_DEVICES is {listed!r}"
@@ -228,13 +220,6 @@ def _check_visible_gpus(cuda: ctypes.CDLL | None, num_gpus: int) -> NodeCheck:
     return NodeCheck(name, "ok", f"{visible}; {setting}" if setting else visible)
 
 
-def _load_libcuda() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-
-
 def _torch_version() -> ModuleType | None:
     """Return the module torch.version of this Python without importing torch, which takes seconds; None without it."""
     torch = find_spec("torch")
@@ -249,7 +234,6 @@ def _torch_version() -> ModuleType | None:
 
 
 def _driver_version() -> str | None:
-    """Return the version of the loaded kernel driver, such as 580.95.05; None without one."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -316,7 +300,6 @@ def _check_open_files() -> NodeCheck:
 
 
 def _check_processes(num_ranks: int) -> NodeCheck:
-    """Compare the limits of processes and threads, this user's and the container's, with what ``num_ranks`` start."""
     limits = {"for this container or job": _cgroup_processes()}
     if os.geteuid():  # root has no limit of its own
         limits["for this user"] = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -333,7 +316,6 @@ def _check_processes(num_ranks: int) -> NodeCheck:
 
 
 def _cgroup_processes() -> int | None:
-    """Return the smallest limit of processes of this process's control groups, of version 1 or 2; None if unlimited."""
     files = [folder / "pids.max" for folder in control_groups("pids")]
     limits = [file.read_text().strip() for file in files if file.is_file()]
     return min((int(limit) for limit in limits if limit.isdigit()), default=None)
@@ -343,7 +325,6 @@ def _cgroup_processes() -> int | None:
 
 
 def _check_interfaces() -> NodeCheck:
-    """Find the network interface that ranks of several machines would use, by NCCL's rules."""
     name = "network"
     addresses = _interfaces()
     here = ", ".join(f"{interface} {address}" for interface, address in addresses.items())
@@ -398,8 +379,7 @@ def _check_infiniband(devices: list[str]) -> NodeCheck:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         return NodeCheck(name, "warning", f"{here}, but no libibverbs: NCCL would use TCP", "apt install libibverbs1")
-    files = [Path("/dev/infiniband", file) for file in _names_in("/dev/infiniband") if file.startswith("uverbs")]
-    if not any(os.access(file, os.R_OK | os.W_OK) for file in files):
+    if not any(os.access(file, os.R_OK | os.W_OK) for file in Path("/dev/infiniband").glob("uverbs*")):
         found = f"{here}, but no /dev/infiniband/uverbs* that this user can open: NCCL would use TCP"
         return NodeCheck(name, "warning", found, "docker run --device /dev/infiniband; or add the user to its group")
     return NodeCheck(name, "ok", here)
@@ -437,11 +417,7 @@ def _matches(wanted: str, interfaces: list[str], is_prefix: bool) -> bool:
 def _check_folder(name: str, folder: Path, wanted: float, level: Literal["warning", "fault"]) -> NodeCheck:
     """Write a file into a folder, or into the nearest one above it that exists, and look at the free disk there.
 
-    Args:
-        name: of the check.
-        folder: it may not exist yet.
-        wanted: free bytes that runs usually need.
-        level: of a folder that cannot be written to.
+    Runs usually need ``wanted`` bytes. ``level`` is that of a folder that cannot be written to.
     """
     folder = folder.expanduser().absolute()
     existing = next(above for above in (folder, *folder.parents) if os.path.exists(above))
@@ -464,14 +440,7 @@ def _check_folder(name: str, folder: Path, wanted: float, level: Literal["warnin
     return NodeCheck(name, "ok", found)
 
 
-def _check_temporary_folder() -> NodeCheck:
-    """Check TMPDIR; if it cannot be written to, Python takes /tmp in its place, and other programs fail."""
-    name = "TMPDIR"
-    return _check_folder(name, Path(os.environ.get(name) or "/tmp"), _FREE_FOR_CACHES, "fault")
-
-
 def _names_in(folder: str) -> list[str]:
-    """Return the sorted names in a folder; none if there is no such folder."""
     try:
         return sorted(os.listdir(folder))
     except OSError:

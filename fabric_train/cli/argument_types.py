@@ -23,10 +23,10 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**
 
 @dataclass(frozen=True)
 class NumberRange:
-    """The range of a number argument.
+    """The range of a number argument; ``words`` say what a number in it looks like.
 
-    ``words`` say what a number in it looks like; a number above ``highest`` has a message of its own. ``thousand``
-    allows k, m or b after the number, which stand for it, its square and its cube: 1024 in lengths, 1000 in counts.
+    ``thousand`` allows k, m or b after the number, which stand for it, its square and its cube: 1024 in lengths, 1000
+    in counts.
     """
 
     words: str
@@ -36,11 +36,7 @@ class NumberRange:
     thousand: int | None = None
 
     def check(self, number: float) -> None:
-        """Check that a number is in the range.
-
-        Raises:
-            WrongValueError: it is not.
-        """
+        """Raise a WrongValueError if a number is not in the range."""
         is_too_low = number <= self.lowest if self.excludes_lowest else number < self.lowest
         if is_too_low or not math.isfinite(number) or number > self.highest == 1:  # a limit of 1 is in the words
             raise WrongValueError(self.words)
@@ -75,11 +71,9 @@ class WrongValueError(ValueError):
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Convert a value to the type of its argument.
+    """Convert what YAML gave, or text of the command line, which is read like a plain scalar of YAML.
 
-    Args:
-        kind: str, bool, int, a type of this module, a Literal of texts, a list or dict of these, or a union with None.
-        value: what YAML gave; or text of the command line, which is read like a plain scalar of YAML.
+    ``kind`` is str, bool, int, a type of this module, a Literal, a list or dict of these, or a union with None.
 
     Raises:
         WrongValueError: the value is not of that type, or beyond its limits.
@@ -161,8 +155,7 @@ def _in_units(parts: re.Match[str], range_: NumberRange) -> int:
 
 
 def _convert_to_list(kind: Any, value: Any) -> list[Any]:
-    """Convert a list; it may be given without brackets, also when it has one element."""
-    if isinstance(value, str):
+    if isinstance(value, str):  # without brackets it is the only element
         is_bracketed = value.startswith("[") and value.endswith("]")
         value = _read_yaml(value, describe(kind)) if is_bracketed else [value]
     if not isinstance(value, list):
@@ -243,17 +236,13 @@ def title_of(group: type) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """How much an epoch takes of token datasets and sources.
-
-    Args:
-        option: where they are given, for messages.
-        given: see :data:`GivenShares`; None takes all rows once.
-        of_tokens: whether they are shares of the tokens, see ``rows_of_token_shares``, and not of rows.
-    """
+    """How much an epoch takes of token datasets and sources; ``option`` is where it is given, for messages."""
 
     option: str
     given: GivenShares | None
+    """None takes all rows once."""
     of_tokens: bool = False
+    """Whether they are shares of the tokens, see ``rows_of_token_shares``, and not of rows."""
 
     def by_name(self) -> dict[str, float] | None:
         """Return the shares by name; None if they are numbers alone.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -24,11 +25,9 @@ _children: list["subprocess.Popen[Any]"] = []
 
 def launcher_process(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the id of the process that this rank must not outlive: the launcher's on this machine, or the rank that
-    started it; None if the ranks were started by hand.
-
-    Call it early: the id is not known any more once the launcher has ended.
+    started it; None if the ranks were started by hand. Call it early: once the launcher has ended, it is not known.
     """
-    if environment.get(_LAUNCHER, "").isascii() and environment.get(_LAUNCHER, "").isdigit():
+    if re.fullmatch("[0-9]+", environment.get(_LAUNCHER, "")):
         return int(environment[_LAUNCHER])
     return os.getppid() if find_launcher(environment) not in (None, BY_HAND) else None
 

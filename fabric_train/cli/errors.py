@@ -26,11 +26,7 @@ _log.addHandler(logging.NullHandler())
 
 
 class InputError(ValueError):
-    """An error that the user can fix.
-
-    Args:
-        faults: one line for each fault: what is wrong, where, and how to fix it.
-    """
+    """An error that the user can fix; a line for each fault says what is wrong, where, and how to fix it."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("; ".join(faults))
@@ -43,9 +39,7 @@ class RunError(Exception):
 
 def run_program(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` and exit the process: with 0 when it is done, 2 for wrong input, 1 for any other failure, or the
-    code of a ``SystemExit``.
-
-    One rank prints one line for each fault. ``--debug`` prints the traceback as well.
+    code of a ``SystemExit``. One rank prints one line for each fault; ``--debug`` prints the traceback as well.
     """
     keep_streams_writable()
     code = 0
@@ -76,8 +70,7 @@ class ConnectedRanks(Protocol):
     def end(self, code: int, lines: Sequence[str], may_follow_another: bool) -> None:
         """Let rank 0 print the lines and end every rank with ``code``; return if this rank has to end on its own.
 
-        ``may_follow_another``: this failure may only be the consequence of another rank's end. If so, print that
-        rank's end instead.
+        If ``may_follow_another`` and this failure is only the consequence of another rank's end, print that one.
         """
 
 
@@ -94,8 +87,7 @@ def end_run(code: int, *lines: str, may_follow_another: bool = False) -> NoRetur
     """Print the lines once for all ranks and end this process; end all ranks if they are connected.
 
     Ranks that are not connected yet find the same fault or get the same signal, and a launcher stops them all when the
-    first one ends. So other ranks wait to let rank 0 print. If they are still alive after that, rank 0 has found no
-    fault, and they print theirs.
+    first one ends. So the others let rank 0 print. If they are still alive then, rank 0 has found no fault.
     """
     is_error, waits_for_rank_0 = code in (FAILURE, INPUT_ERROR), _connected_ranks is None and global_rank() > 0
     if is_error and waits_for_rank_0:
@@ -131,9 +123,8 @@ def print_errors(*lines: str) -> None:
 def exit_process(code: int) -> NoReturn:
     """End this process and the ranks that it has started. It needs no memory, thread or file descriptor.
 
-    It skips the interpreter's finalization: a native thread (of gloo or arrow) that asks for the interpreter during
-    finalization aborts the process, and unloading all imports takes up to seconds. There is nothing to flush, see
-    ``keep_streams_writable``.
+    It skips the interpreter's finalization, which takes up to seconds, and in which a native thread (of gloo or arrow)
+    that asks for the interpreter aborts the process. ``keep_streams_writable`` leaves nothing to flush.
     """
     end_children()
     os._exit(code)
@@ -157,7 +148,7 @@ def describe_os_error(error: OSError) -> str:
 
 
 def raise_reached_limit(error: BaseException) -> None:
-    """Raise an OSError if reading a file failed for no fault of the file: too many files are open, or memory ran out.
+    """Raise an OSError if reading failed for no fault of the file: too many files are open, or memory ran out.
 
     Some libraries turn the system's error into one of their own with its text.
     """

@@ -82,7 +82,12 @@ def fabric_train() -> None:
         words = os.environ["COMP_LINE"].split()[1:]
     name = words[0] if words else "--help"
     if name not in PROGRAMS:
-        _complete_name()
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            parser = ArgumentParser(add_help=False)
+            parser.add_argument("program", choices=PROGRAMS)
+            argcomplete.autocomplete(parser)
         usage = f"fabric-train {'|'.join(PROGRAMS)} [--argument value ...]"
         if name in ("--help", "-h"):
             print(f"usage: {usage}\nfabric-train {next(iter(PROGRAMS))} --help shows the arguments of one of them")
@@ -95,17 +100,6 @@ def fabric_train() -> None:
     runpy.run_module(PROGRAMS[name], run_name="__main__", alter_sys=True)
 
 
-def _complete_name() -> None:
-    """If the shell asks for it, print which programs there are and exit."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
-    import argcomplete
-
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("program", choices=PROGRAMS)
-    argcomplete.autocomplete(parser)
-
-
 def project_first(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return variables with which Python finds this project's modules first, whatever lies in the current folder."""
     folders = filter(None, (str(_PROJECT), environment.get("PYTHONPATH")))
@@ -115,9 +109,8 @@ def project_first(environment: Mapping[str, str] = os.environ) -> dict[str, str]
 def command_from_here(name: str) -> str:
     """Return the words that call a program of :data:`PROGRAMS` in a shell in the current folder.
 
-    In the project's folder they are as the documents have them: ``python convert_to_hf.py``. Elsewhere they are
-    ``fabric-train convert``. ``python`` and the commands have their path if the shell would not find those of this
-    virtual environment.
+    In the project's folder these are ``python convert_to_hf.py``, elsewhere ``fabric-train convert``. ``python`` and
+    the commands have their path if the shell would not find those of this virtual environment.
     """
     module = PROGRAMS[name]
     if name == "train":
@@ -229,7 +222,6 @@ def _pass_on(number: int, _: FrameType | None) -> None:
 
 
 def _code_of(failed: Any) -> int:
-    """Return the exit code of the rank that has failed first; report a rank that a signal has killed."""
     rank, failure = failed.get_first_failure()
     if failure.exitcode < 0:
         print_errors(f"error: rank {rank} was killed by {failure.signal_name()}; continue with --resume true")

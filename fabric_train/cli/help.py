@@ -30,16 +30,14 @@ _EVERY_PROGRAM: dict[str, dict[str, Any]] = {
 
 
 def print_help(arguments: type, words: Sequence[str] = ()) -> None:
-    """Print, on one rank, how to use a program, or only those of its arguments that have ``words``.
-
-    Raises:
-        InputError: no argument has them.
-    """
+    """Print, on one rank, how to use a program, or only those of its arguments that have ``words``; some must."""
     sections = _sections(arguments, " ".join(words))
     if not any(sections.values()):
         raise InputError(f"--help {' '.join(words)}: no argument has it in its name or text; --help lists them all")
+    lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
+    introduction = "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
     if not global_rank():
-        _parser(arguments, sections, "" if words else _introduction(arguments)).print_help()
+        _parser(arguments, sections, "" if words else introduction).print_help()
 
 
 def complete_words(arguments: type) -> None:
@@ -70,7 +68,7 @@ def program_name() -> str:
 
 
 def examples_of(arguments: type) -> list[str]:
-    """Return the example lines in a program's docstring, which has them after its first line."""
+    """Return the lines after the first one of a program's docstring."""
     lines = inspect.cleandoc(arguments.__doc__ or "").splitlines()[1:]
     return [line.strip() for line in lines if line.strip()]
 
@@ -79,8 +77,7 @@ def _parser(
     arguments: type, sections: dict[str, dict[str, dict[str, Any]]], introduction: str = ""
 ) -> argparse.ArgumentParser:
     """Return an argparse parser, which formats the help and knows what may follow a word; ``parser.py`` parses."""
-    positional = positional_of(arguments)
-    place = f"{positional.upper()} " if positional else ""
+    place = f"{positional.upper()} " if (positional := positional_of(arguments)) else ""
     parser = argparse.ArgumentParser(
         usage=f"{program_name()} {place}[--argument value ...] [--config FILE.yaml]",
         description=introduction,
@@ -92,11 +89,6 @@ def _parser(
         for name, settings in options.items():
             section.add_argument(f"--{name}", **settings)
     return parser
-
-
-def _introduction(arguments: type) -> str:
-    lines = [f"  {example.replace(PROGRAM, program_name())}" for example in examples_of(arguments)]
-    return "\n".join([f"{title_of(arguments)}.", "", "examples:", *lines])
 
 
 def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str, Any]]]:
@@ -111,11 +103,12 @@ def _sections(arguments: type, words: str = "") -> dict[str, dict[str, dict[str,
                 if field.name in texts
             }
     sections["Every program"] = _EVERY_PROGRAM
+    of_name = words.lower().replace("-", "_").strip("_")
     return {
         title: {
             name: settings | {"help": settings["help"].replace("%", "%%")}
             for name, settings in options.items()
-            if _has(words, name, f"{settings['help']} {settings.get('metavar')}")
+            if of_name in name or words.lower() in f"{settings['help']} {settings.get('metavar')}".lower()
         }
         for title, options in sections.items()
     }
@@ -133,25 +126,15 @@ def _texts_of(group: type) -> dict[str, str]:
     }
 
 
-def _has(words: str, name: str, text: str) -> bool:
-    return words.lower().replace("-", "_").strip("_") in name or words.lower() in text.lower()
-
-
 def _default(field: dataclasses.Field) -> str:
     """Return a default as the command line takes it; one that is null is in the text."""
     if is_required(field):
         return " (required)"
-    factory = field.default_factory
-    value = field.default if factory is dataclasses.MISSING else factory()
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        shown = " ".join(value)
-    elif isinstance(value, float):
-        shown = f"{value:g}"
-    else:
-        shown = str(value).lower() if isinstance(value, bool) else str(value)
-    return f" (default: {shown})"
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if isinstance(value, bool):
+        value = str(value).lower()
+    shown = " ".join(value) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else value
+    return "" if value is None else f" (default: {shown})"
 
 
 def _form(kind: Any) -> dict[str, Any]:

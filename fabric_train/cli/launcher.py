@@ -19,10 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, the variables that it is recognised by, and those with what it has started.
-
-    ``rank`` and ``size`` count in the whole run, ``local_rank`` and ``local_size`` on this process's machine.
-    """
+    """A launcher, the variables that it is recognised by, and those with rank and size in the run and the machine."""
 
     name: str
     recognised_by: tuple[str, ...]
@@ -39,40 +36,17 @@ class Launcher:
         return " and ".join(self.recognised_by)
 
 
-TORCHRUN = Launcher(
-    "torchrun",
-    ("TORCHELASTIC_RUN_ID",),
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    options=("--nproc-per-node", "--nnodes"),
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OF_OPEN_MPI = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
-OPEN_MPI = Launcher(
-    "mpiexec (Open MPI)",
-    ("OMPI_COMM_WORLD_SIZE",),
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-MPICH = Launcher(
-    "mpiexec (MPICH)",
-    ("PMI_SIZE", "MPI_LOCALNRANKS"),
-    "PMI_RANK",
-    "PMI_SIZE",
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
-)
-SRUN = Launcher(
-    "srun",
-    ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_STEP_TASKS_PER_NODE",
-    options=("--ntasks-per-node", "--nodes"),
-)
+_OF_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_OF_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+TORCHRUN = Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *_OF_TORCHRUN, options=("--nproc-per-node", "--nnodes"))
+OPEN_MPI = Launcher("mpiexec (Open MPI)", ("OMPI_COMM_WORLD_SIZE",), *_OF_OPEN_MPI)
+MPICH = Launcher("mpiexec (MPICH)", ("PMI_SIZE", "MPI_LOCALNRANKS"), *_OF_MPICH)
+SRUN = Launcher("srun", ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), *_OF_SRUN, options=("--ntasks-per-node", "--nodes"))
 BY_HAND = Launcher("whoever set LOCAL_RANK", ("LOCAL_RANK",), "LOCAL_RANK", "WORLD_SIZE")  # Fabric's own launcher too
 MPI = (OPEN_MPI, MPICH)
 # the innermost first: torchrun and mpiexec can run inside a Slurm job
@@ -91,15 +65,9 @@ _LEAST = {
 
 _HIGHEST_PORT = 65535
 _HIGHEST = 10**6
-_RANK_BELOW_SIZE = (
-    ("RANK", "WORLD_SIZE"),
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
+_RANK_BELOW_SIZE = (_OF_TORCHRUN[:2], _OF_TORCHRUN[2:], _OF_OPEN_MPI[:2], _OF_MPICH[:2], _OF_SRUN[:2])
 _FABRIC_OPTIONS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
-_PARALLELISM_OF_STRATEGY = {"auto": "auto", "ddp": "ddp", "fsdp": "fsdp"}
+_STRATEGIES = ("auto", "ddp", "fsdp")  # of fabric run, with names that --parallelism has too
 _PRECISION_ALIASES = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"}
 
 
@@ -168,7 +136,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _incomplete(environment: Mapping[str, str]) -> list[str]:
-    """Return a line if something is missing without which processes would train alone, or wait for others forever."""
+    """Return a line if something is missing without which processes would train alone, or wait forever."""
     launcher = find_launcher(environment)
     if launcher is None:
         return _unfinished_launch(environment)
@@ -269,11 +237,9 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
     faults = check_environment(environment)
     if faults:
         raise ValueError(*faults)
-    options = {
-        name: environment[f"LT_{name.upper()}"] for name in _FABRIC_OPTIONS if f"LT_{name.upper()}" in environment
-    }
+    options = {name: environment[_lt(name)] for name in _FABRIC_OPTIONS if _lt(name) in environment}
     if options and not under_fabric_run(environment):
-        names = ", ".join(f"LT_{name.upper()}" for name in options)
+        names = ", ".join(map(_lt, options))
         raise ValueError(f"{names} set in the environment, but this was not started by fabric run: unset it")
     given = {}
     launcher = None if under_fabric_run(environment) else find_launcher(environment)
@@ -285,12 +251,11 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
     for name, value in options.items():
         where = f"fabric run --{name.replace('_', '-')}"
         if name == "strategy":
-            if value not in _PARALLELISM_OF_STRATEGY:
-                raise ValueError(
-                    f"{where} {value}: leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
-                )
+            if value not in _STRATEGIES:
+                advice = "leave it out and give --parallelism auto, fsdp, fsdp2, ddp or single"
+                raise ValueError(f"{where} {value}: {advice}")
             if value != "auto":
-                given["parallelism"] = GivenValue(_PARALLELISM_OF_STRATEGY[value], where)
+                given["parallelism"] = GivenValue(value, where)
             continue
         if name == "devices" and value == "auto":  # fabric run starts one process then, on any number of GPUs
             value = environment.get("LOCAL_WORLD_SIZE", "1")
@@ -302,4 +267,8 @@ def launcher_arguments(environment: Mapping[str, str] = os.environ) -> dict[str,
 def clear_launcher_options(environment: MutableMapping[str, str] = os.environ) -> None:
     """Remove the ``LT_*`` variables that :func:`launcher_arguments` has turned into arguments."""
     for name in _FABRIC_OPTIONS:
-        environment.pop(f"LT_{name.upper()}", None)
+        environment.pop(_lt(name), None)
+
+
+def _lt(option: str) -> str:
+    return f"LT_{option.upper()}"

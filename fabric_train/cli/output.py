@@ -1,8 +1,8 @@
-"""What programs print: nobody has to read it, and no text in it controls a terminal.
+"""Streams of the programs: a reader that has gone ends nothing, no text controls a terminal, no secret is printed.
 
-Names, messages and texts of others may hold control characters, which move the cursor, erase lines or change the
-terminal. They are made visible here, once for all programs: on standard error and in logs always, on standard output if
-it is a terminal. Text that goes to a file or a pipe stays as it is. The codes of rich are written by ``open_console``.
+Names and texts of others may hold control characters, which move the cursor or change the terminal. They are made
+visible: on standard error and in logs always, on standard output if it is a terminal. Text that goes to a file or a
+pipe stays as it is. ``open_console`` writes the codes of rich.
 """
 
 import errno
@@ -43,7 +43,6 @@ class _LastingFile(io.FileIO):
     """A file descriptor whose errors end no program: what cannot be written is dropped."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        """Write all of ``data``, or drop what cannot be written."""
         left = memoryview(data)
         while left:
             try:
@@ -64,13 +63,9 @@ def escape_controls(text: str) -> str:
 
 
 class _SafeText(io.TextIOWrapper):
-    """A stream that writes control characters as visible text, and leaves colours out.
+    """Standard output or standard error; if it ``filters``, it writes control characters visibly, without colours.
 
-    Args:
-        descriptor: 1 or 2.
-        encoding: of the text.
-        filters: whether to do that; otherwise, text is written as it is.
-        has_bars: let progress bars of libraries through: a carriage return at the beginning, and moves between bars.
+    ``has_bars`` lets progress bars of libraries through: a carriage return at the beginning, and moves between bars.
     """
 
     def __init__(self, descriptor: int, encoding: str, filters: bool, has_bars: bool) -> None:
@@ -84,7 +79,6 @@ class _SafeText(io.TextIOWrapper):
         self.unfiltered = _Unfiltered(self)
 
     def write(self, text: str) -> int:
-        """Write a text that may be of others."""
         return super().write(self._safe(text))
 
     def write_as_it_is(self, text: str) -> int:
@@ -105,7 +99,6 @@ class _Unfiltered:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text as it is."""
         return self._stream.write_as_it_is(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -113,11 +106,7 @@ class _Unfiltered:
 
 
 def open_console(**options: Any) -> "Console":
-    """Return a console of rich: its own codes reach the terminal, and those in the texts that it prints do not.
-
-    Args:
-        options: of ``rich.console.Console``.
-    """
+    """Return a ``rich.console.Console``: its own codes reach the terminal, those in the texts that it prints do not."""
     return _safe_console()(**options)
 
 
@@ -131,7 +120,6 @@ def _safe_console() -> "type[Console]":
 
         @property
         def file(self) -> IO[str]:
-            """The stream to write to."""
             stream = super().file
             return getattr(stream, "unfiltered", stream)
 
@@ -150,10 +138,9 @@ def _safe_console() -> "type[Console]":
 def keep_streams_writable() -> None:
     """Let no error of standard output or standard error reach the program, from now on.
 
-    A reader such as ``tee`` or ``head`` may end, a terminal may go away, a disk may fill up, and a stream may be closed
-    from the start (``>&-``). In all these cases the program goes on, prints to nowhere and keeps its exit code.
-    Characters that the stream's encoding lacks are escaped, and control characters as the head of this module says.
-    Every line is written at once, so nothing has to be flushed when the program ends.
+    A reader such as ``tee`` may end, a terminal go away, a disk fill up, and a stream may be closed from the start
+    (``>&-``). Then the program goes on, prints to nowhere and keeps its exit code. Characters that the encoding lacks
+    are escaped. Every line is written at once, so nothing has to be flushed when the program ends.
 
     Call it before anything else opens a file: a file could get the number of a closed stream.
     """

@@ -1,7 +1,7 @@
 """Build a typed dataclass of arguments from argv, a YAML file and the launcher's variables, or report every fault.
 
-It does what users expect of a command line together with a YAML file: hyphens or underscores, lists without brackets,
-the nearest name for a misspelt one, the last value of an argument that is given twice, and all faults at once.
+Names may have hyphens or underscores, lists need no brackets, the last value of an argument counts, and a fault names
+the nearest argument, also for the names and values that other programs have (``foreign_names.yaml``).
 """
 
 import dataclasses
@@ -38,21 +38,18 @@ T = TypeVar("T")
 def advice_for_name(program: str, name: str, known: Collection[str]) -> str | None:
     """Return what another program's argument is here, or what to do because there is none; None for unknown names.
 
-    Args:
-        program: the class of the program's arguments; a program that the table does not have gets no advice.
-        name: the name that was given, with underscores. Of a.b, the table may have only a.
-        known: the names of the program's own arguments.
+    ``program`` is the name of the class of arguments. Of a ``name`` such as a.b, the table may have only a.
     """
     if program not in read_table()["names"]:
         return None
     name = name.lower()
     for section in (program, "TrainArguments"):
-        here = _arguments_by_name(section).get(name)
+        here = next((ours for ours, names in read_table()["names"][section].items() if name in names.split()), None)
         if here is not None:
             argument = re.match(r"--(\w+)", here)  # None: it begins with the name of another program
             is_here = section == program or argument is None or argument[1] in known
             return f"here it is {here}" if is_here else f"in training it is {here}"
-    absent = _absent()
+    absent = {one: advice for advice, names in read_table()["absent"].items() for one in names.split()}
     pattern = name if name in absent else next((one for one in absent if fnmatchcase(name, one)), None)
     if pattern is not None:
         return absent[pattern]
@@ -61,19 +58,14 @@ def advice_for_name(program: str, name: str, known: Collection[str]) -> str | No
 
 
 def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
-    """Return what another program's value, or another spelling of our own, is here; None for unknown values.
-
-    Args:
-        argument: the name of the argument.
-        kind: its type.
-        value: what was given, of the command line or of YAML.
-    """
+    """Return what another program's value, or another spelling of our own, is here; None for unknown values."""
     values = read_table()["values"]
     parts = _parts(kind)
     same = {_plain(choice): choice for part in parts if get_origin(part) is Literal for choice in get_args(part)}
     rows = [values.get(argument, {}), *([values["true or false"]] if bool in parts else [])]
     for one in value if isinstance(value, list) else [value]:
-        here = next((ours for row in rows for ours, theirs in row.items() if _plain(one) in _words(theirs)), None)
+        found = (ours for row in rows for ours, theirs in row.items() if _plain(one) in _plain(theirs).split())
+        here = next(found, None)
         here = same.get(_plain(one), here)
         if here is not None and here != one:
             return f"here it is {here}"
@@ -82,29 +74,14 @@ def advice_for_value(argument: str, kind: Any, value: Any) -> str | None:
 
 @functools.cache
 def read_table() -> dict[str, Any]:
-    """Return the content of ``foreign_names.yaml``."""
+    """Return the names and values of other programs."""
     return yaml_core.load(yaml_core.read_text(str(Path(__file__).with_name("foreign_names.yaml"))))
-
-
-@functools.cache
-def _arguments_by_name(program: str) -> dict[str, str]:
-    return {name: here for here, names in read_table()["names"][program].items() for name in names.split()}
-
-
-@functools.cache
-def _absent() -> dict[str, str]:
-    """Return what to do instead, by the name or pattern of names."""
-    return {name: advice for advice, names in read_table()["absent"].items() for name in names.split()}
 
 
 def _parts(kind: Any) -> list[Any]:
     """Return a type, and the types that a list or union of them has, at any depth."""
     inner = () if get_origin(kind) is Literal else get_args(kind)
     return [kind, *(part for one in inner for part in _parts(one))]
-
-
-def _words(theirs: str) -> list[str]:
-    return [_plain(word) for word in theirs.split()]
 
 
 def _plain(value: Any) -> str:
@@ -192,14 +169,7 @@ def _merge(
 def _convert_given(
     given: dict[str, GivenValue], types: dict[str, Any], faults: list[str], program: str = ""
 ) -> dict[str, Any]:
-    """Return the values that have their argument's type; report the others, and names that no argument has.
-
-    Args:
-        given: the values by name.
-        types: the types of the program's arguments by name.
-        faults: gets a line for each fault.
-        program: the class of the program's arguments, by which other programs' names are looked up.
-    """
+    """Return the values that have their argument's type; report the others, and names that no argument has."""
     values = {}
     for name, item in given.items():
         if name not in types:
@@ -211,16 +181,15 @@ def _convert_given(
             values[name] = convert(types[name], item.value)
         except WrongValueError as error:
             here = advice_for_value(name, types[name], item.value)
-            faults.append(
-                f"{item.where}: expected {error}, got {_shown(item, types[name])}" + (f"; {here}" if here else "")
-            )
+            wrong = f"{item.where}: expected {error}, got {_shown(item, types[name])}"
+            faults.append(f"{wrong}; {here}" if here else wrong)
     return values
 
 
 def _build_groups(
     arguments: type, given: dict[str, GivenValue], values: dict[str, Any], faults: list[str]
 ) -> dict[str, Any]:
-    """Return the groups that have all required values; report values that are missing or that contradict each other."""
+    """Return the groups that have all required values; report values that are missing or contradict each other."""
     built: dict[str, Any] = {}
     for field_name, group in groups_of(arguments).items():
         fields: tuple[dataclasses.Field, ...] = dataclasses.fields(group)
@@ -229,10 +198,11 @@ def _build_groups(
         faults += [f"{shown[name]} is required" for name in missing if name not in given]
         if not missing:
             built[field_name] = group(**{field.name: values[field.name] for field in fields if field.name in values})
-            group_faults = built[field_name].faults() if hasattr(group, "faults") else []
+            group_faults = list(built[field_name].faults()) if hasattr(group, "faults") else []
             if hasattr(group, "faults_on_line"):
-                on_line = {name for name, item in given.items() if item.where.startswith("--")}
-                group_faults = [*group_faults, *built[field_name].faults_on_line(on_line)]
+                group_faults += built[field_name].faults_on_line(
+                    {name for name, item in given.items() if item.where.startswith("--")}
+                )
             # a wrong value is replaced by its default here: a fault that names it is not the user's
             wrong = "|".join(re.escape(name) for name in given if name not in values)
             faults += [fault for fault in group_faults if not (wrong and re.search(rf"--({wrong})\b", fault))]
@@ -244,9 +214,8 @@ def _from_command_line(
 ) -> dict[str, GivenValue]:
     """Parse ``--a-b 1 --c x y --d`` into a_b "1", c ["x", "y"], d True; a flag without a value is true.
 
-    If there is a ``positional`` argument, it takes the values before any flag, and those that follow the value of a
-    flag that takes only one. Of an argument that is given twice the last value counts, with a note: scripts that wrap
-    a program append what they change.
+    A ``positional`` argument takes the values before any flag, and those that follow the value of a flag that takes
+    only one. If an argument is given twice, the last value counts, with a note: scripts that wrap a program append.
     """
     items: list[tuple[str, list[str]]] = []  # in the order of the line
     flag: tuple[str, list[str]] | None = None
@@ -267,15 +236,11 @@ def _from_command_line(
     given: dict[str, GivenValue] = {}
     for name, values in items:
         value = values[0] if len(values) == 1 else (values or True)
-        if name in given:
-            _note(f"--{name} is given twice: {_in_words(given[name].value)}, then {_in_words(value)}, which is used")
+        if name in given and not global_rank():
+            twice = f"{_in_words(given[name].value)}, then {_in_words(value)}, which is used"
+            print_errors(_in_one_line(f"note: --{name} is given twice: {twice}"))
         given[name] = GivenValue(value, f"--{name}")
     return given
-
-
-def _note(line: str) -> None:
-    if not global_rank():
-        print_errors(_in_one_line(f"note: {line}"))
 
 
 def _in_words(value: Any) -> str:

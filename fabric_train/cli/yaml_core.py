@@ -33,11 +33,7 @@ class YamlFault(ValueError):  # noqa: N818 - a fault of the user's, as in InputE
 
 
 def read_text(path: str) -> str:
-    """Return the text of a YAML file.
-
-    Raises:
-        YamlFault: it cannot be read, is not a file of sensible size (a pipe would block), or is not UTF-8.
-    """
+    """Return the text of a YAML file; a YamlFault if it cannot be one (reading a pipe would block)."""
     try:
         status = os.stat(path)
         if S_ISDIR(status.st_mode):
@@ -110,10 +106,9 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quote text that either version of YAML reads as something else."""
+    """Quote text that either version of YAML reads as something else, and write equal values twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write equal values twice."""
         return True
 
 
@@ -136,7 +131,7 @@ def _value(node: yaml.Node | None) -> Any:
         return [_value(item) for item in node.value]
     if isinstance(node, yaml.MappingNode) and kind == "map":
         return _mapping(node)
-    if isinstance(node, yaml.ScalarNode) and (kind == "str" or (kind in _CORE_SCHEMA and _matches(kind, node.value))):
+    if isinstance(node, yaml.ScalarNode) and (kind == "str" or _matches(kind, node.value)):
         try:
             return _CONVERT[kind](node.value)
         except ValueError as error:
@@ -161,7 +156,7 @@ def _fault_at(mark: yaml.Mark, problem: str) -> YamlFault:
 
 
 def _matches(kind: str, text: str) -> bool:
-    return _CORE_SCHEMA[kind].match(text) is not None
+    return kind in _CORE_SCHEMA and _CORE_SCHEMA[kind].match(text) is not None
 
 
 def _to_int(text: str) -> int:
@@ -170,14 +165,10 @@ def _to_int(text: str) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
-def _to_float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 _CONVERT: dict[str, Callable[[str], Any]] = {
     "null": lambda _: None,
     "bool": lambda text: text.lower() == "true",
     "int": _to_int,
-    "float": _to_float,
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     "str": str,
 }

@@ -1,4 +1,7 @@
-"""Write a folder that is complete or absent: under a hidden temporary name first, then synced and renamed."""
+"""Write a folder that is complete or absent: under a hidden temporary name first, then synced and renamed.
+
+Lock files let one process at a time write it.
+"""
 
 import fcntl
 import os
@@ -21,15 +24,10 @@ _MARK = ".incomplete-"
 
 @contextmanager
 def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
-    """Hold the lock file ``path`` while the block runs. Missing parent folders are created, and removed if still empty.
-
-    Args:
-        path: the lock file; it exists only while a process holds it.
-        taken: what is wrong when another process holds it; begins the error message.
-        fix: how to fix that; ends the error message, after the holder's process id and host.
+    """Hold the lock file ``path``, which exists only then. Missing parent folders are created, and removed if empty.
 
     Raises:
-        InputError: another process holds the lock, or ``path`` is a link.
+        InputError: another process holds the lock: ``taken``, its process id and host, ``fix``; or ``path`` is a link.
         OSError: the file cannot be created.
     """
     new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
@@ -51,11 +49,7 @@ def hold_lock(path: Path, taken: str, fix: str) -> Iterator[None]:
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that other processes hold for less than a second.
-
-    Raises:
-        InputError: another process holds it for two minutes, or ``path`` is a link.
-    """
+    """Hold a lock that others hold for less than a second; an InputError if one holds it for two minutes."""
     deadline = time.monotonic() + _LONGEST_WAIT
     with ExitStack() as lock:
         while True:
@@ -70,11 +64,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def check_not_held(path: Path, taken: str, fix: str) -> None:
-    """Check that no other process holds the lock; creates no file. For the arguments, see :func:`hold_lock`.
-
-    Raises:
-        InputError: another process holds it, or ``path`` is a link.
-    """
+    """Raise the InputError of :func:`hold_lock` if another process holds the lock; creates no file."""
     check_no_link(path)
     if path.is_file():
         with suppress(FileNotFoundError), path.open() as lock:
@@ -109,9 +99,9 @@ def _lock(lock: TextIO, taken: str, fix: str) -> None:
 def complete_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder next to ``target`` to write into; rename it to ``target`` after the block.
 
-    All files and folders are synced to the disk before the rename, and the parent after it. So a folder with the final
-    name is complete even after a power failure. After any exception, including ``KeyboardInterrupt``, the temporary
-    folder is removed. Temporary folders that killed processes of this machine left for the same target are removed too.
+    Everything is synced to the disk before the rename, and the parent after it, so a folder with the final name is
+    complete even after a power failure. After any exception, including ``KeyboardInterrupt``, the temporary folder is
+    removed, as are those that killed processes of this machine left for the same target.
 
     Raises:
         InputError: ``target`` is a file or a folder that is not empty, another process is writing it, or its parent
@@ -187,10 +177,9 @@ def fsync(path: Path) -> None:
 
 
 def check_not_taken(target: Path) -> None:
-    """Check that ``target`` can be created; :func:`complete_folder` does so as well, but only after the long work.
+    """Raise an InputError if ``target`` is a file or not empty, or its parent cannot be written to.
 
-    Raises:
-        InputError: ``target`` is a file or a folder that is not empty, or its parent cannot be written to.
+    :func:`complete_folder` does so as well, but only after the long work.
     """
     check_no_dead_link(target)
     if target.is_dir():
@@ -201,29 +190,26 @@ def check_not_taken(target: Path) -> None:
     absolute = Path(os.path.abspath(target))
     if absolute == absolute.parent:
         raise InputError(f"cannot write to {target}: it is the root of the file system; choose another folder")
-    parent = next(parent for parent in absolute.parents if parent.exists())
+    parent = nearest_existing(absolute.parent)
     if not parent.is_dir():
         raise InputError(f"cannot write to {target}: {parent} is a file; choose another folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(f"cannot write to {parent}: no permission; choose another folder for {target.name}")
 
 
-def check_not_inside(target: Path, complete: Path) -> None:
-    """Check that ``target`` is not in (or equal to) a complete folder: a token dataset or a checkpoint.
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
-    Raises:
-        InputError: it is.
-    """
+
+def check_not_inside(target: Path, complete: Path) -> None:
+    """Raise an InputError if ``target`` is (in) a complete folder: a token dataset or a checkpoint."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(complete)):
         raise InputError(f"cannot write to {target}: {complete} is complete and stays as it is; choose another folder")
 
 
 def check_no_dead_link(target: Path) -> None:
-    """Check that neither ``target`` nor a folder above it is a dead link, where no folder can be created.
-
-    Raises:
-        InputError: one of them is.
-    """
+    """Raise an InputError if ``target`` or a folder above it is a dead link, where no folder can be created."""
     for path in (target, *target.parents):
         if path.is_symlink() and not path.exists():
             raise InputError(f"cannot write to {target}: {path} is a link to {os.readlink(path)}, which is not there")
@@ -241,12 +227,10 @@ def _remove_leftovers(target: Path) -> None:
 
 def _runs(process: int) -> bool:
     """Whether ``process`` is the id of a running process other than this one."""
-    if process == os.getpid():
-        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it runs and belongs to another user
-        return True
-    return True
+    except PermissionError:  # it belongs to another user
+        pass
+    return process != os.getpid()

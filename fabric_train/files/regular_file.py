@@ -1,4 +1,4 @@
-"""Open files that others may have replaced: reading never waits for a pipe, writing never follows a link."""
+"""Files and folders of others: reading never waits for a pipe, writing never follows a link, no name leads outside."""
 
 import errno
 import os
@@ -19,14 +19,10 @@ _KINDS = {
 
 
 def open_regular(path: Path, advice: str) -> BinaryIO:
-    """Open a file for reading in binary mode. A plain ``open`` of a pipe would wait for its writer.
-
-    Args:
-        path: the file, or a link to it.
-        advice: how to fix a wrong file; ends the error message.
+    """Open a file, or what a link leads to, to read bytes. A plain ``open`` of a pipe would wait for its writer.
 
     Raises:
-        InputError: ``path`` is a pipe, a socket, a folder or a device.
+        InputError: ``path`` is a pipe, a socket, a folder or a device; ``advice`` says how to fix that.
         OSError: it does not exist or cannot be read.
     """
     _check_regular(path, os.stat(path).st_mode, advice)
@@ -69,43 +65,27 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_regular_or_absent(path: Path) -> None:
-    """Check that a file can be written at ``path``, which need not exist.
-
-    Raises:
-        InputError: ``path`` is a link, a pipe, a socket or a folder.
-    """
+    """Raise an InputError if ``path`` exists and is no file: a link, a pipe, a socket or a folder."""
     check_no_link(path)
     if path.is_fifo() or path.is_socket() or path.is_dir():
         raise InputError(f"{path} is {_KINDS[stat.S_IFMT(path.lstat().st_mode)]}, not a file; remove it")
 
 
 def check_no_link(path: Path) -> None:
-    """Check that a file or folder to write to is not a link, which may lead to something else of the user's.
-
-    Raises:
-        InputError: ``path`` is a link.
-    """
+    """Raise an InputError if a place to write to is a link, which may lead to something else of the user's."""
     if path.is_symlink():
         raise _is_link(path)
 
 
 def check_no_links_in(folder: Path) -> None:
-    """Check that neither a folder, which need not exist, nor anything below it is a link; see :func:`check_no_link`.
-
-    Raises:
-        InputError: naming the link.
-    """
+    """Raise an InputError if a folder, which need not exist, or anything below it is a link."""
     check_no_link(folder)
     for path in folder.rglob("*"):
         check_no_link(path)
 
 
 def check_no_pipes(folder: Path) -> None:
-    """Check that a folder has no pipe and no socket, which a library would open and wait for.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Raise an InputError if a folder has a pipe or a socket, which a library would open and wait for."""
     for path in sorted(folder.iterdir()):
         if path.is_fifo() or path.is_socket():
             _check_regular(path, path.stat().st_mode, "remove it")
@@ -130,11 +110,7 @@ def _is_link(path: Path) -> InputError:
 
 
 def check_file_name(name: object, listing: Path) -> str:
-    """Return ``name`` if it is the plain name of a file or folder, as a file ``listing`` should contain.
-
-    Raises:
-        InputError: it is not, such as ``../secret`` or ``/etc/passwd``.
-    """
+    """Return ``name``, which is in the file ``listing``, or raise an InputError if it is a path such as ``../x``."""
     is_text = isinstance(name, str) and name.encode(errors="ignore").decode() == name  # no half of a surrogate pair
     if not is_text or name in ("", ".", "..") or not set(str(name)).isdisjoint("/\\\0"):
         raise InputError(f"{listing}: it names {name!r}, outside its folder: damaged or forged; fetch it again")
@@ -142,12 +118,9 @@ def check_file_name(name: object, listing: Path) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Check that no link in ``folder`` leads out of it, and that everything in it is a file or a folder.
+    """Raise an InputError if a link in ``folder`` leads out of it, or something in it is no file and no folder.
 
     A copy of the folder would contain the file that a link leads to, and reading a pipe would wait for its writer.
-
-    Raises:
-        InputError: naming the link, the pipe or the socket.
     """
     inside = os.path.realpath(folder)
     for path in sorted(folder.rglob("*")):
@@ -175,12 +148,7 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def check_not_pointer(file: Path) -> None:
-    """Check that ``file`` is not a Git LFS pointer.
-
-    Raises:
-        InputError: it is, or it is a pipe, a folder or another kind of file.
-        OSError: it cannot be read.
-    """
+    """Raise an InputError if ``file`` is a Git LFS pointer, or no regular file; an OSError if it cannot be read."""
     with open_regular(file, "put the file itself there") as opened:
         if opened.read(64).startswith(b"version https://git-lfs"):
             raise InputError(

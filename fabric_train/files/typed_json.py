@@ -15,12 +15,9 @@ _MOST_LEVELS = 100  # libraries read some of the files again, and walk through t
 
 
 def read_json(file: Path, kind: type[T], advice: str) -> T:
-    """Return the content of a JSON file as ``kind``; no value is converted, except int to float.
+    """Return the content of a JSON file as ``kind``: ``dict``, a dataclass or a pydantic model.
 
-    Args:
-        file: the file, or a link to it.
-        kind: ``dict``, or a dataclass or pydantic model.
-        advice: how to fix a wrong file; ends the error message.
+    No value is converted, except int to float. ``advice`` ends the error message: how to fix a wrong file.
 
     Raises:
         InputError: in one line: the file is missing, no regular file, too large, not UTF-8 or not JSON, is nested too
@@ -93,7 +90,6 @@ def _parse(raw: bytes | str, most_bits: int) -> Any:
 
 
 def _is_deeper(content: Any, most_levels: int) -> bool:
-    """Whether objects and lists are nested in more than ``most_levels`` levels."""
     level = [content]
     for _ in range(most_levels + 1):
         inner = (part for part in level if isinstance(part, dict | list))

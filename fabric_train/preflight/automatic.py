@@ -75,22 +75,15 @@ def _choose_compile(run: PreparedRun) -> PreparedRun:
     fsdp = run.arguments.fsdp
     if run.arguments.model.float8:
         return _with(run, "--compile auto: true, since float8 needs it", compile=True)
-    obstacle = why_not_compiled(fsdp, run.devices.parallelism)
-    if obstacle:
+    if obstacle := why_not_compiled(fsdp, run.devices.parallelism):
         return _with(run, f"--compile auto: false, since fsdp cannot with {obstacle}, but fsdp2 can", compile=False)
-    missing = _missing_for_compile(run)
-    if missing:
+    missing = missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
+    if missing and not run.arguments.planning.plans_for_others:
         return _with(run, f"--compile auto: false, since there is no {missing}", compile=False)
     seconds = _seconds_of_training(run)
     pays = _SHARE_SAVED * seconds > _SECONDS_TO_COMPILE
     reason = f"the run takes about {_show_time(seconds)} and compiling about {_show_time(_SECONDS_TO_COMPILE)}"
     return _with(run, f"--compile auto: {str(pays).lower()}, since {reason}", compile=pays)
-
-
-def _missing_for_compile(run: PreparedRun) -> str | None:
-    if run.arguments.planning.plans_for_others:
-        return None
-    return missing_compiler() or (None if importlib.util.find_spec("triton") else "package triton")
 
 
 def _seconds_of_training(run: PreparedRun) -> float:
@@ -107,6 +100,5 @@ def _show_time(seconds: float) -> str:
 
 
 def _with(run: PreparedRun, note: str | None = None, **options: Any) -> PreparedRun:
-    """Return the run with other arguments, and a note if given."""
     arguments = replace(run.arguments, fsdp=replace(run.arguments.fsdp, **options))
     return replace(run, arguments=arguments, notes=(*run.notes, *([note] if note else [])))

@@ -50,7 +50,15 @@ def check_dataset(dataset: TokenDataset, shape: ModelShape, isolate_documents: b
             faults, notes = list(another.faults), list(another.notes)
     if manifest is None or manifest.tokenizer.vocab_size > shape.vocab_size:
         fix = "tokenize with the model's own tokenizer"
-        if manifest is not None and not faults and _is_tokenizer_of(manifest.tokenizer, shape):
+        if (
+            manifest is not None
+            and not faults
+            and (
+                shape.is_new
+                or manifest.tokenizer.name == shape.source
+                or _model_file(shape.source, "tokenizer.json") is not None
+            )
+        ):  # the model's own tokenizer made the rows
             fix = resize_advice(shape, manifest.tokenizer.vocab_size)
         faults += [fault for name, rows in splits.items() for fault in _foreign_ids(dataset, name, rows, shape, fix)]
     if manifest is None:
@@ -70,11 +78,6 @@ def _beyond_the_positions(dataset: TokenDataset, name: str, rows: Rows, shape: M
         f"{dataset.folder}: rows of {name} have {rows.longest()} tokens, {shape.source} takes {shape.max_positions}; "
         f"tokenize with --max_length {shape.max_positions} or less"
     ]
-
-
-def _is_tokenizer_of(record: TokenizerRecord, shape: ModelShape) -> bool:
-    """Return whether the model's own tokenizer, or that of a new model, made rows in which no other is found."""
-    return shape.is_new or record.name == shape.source or _model_file(shape.source, "tokenizer.json") is not None
 
 
 def resize_advice(shape: ModelShape, num_tokens: int) -> str:
@@ -103,7 +106,6 @@ def _foreign_ids(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape
 
 
 def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelShape) -> list[str]:
-    """Name labels that are not tokens, and document borders outside of their row."""
     faults = []
     if rows.has_labels:
         lowest, highest = rows.id_range("labels")
@@ -123,7 +125,6 @@ def _wrong_columns(dataset: TokenDataset, name: str, rows: Rows, shape: ModelSha
 
 
 def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Manifest) -> list[str]:
-    """Compare number and length of the rows with the manifest."""
     there = f"{dataset.folder}: {FILE_NAME} says"
     fix = "the folder was changed since: tokenize again"
     faults = []
@@ -144,7 +145,6 @@ def _changed_rows(dataset: TokenDataset, splits: dict[str, Rows], manifest: Mani
 
 
 def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -> DatasetCheck:
-    """Compare the tokenizer of the rows with the model's own, if the model has one."""
     notes = _other_bos_eos(folder, record, shape)
     template = _template(shape.source)
     digest = _sha256(template.encode(errors="surrogatepass")) if template else None
@@ -154,14 +154,12 @@ def _other_tokenizer(folder: Path, record: TokenizerRecord, shape: ModelShape) -
             "checkpoints and exports will carry the former"
         )
     ours, theirs = folder / "tokenizer" / "tokenizer.json", _model_file(shape.source, "tokenizer.json")
-    if theirs is None:
-        if record.name != shape.source:
-            notes.append(
-                f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
-                f"made {folder}, is not known"
-            )
-        return DatasetCheck((), tuple(notes))
-    if _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
+    if theirs is None and record.name != shape.source:
+        notes.append(
+            f"{shape.source} brings no tokenizer.json: whether it is a model of {record.name}, whose tokenizer "
+            f"made {folder}, is not known"
+        )
+    if theirs is None or _sha256(theirs.read_bytes()) == record.sha256.get(ours.name):
         return DatasetCheck((), tuple(notes))
     in_rows = " ".join(filter(None, (record.bos_token, record.eos_token, _template(str(folder / "tokenizer")))))
     difference = compare_tokenizers(ours, theirs, in_rows)
@@ -195,7 +193,7 @@ def _other_bos_eos(folder: Path, record: TokenizerRecord, shape: ModelShape) -> 
 
 
 def _model_file(source: str, name: str) -> Path | None:
-    """Return a file of the model's tokenizer: in a checkpoint, in a model folder, or cached from the hub."""
+    """Return a file of a tokenizer: in a checkpoint, in a model folder, or cached from the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source)

@@ -1,4 +1,4 @@
-"""Check the sources whose validation losses decide: --best_by and --early_stopping."""
+"""Check what an evaluation needs: the sources that ``--best_by`` and ``--early_stopping`` name, sample prompts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,6 @@ def _fault(option: str, source: str, names: list[str]) -> str:
 
 
 def _validated_sources(data: TrainingData) -> list[str]:
-    """Return the names of the sources that have documents in the validation split."""
     dataset = data.held_out if isinstance(data, Stream) else data
     names: dict[str, None] = {}
     for part in dataset.parts if dataset else ():

@@ -1,6 +1,6 @@
 """Measure the memory of activations: run the real model and loss on fake tensors, which have shapes and no content.
 
-Every layer costs the same. So a model of three and one of two layers are traced, and the rest is extrapolated.
+All layers cost the same, so a model of three and one of two layers are traced, and the rest is extrapolated.
 """
 
 import copy
@@ -70,9 +70,7 @@ def attention_on_gpu(
 class LiveBytes:
     """The bytes of the storages that were added and are still alive, now and at the peak.
 
-    Args:
-        block: an allocation takes a multiple of so many bytes.
-        ignored: tensors whose storages do not count.
+    An allocation takes a multiple of ``block`` bytes. The storages of ``ignored`` tensors do not count.
     """
 
     def __init__(self, block: int = 1, ignored: Iterable[torch.Tensor] = ()) -> None:
@@ -84,7 +82,6 @@ class LiveBytes:
         self._live = {tensor.untyped_storage()._cdata: (0, "") for tensor in ignored}
 
     def add(self, storage: torch.UntypedStorage, kind: str = "") -> None:
-        """Add a storage, unless it was added before."""
         key = storage._cdata
         if key not in self._live:
             self._live[key] = (0, kind)
@@ -92,12 +89,10 @@ class LiveBytes:
             self._resize(key, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage with its present size, if it was added."""
         if storage._cdata in self._live:
             self._resize(storage._cdata, storage.nbytes())
 
     def restart(self) -> None:
-        """Restart the peak from here."""
         self.most, self.most_kinds = self.now, dict(self._kinds)
 
     def _resize(self, key: int, size: int) -> None:
@@ -161,11 +156,7 @@ class Activations:
 
 
 def trace_activations(shape: "ModelShape", arguments: "TrainArguments", batch: MicroBatch) -> Activations:
-    """Trace a micro-batch of the model. Offloaded activations are not counted.
-
-    Raises:
-        RuntimeError: the model asks for the content of tensors.
-    """
+    """Trace a micro-batch; offloaded activations do not count. A RuntimeError if the model reads tensors' content."""
     fsdp = arguments.fsdp
     if fsdp.activation_offload:
         stays = replace(arguments, fsdp=replace(fsdp, activation_offload=False))

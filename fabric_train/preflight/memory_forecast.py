@@ -42,11 +42,9 @@ class Collective:
     leaving_machine: int
 
     def seconds(self, interconnect: float | None, network: float | None) -> float:
-        """Return the least time in seconds.
+        """Return the least time in seconds, from bytes per second in one direction; None does not count.
 
-        Args:
-            interconnect: bytes per second in one direction from a device to the others of its machine; None: ignore.
-            network: the same from a machine to the others; None: ignore.
+        ``interconnect`` is from a device to the others of its machine, ``network`` from a machine to the others.
         """
         return max(self.sent / (interconnect or math.inf), self.leaving_machine / (network or math.inf))
 
@@ -91,7 +89,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """The bytes of all kinds."""
         return sum(self.parts.values())
 
 
@@ -109,7 +106,6 @@ class Budget:
 
     @property
     def most(self) -> Phase:
-        """The phase with the peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
@@ -128,7 +124,6 @@ def make_budget(units: Units, layout: Layout, activations: Activations, saves_in
 
 
 def _whole_phases(units: Units, layout: Layout, activations: Activations, gradients: int) -> list[Phase]:
-    """Return the phases of ranks that hold the whole model."""
     is_second = layout.accumulation > 1
     at_loss = {
         "gradients": gradients if is_second or layout.name == "ddp" else 0,
@@ -271,7 +266,6 @@ class RunRequest:
     validates: bool = True
 
     def layout(self) -> Layout:
-        """Return how the run shards the model."""
         return make_layout(self.arguments, self.plan, self.parallelism)
 
     def forecast(self) -> Forecast:
@@ -302,7 +296,6 @@ class RunRequest:
         return number if keep is None else min(number, keep + 1)
 
     def _saved_steps(self) -> set[int]:
-        """Return the steps with a checkpoint, whatever their validation loss."""
         return self._steps_every(self.arguments.save.save_step_interval)
 
     def _evaluated_steps(self) -> set[int]:

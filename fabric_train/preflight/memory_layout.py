@@ -175,14 +175,12 @@ def make_layout(arguments: "TrainArguments", plan: "StepPlan", parallelism: str)
 
 
 def _build_on_meta(shape: "ModelShape") -> tuple[Any, list[nn.Module]]:
-    """Return the model and its layers."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape.config)
     return model, [module for module in model.modules() if type(module) in shape.layer_classes]
 
 
 def _power_of_two(size: int) -> int:
-    """Return the least power of two that is not below ``size``."""
     return 1 << (size - 1).bit_length()
 
 

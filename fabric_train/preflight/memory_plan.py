@@ -1,7 +1,7 @@
 """``--plan``: print what a run will take; and, before every run, check that it does not obviously run out of memory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from fabric_train.checkpoint.manager import free_bytes
 from fabric_train.cli.argument_types import parse_size, show_size
 from fabric_train.cli.errors import InputError, first_line
 from fabric_train.distributed.memory import device_memory, machine_memory
+from fabric_train.files.atomic_folder import nearest_existing
 from fabric_train.preflight.memory_forecast import Forecast, RunRequest
 from fabric_train.preflight.memory_layout import bytes_of_states
 from fabric_train.training.prepared_run import PreparedRun
@@ -23,6 +24,54 @@ if TYPE_CHECKING:
     from fabric_train.training.prepared_run import StepPlan
 
 _KINDS = ("weights", "optimizer", "gradients", "gathered weights", "activations", "communication")
+
+
+def print_plan(run: PreparedRun) -> None:
+    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture.
+
+    Raises:
+        InputError: the run does not fit, or the model cannot be traced.
+    """
+    request, given = make_request(run), run.arguments.planning
+    try:
+        forecast = request.forecast()
+    except RuntimeError as error:
+        reason = f"its activations cannot be traced ({first_line(error).rstrip('.')})"
+        raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
+    lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
+    show(
+        Group(
+            _counts(forecast, run.plan),
+            _memory(forecast, request.device_memory),
+            _storage(forecast, request.num_checkpoints()),
+            _traffic(forecast, *lines),
+        )
+    )
+    for table in (*describe_mixture(run), *describe_phases(run)):
+        show(table)
+    for line in run.notes:
+        note(line)
+    if faults := faults_of(request, forecast):
+        raise InputError(*faults)
+    show(Text("it fits", "bold green"))
+
+
+def make_request(run: PreparedRun) -> RunRequest:
+    """Return what the forecast of a run needs to know."""
+    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
+    given = parse_size(arguments.planning.device_memory or "")
+    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
+    return RunRequest(
+        arguments=arguments,
+        shape=run.model,
+        plan=run.plan,
+        parallelism=run.devices.parallelism,
+        isolates=run.data.isolates,
+        on_gpu=on_gpu,
+        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
+        is_elsewhere=arguments.planning.plans_for_others,
+        validates=run.data.validation is not None,
+    )
 
 
 def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
@@ -38,8 +87,13 @@ def faults_of(request: RunRequest, forecast: Forecast) -> list[str]:
     return [*faults, *_faults_of_disk(request, request.num_checkpoints() + 1)]
 
 
-def faults_without_trace(request: RunRequest) -> list[str]:
-    """Return faults that need no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk."""
+def check_memory(run: PreparedRun) -> None:
+    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
+
+    Raises:
+        InputError: the run would certainly end for lack of memory or disk.
+    """
+    request = make_request(run)
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     states, _ = bytes_of_states(request.shape, request.arguments)
@@ -51,15 +105,14 @@ def faults_without_trace(request: RunRequest) -> list[str]:
             f"weights, gradients and optimizer are {show_size(least)} a rank, and {ranks} ranks have "
             f"{show_size(request.device_memory)} each: --plan true says what would fit"
         )
-    return [*faults, *_faults_of_disk(request, 1)]
+    if faults := [*faults, *_faults_of_disk(request, 1)]:
+        raise InputError(*faults)
 
 
 def _faults_of_disk(request: RunRequest, number: int) -> list[str]:
-    """Return a line if ``number`` checkpoints are more than the free space on the disk."""
     layout, folder = request.layout(), Path(request.arguments.save.output_dir)
     size = layout.held * request.shape.num_parameters + bytes_of_states(request.shape, request.arguments)[1]
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = free_bytes(nearest)
+    free = free_bytes(nearest_existing(folder))
     if size * number <= free:
         return []
     fitting = free // size - 2  # besides the best by validation loss and the one being written
@@ -93,64 +146,51 @@ def _change_that_fits(request: RunRequest) -> str:
     options = " ".join(
         f"--{name} {str(value).lower() if value is False else value}"
         for change in changes
-        for name, value in change.shown
+        for name, value in change.items()
     )
     return f"with {options} it would need {show_size(needed)}"
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A change of arguments. ``shown`` are its options on the command line."""
-
-    shown: tuple[tuple[str, Any], ...]
-
-    def on(self, request: RunRequest) -> RunRequest:
-        """Return the run with these arguments instead."""
-        arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
-        for name, value in self.shown:
-            if name == "devices":
-                num_ranks = value * arguments.device.num_nodes
-                plan = _split_again(plan, arguments.training.micro_batch_size, num_ranks)
-            elif name == "micro_batch_size":
-                arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
-                plan = _split_again(plan, value, plan.world_size)
-            elif name == "precision":
-                arguments = replace(arguments, model=replace(arguments.model, precision=value))
-            else:
-                given: Any = {name: value}
-                arguments = replace(arguments, fsdp=replace(arguments.fsdp, **given))
-                parallelism = value if name == "parallelism" else parallelism
-        return replace(request, arguments=arguments, plan=plan, parallelism=parallelism)
+def _apply(request: RunRequest, changes: Iterable[Mapping[str, Any]]) -> RunRequest:
+    arguments, plan, parallelism = request.arguments, request.plan, request.parallelism
+    for name, value in (item for change in changes for item in change.items()):
+        if name == "devices":
+            num_ranks = value * arguments.device.num_nodes
+            plan = _split_again(plan, arguments.training.micro_batch_size, num_ranks)
+        elif name == "micro_batch_size":
+            arguments = replace(arguments, training=replace(arguments.training, micro_batch_size=value))
+            plan = _split_again(plan, value, plan.world_size)
+        elif name == "precision":
+            arguments = replace(arguments, model=replace(arguments.model, precision=value))
+        else:
+            given: Any = {name: value}
+            arguments = replace(arguments, fsdp=replace(arguments.fsdp, **given))
+            parallelism = value if name == "parallelism" else parallelism
+    return replace(request, arguments=arguments, plan=plan, parallelism=parallelism)
 
 
-def _apply(request: RunRequest, changes: list[_Change]) -> RunRequest:
-    for change in changes:
-        request = change.on(request)
-    return request
-
-
-def _changes(request: RunRequest) -> Iterator[_Change]:
+def _changes(request: RunRequest) -> Iterator[dict[str, Any]]:
     arguments, world_size = request.arguments, request.plan.world_size
     if world_size > 1 and request.parallelism == "ddp":
-        yield _Change((("parallelism", "fsdp"),))
+        yield {"parallelism": "fsdp"}
     if world_size > 1 and arguments.fsdp.sharding_strategy != "FULL_SHARD":
-        yield _Change((("sharding_strategy", "FULL_SHARD"),))
+        yield {"sharding_strategy": "FULL_SHARD"}
     is_fsdp2 = request.parallelism == "fsdp2"
     if world_size > 1 and (is_fsdp2 or not (arguments.fsdp.cpu_offload or arguments.model.float8)):
-        eager = (("compile", False),) if arguments.fsdp.compile is True and not is_fsdp2 else ()
-        yield _Change((("gradient_reduction", "micro_batch"), *eager))
+        eager = {"compile": False} if arguments.fsdp.compile is True and not is_fsdp2 else {}
+        yield {"gradient_reduction": "micro_batch", **eager}
     if arguments.fsdp.activation_checkpointing != "full":
-        yield _Change((("activation_checkpointing", "full"),))
+        yield {"activation_checkpointing": "full"}
     size = arguments.training.micro_batch_size
     while size > 1:
         size //= 2
-        yield _Change((("micro_batch_size", size),))
+        yield {"micro_batch_size": size}
     if arguments.model.precision != "bf16-true":
-        yield _Change((("precision", "bf16-true"),))
+        yield {"precision": "bf16-true"}
     devices = world_size // arguments.device.num_nodes
     for number in (2 * devices, 4 * devices, 8 * devices):
-        sharded = (("parallelism", "fsdp"),) if request.parallelism == "single" else ()
-        yield _Change((*sharded, ("devices", number)))
+        sharded = {"parallelism": "fsdp"} if request.parallelism == "single" else {}
+        yield {**sharded, "devices": number}
 
 
 def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "StepPlan":
@@ -163,32 +203,6 @@ def _split_again(plan: "StepPlan", micro_batch_size: int, world_size: int) -> "S
         micro_batch_size=micro_batch_size,
         world_size=world_size,
         num_data_ranks=num_data_ranks,
-    )
-
-
-def report(
-    forecast: Forecast,
-    plan: "StepPlan",
-    num_kept: int,
-    device_memory: int,
-    interconnect: float | None,
-    network: float | None,
-) -> Group:
-    """Return the forecast as tables: model and steps, memory by phase, host memory and disk, traffic.
-
-    Args:
-        forecast: of the run.
-        plan: its windows and steps.
-        num_kept: checkpoints on the disk at the end of the run.
-        device_memory: bytes that a device has.
-        interconnect: bytes per second from a device to the others of its machine, None if not given.
-        network: bytes per second from a machine to the others, None if not given.
-    """
-    return Group(
-        _counts(forecast, plan),
-        _memory(forecast, device_memory),
-        _storage(forecast, num_kept),
-        _traffic(forecast, interconnect, network),
     )
 
 
@@ -207,7 +221,6 @@ def _counts(forecast: Forecast, plan: "StepPlan") -> Table:
 
 
 def _memory(forecast: Forecast, device_memory: int) -> Table:
-    """Return the memory of a rank by kind, one column per phase."""
     phases = forecast.budget.phases
     table = Table("memory, GB", *(phase.name for phase in phases), title_justify="left", box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -261,56 +274,3 @@ def _table(title: str) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     return table
-
-
-def print_plan(run: PreparedRun) -> None:
-    """Print memory, disk and traffic of a run, traced on fake tensors, and its mixture.
-
-    Raises:
-        InputError: the run does not fit, or the model cannot be traced.
-    """
-    request, given = make_request(run), run.arguments.planning
-    try:
-        forecast = request.forecast()
-    except RuntimeError as error:
-        reason = f"its activations cannot be traced ({first_line(error).rstrip('.')})"
-        raise InputError(f"--plan true: {run.model.source}: {reason}; leave --plan out") from error
-    lines = [float(size) if (size := parse_size(line or "")) else None for line in (given.interconnect, given.network)]
-    show(report(forecast, run.plan, request.num_checkpoints(), request.device_memory, *lines))
-    for table in (*describe_mixture(run), *describe_phases(run)):
-        show(table)
-    for line in run.notes:
-        note(line)
-    faults = faults_of(request, forecast)
-    if faults:
-        raise InputError(*faults)
-    show(Text("it fits", "bold green"))
-
-
-def check_memory(run: PreparedRun) -> None:
-    """Check what needs no tracing: weights, gradients and optimizer in memory, one checkpoint on the disk.
-
-    Raises:
-        InputError: the run would certainly end for lack of memory or disk.
-    """
-    faults = faults_without_trace(make_request(run))
-    if faults:
-        raise InputError(*faults)
-
-
-def make_request(run: PreparedRun) -> RunRequest:
-    """Return what the forecast of a run needs to know."""
-    arguments, on_gpu = run.arguments, run.devices.accelerator == "cuda"
-    given = parse_size(arguments.planning.device_memory or "")
-    share_of_machine = machine_memory() // (run.plan.world_size // arguments.device.num_nodes)
-    return RunRequest(
-        arguments=arguments,
-        shape=run.model,
-        plan=run.plan,
-        parallelism=run.devices.parallelism,
-        isolates=run.data.isolates,
-        on_gpu=on_gpu,
-        device_memory=given or (device_memory() if on_gpu else None) or share_of_machine,
-        is_elsewhere=arguments.planning.plans_for_others,
-        validates=run.data.validation is not None,
-    )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,9 @@ from fabric_train.distributed import devices, xla
 from fabric_train.distributed.decoder_layers import check_compiler
 from fabric_train.distributed.precision import check_float8
 from fabric_train.distributed.strategy import resolve_parallelism
-from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside
+from fabric_train.files.atomic_folder import check_no_dead_link, check_not_inside, nearest_existing
 from fabric_train.files.regular_file import check_regular_or_absent
-from fabric_train.model.attention import check_attention
+from fabric_train.model.attention import check_attention, choose_attention
 from fabric_train.model.hf_model import ModelShape, check_readable, read_shape
 from fabric_train.model.init_weights import new_shape
 from fabric_train.model.parallelize import check_tensor_parallel
@@ -46,10 +46,8 @@ def prepare(
 ) -> PreparedRun:
     """Check a run: output folder → devices → checkpoint → data → model → steps → resume.
 
-    Args:
-        arguments: of the run.
-        damages: checkpoints that are known to be damaged.
-        compares: whether the run must fit the checkpoint that it continues.
+    ``damages`` are the checkpoints that are known to be damaged. Unless it ``compares``, the run need not fit the
+    checkpoint that it continues.
 
     Raises:
         InputError: for whatever the user can fix.
@@ -57,14 +55,12 @@ def prepare(
     folder, given_arguments = Path(arguments.save.output_dir), arguments
     _check_output_dir(folder, *arguments.data.data_dirs, arguments.checkpoint.checkpoint)
     device_plan = _plan_devices(arguments)
-    begin = _choose_beginning(arguments, folder, damages)
-    arguments, start_from, checkpoint = begin.arguments, begin.start_from, begin.checkpoint
+    arguments, start_from, checkpoint = _choose_beginning(arguments, folder, damages)
     continues = not (start_from.weights_only or arguments.evaluation.only_reads)
     phases_given = read_phases(arguments)
     data = _open_data(arguments, folder, checkpoint, phases_given)
     model = _read_model(arguments, checkpoint, data)
-    loggers_noted = filter(None, [arguments.logging.note])
-    masks_because = _choose_gpu_attention(model, arguments) if device_plan.accelerator == "cuda" else None
+    masks_because = choose_attention(model, arguments) if device_plan.accelerator == "cuda" else None
     phases = plan_phases(phases_given, arguments.training, data)
     order = _data_order(data, rows_per_window(arguments, device_plan.world_size), arguments.data, phases)
     start = StartingPoint(checkpoint, checkpoints.TrainerState())
@@ -87,10 +83,11 @@ def prepare(
         plan=plan,
         order=order,
         versions={name: version(name) for name in _PACKAGES} | own_versions(model, data),
-        notes=(*plan.notes, *([xla.NOTE] if device_plan.parallelism == "xla" else []), *loggers_noted),
+        notes=plan.notes,
         early_stopping=check_deciding_sources(arguments.evaluation, data),
         sample_prompts=open_sample_prompts(arguments, data, model, checkpoint),
     )
+    run = _with_notes(run, xla.NOTE if device_plan.parallelism == "xla" else None, arguments.logging.note)
     if masks_because and data.isolates:
         mask = f"a mask of {plan.tokens_per_row:,} × {plan.tokens_per_row:,} tokens"
         run = _with_notes(run, f"attention is slow: it keeps documents apart by {mask}, because {masks_because}")
@@ -107,49 +104,15 @@ def prepare(
         run, lengths = choose_schedule(run, checkpoint)
         changed += lengths
     damaged = checkpoints.describe_damaged(checkpoint.parent, checkpoint, damages)
-    chosen = checkpoints.describe_choice(Path(begin.given), checkpoint) if begin.given else None
+    named = _named_checkpoint(start_from)
+    chosen = checkpoints.describe_choice(Path(named), checkpoint) if named else None
     return _with_notes(run, *damaged, chosen, *changed)
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """What a run starts from. ``given`` is how the user names the ``checkpoint``, None for the newest of the run."""
-
-    arguments: "TrainArguments"
-    start_from: "CheckpointArguments"
-    given: str | None
-    checkpoint: Path | None
-
-
-def _choose_beginning(arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None) -> _Beginning:
-    """Return the checkpoint that a run starts from, if any: its own, one that is named, or that of a branch."""
-    start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
-    if _takes_weights(start_from, arguments.model, folder, damages):
-        start_from = replace(start_from, checkpoint=arguments.model.model_name, weights_only=True)
-        arguments = replace(arguments, checkpoint=start_from)
-    given = str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
-    checkpoint = checkpoints.choose_checkpoint(
-        folder,
-        given,
-        resume=start_from.resume,
-        weights_only=start_from.weights_only,
-        read_only=arguments.evaluation.only_reads,
-        damages=damages,
-    )
-    if checkpoint:
-        check_not_inside(folder, checkpoint)
-    return _Beginning(arguments, start_from, given, checkpoint)
-
-
-def _with_notes(run: PreparedRun, *notes: str | None) -> PreparedRun:
-    return replace(run, notes=(*run.notes, *filter(None, notes)))
 
 
 def check_content(fabric: Fabric, run: PreparedRun, note: Callable[[str], None]) -> PreparedRun:
     """Check every byte of the checkpoint that a run starts from, each rank its share.
 
-    Returns:
-        The run itself, or the run from the checkpoint before if the newest one is damaged.
+    Return the run itself, or the run from the checkpoint before if the newest one is damaged.
 
     Raises:
         InputError: the checkpoint that the user named is damaged, or there is no other.
@@ -176,7 +139,7 @@ def _check_output_dir(folder: Path, *inputs: str | None) -> None:
     for given in inputs:
         if given and not (Path(given) / "checkpoints").is_dir():  # a run may continue in its own folder
             check_not_inside(folder, Path(given))
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    nearest = nearest_existing(folder)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         reason = "is not writable" if nearest.is_dir() else "is a file"
         raise InputError(f"--output_dir {folder}: {nearest} {reason}; give another folder")
@@ -184,8 +147,7 @@ def _check_output_dir(folder: Path, *inputs: str | None) -> None:
 
 def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     """Count the processes and check that they can compute what is asked for."""
-    device = arguments.device
-    planning = arguments.planning
+    device, planning = arguments.device, arguments.planning
     if planning.checks and str(device.devices) in ("auto", "-1"):
         device = replace(device, devices=1)
     if planning.plans_for_others and not (planning.checks and device.accelerator == "cpu"):
@@ -209,11 +171,30 @@ def _plan_devices(arguments: "TrainArguments") -> DevicePlan:
     return DevicePlan(accelerator, world_size, parallelism)
 
 
-def _choose_gpu_attention(model: ModelShape, arguments: "TrainArguments") -> str | None:
-    """Call ``choose_attention``, whose module imports what the torch of torch-xla does not have."""
-    from fabric_train.model.attention import choose_attention
+def _choose_beginning(
+    arguments: "TrainArguments", folder: Path, damages: checkpoints.Damages | None
+) -> tuple["TrainArguments", "CheckpointArguments", Path | None]:
+    """Return the arguments, those of the start, and the checkpoint: the run's own, a named one, or a branch's."""
+    start_from = _continue_branch(_after_restart(arguments.checkpoint, folder, damages), folder, damages)
+    if _takes_weights(start_from, arguments.model, folder, damages):
+        start_from = replace(start_from, checkpoint=arguments.model.model_name, weights_only=True)
+        arguments = replace(arguments, checkpoint=start_from)
+    checkpoint = checkpoints.choose_checkpoint(
+        folder,
+        _named_checkpoint(start_from),
+        resume=start_from.resume,
+        weights_only=start_from.weights_only,
+        read_only=arguments.evaluation.only_reads,
+        damages=damages,
+    )
+    if checkpoint:
+        check_not_inside(folder, checkpoint)
+    return arguments, start_from, checkpoint
 
-    return choose_attention(model, arguments)
+
+def _named_checkpoint(start_from: "CheckpointArguments") -> str | None:
+    """Return what the user calls the checkpoint to start from; None for the newest of the run."""
+    return str(checkpoints.branch_point(start_from.branch)) if start_from.branch else start_from.checkpoint
 
 
 def _after_restart(
@@ -319,23 +300,17 @@ def _open_datasets(given: "DataArguments", folder: Path, later: Sequence[Shares]
 
 
 def _read_model(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
-    """Return the shape of the model to start from: the checkpoint's, a new one's, or the pretrained one's."""
-    shape = _read_shape(arguments, checkpoint, data)
+    given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
+    if not given.family or checkpoint:
+        shape = read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
+    else:
+        tokenizer = data.tokenizer if isinstance(data, Stream) else data.manifest and data.manifest.tokenizer
+        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id) if tokenizer else ()
+        shape = new_shape(given, layer_class, *ends)
     check_tensor_parallel(shape.config, shape.source, arguments.fsdp.tensor_parallel_size)
     if not checkpoint and not shape.is_new:
         check_readable(shape.source)
     return shape
-
-
-def _read_shape(arguments: "TrainArguments", checkpoint: Path | None, data: TrainingData) -> ModelShape:
-    given, layer_class = arguments.model, arguments.fsdp.auto_wrap_policy
-    if not given.family or checkpoint:
-        return read_shape(str(checkpoint or given.model_name), layer_class, given.attention)
-    if isinstance(data, Stream):
-        return new_shape(given, layer_class, data.tokenizer.bos_token_id, data.tokenizer.eos_token_id)
-    if data.manifest:
-        return new_shape(given, layer_class, data.manifest.tokenizer.bos_token_id, data.manifest.tokenizer.eos_token_id)
-    return new_shape(given, layer_class)
 
 
 def _data_order(
@@ -364,3 +339,7 @@ def _data_order(
         seed=given.seed if shares is not None or given.shuffle_buffer else None,
         chat_template=data.chat_template.sha256 if data.chat_template else None,
     )
+
+
+def _with_notes(run: PreparedRun, *notes: str | None) -> PreparedRun:
+    return replace(run, notes=(*run.notes, *filter(None, notes)))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,7 +41,7 @@ _SKIPPED = "not checked, since something else differs"
 def prepare_replay(
     folder: Path, steps: tuple[int, int], given: "TrainArguments", device: "DeviceArguments", temporary: Path
 ) -> Replay:
-    """Prepare the steps of a run, and compare arguments, data and rows with those of its checkpoint.
+    """Prepare the first to the last of ``steps``, and compare arguments, data and rows with those of the checkpoint.
 
     Args:
         folder: of the run.
@@ -85,6 +85,11 @@ def prepare_replay(
         if row.step in evaluations and row.val_loss != evaluations[row.step]
     ]
     wrong, contents = _check_rows(run, trained, last) if not faults else ([], _SKIPPED)
+    resolved = flatten(run.arguments) | {
+        "gradient_accumulation_steps": run.plan.accumulation,
+        "parallelism": run.devices.parallelism,
+    }
+    split = {name: resolved[name] for name in checkpoints.SPLIT_ARGUMENTS}
     return Replay(
         folder=folder,
         steps=steps,
@@ -92,7 +97,7 @@ def prepare_replay(
         logged=trained,
         evaluations=evaluations,
         there=_layouts_there(newest, saved, state.step + 1, last),
-        here=_layout_of(flatten(run.arguments) | {"gradient_accumulation_steps": run.plan.accumulation}, run),
+        here=RunLayout(run.devices.world_size, None, split),
         contents=contents,
         faults=[*faults, *wrong],
         other_versions=[f"{change}" for change in find_version_changes(saved.versions, run)],
@@ -100,7 +105,7 @@ def prepare_replay(
 
 
 def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
-    """Return the run with learning-rate schedules of the lengths that a later checkpoint names."""
+    """Give the learning-rate schedules the lengths that a later checkpoint names."""
     saved = checkpoints.read_trainer_json(checkpoint)
     if math.isfinite(saved.schedule_steps):
         run = run.keeping(replace(run.schedules.of_run, num_steps=int(saved.schedule_steps)))
@@ -112,7 +117,6 @@ def _with_schedules(run: PreparedRun, checkpoint: Path) -> PreparedRun:
 
 
 def _read_logged(table: Path, first: int, last: int) -> list[Metrics]:
-    """Return the rows of metrics.csv up to the step ``last``; some are of the steps from ``first`` on."""
     every = read_metrics(table, sys.maxsize)
     rows = [row for row in every if row.step <= last]
     if not rows or rows[-1].step < first or every[-1].step < last:
@@ -176,11 +180,7 @@ def _layouts_there(
 ) -> list[RunLayout]:
     """Return how the steps ``first`` to ``last`` were split, by session.
 
-    Args:
-        newest: the description of the run that has all its sessions.
-        saved: that of the checkpoint which was saved after the steps, for sessions that do not say it.
-        first: the first step that is trained again.
-        last: the last one.
+    ``newest`` has all sessions of the run; ``saved``, of the checkpoint after the steps, is for one without arguments.
     """
     ends = [session.after_step for session in newest.sessions[1:]] + [math.inf]
     layouts = [
@@ -211,15 +211,10 @@ def _layout_of_checkpoint(saved: checkpoints.TrainerJson) -> RunLayout:
     return RunLayout(num_devices, saved.content.get("device"), split)
 
 
-def _layout_of(arguments: dict[str, Any], run: PreparedRun) -> RunLayout:
-    split = {name: arguments[name] for name in checkpoints.SPLIT_ARGUMENTS}
-    return RunLayout(run.devices.world_size, None, split | {"parallelism": run.devices.parallelism})
-
-
 def _missing_steps(
     logged: list[Metrics], newest: checkpoints.TrainerJson, saved: checkpoints.TrainerJson, after_step: int, last: int
 ) -> list[int]:
-    """Return the steps after ``after_step`` up to ``last`` that were logged by the run's interval, and have no row."""
+    """Return the steps after ``after_step`` up to ``last`` that the run's interval logs, and that have no row."""
     there = {row.step for row in logged}
     if newest.state.unlogged:
         there.add(newest.state.step)  # a signal interrupted its evaluation, and the row comes with the next session
@@ -233,7 +228,6 @@ def _missing_steps(
 
 
 def _evaluations(folder: Path, after_step: int, last: int) -> dict[int, float]:
-    """Return the validation losses in the run's checkpoints of some steps, each of the checkpoint's own step."""
     found = {}
     for step, checkpoint in checkpoints.saved_checkpoints(folder).items():
         if after_step < step <= last and find_unreadable(checkpoint) is None:
@@ -253,8 +247,8 @@ def _faults_of_arguments(
 ) -> list[str]:
     """Return a line for each argument of config.yaml with which the steps would have had other losses.
 
-    ``newest`` is the session that has written config.yaml. On other devices than those of ``saved``, it splits the same
-    rows of a step in another way.
+    The session of ``newest`` has written config.yaml. On other devices than those of ``saved``, it splits the same rows
+    of a step in another way.
     """
     also = ["total_batch_size"]
     num_devices = {session.num_devices for saved_by in (saved, newest) for session in saved_by.sessions[-1:]}
@@ -275,8 +269,7 @@ def _faults_of_arguments(
 def _check_rows(run: PreparedRun, logged: list[Metrics], last: int) -> tuple[list[str], str]:
     """Compare the rows of the steps with the logged hashes, and their content with the checksums of the datasets.
 
-    Returns:
-        A line for each fault, and what could be said about the content.
+    Return a line for each fault, and what can be said about the content.
     """
     if isinstance(run.data, Stream):
         return [], "not checked: the sources of a stream are compared by name, size and hash"
@@ -309,7 +302,7 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]
         if index is None or index.checksums is None:
             unknown += [part.folder.name] * bool(own)
         else:
-            altered = list(_find_altered(part.train, own, index.checksums))
+            altered = _find_altered(part.train, own, index.checksums)
             faults += [_describe_row(part.folder, row, index) for row in altered]
     if unknown:
         return faults, f"not checked: {', '.join(unknown)} has no checksums, because an older version wrote it"
@@ -317,7 +310,6 @@ def _check_contents(run: PreparedRun, rows: np.ndarray) -> tuple[list[str], str]
 
 
 def _find_altered(split: Rows, rows: list[int], checksums: np.ndarray) -> Iterator[int]:
-    """Yield the rows of a split that do not have their checksum."""
     stored = Rows(split.split)  # with the borders of documents, also where a run joins them
     for begin in range(0, len(rows), _ROWS_PER_READ):
         part = rows[begin : begin + _ROWS_PER_READ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric_train.checkpoint import DataOrder, PhaseRows, PhaseSchedule, StreamOrder, TrainerJson, read_trainer_json
+from fabric_train.checkpoint import DataOrder, PhaseRows, PhaseSchedule, TrainerJson, read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.parser import flatten
 from fabric_train.data.step_sampler import VALIDATION_VERSION
@@ -44,8 +44,8 @@ _OF_THIS_START = ("resume", "checkpoint", "branch", "weights_only", "allow_chang
 def own_versions(model: ModelShape, data: TrainingData) -> dict[str, str]:
     """Return :data:`OWN_VERSIONS` for a model and its data.
 
-    ``sdpa`` with the borders of documents is version 2 of attention. The validation rows of a single source are those
-    of version 2, see ``VALIDATION_VERSION``.
+    ``sdpa`` with the borders of documents is version 2 of attention, and the validation rows of a single source are
+    those of version 2, see ``VALIDATION_VERSION``.
     """
     versions = OWN_VERSIONS | ({_ATTENTION: "2"} if model.config._attn_implementation == VARLEN else {})
     has_several = data.validation is not None and len(data.validation.source_names) > 1
@@ -62,13 +62,11 @@ class Change:
     option: str | None = None
 
     @property
-    def place(self) -> str:
-        """Where it is given."""
+    def place(self) -> str:  # where it is given
         return f"{self.option}, {self.name}" if self.option else f"--{self.name}"
 
     @property
-    def advice(self) -> str:
-        """What to give to undo it."""
+    def advice(self) -> str:  # how to undo it
         return f"give {_shown(self.there)} there" if self.option else f"give --{self.name} {_shown(self.there)}"
 
     def __str__(self) -> str:
@@ -76,14 +74,7 @@ class Change:
 
 
 def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
-    """Check that a resumed run continues with the steps that its checkpoint's run would have taken.
-
-    Args:
-        run: the run as it is prepared now.
-        checkpoint: that it resumes from.
-
-    Returns:
-        The run, and notes for the user.
+    """Return a run that continues with the steps that its checkpoint's run would have taken, and notes for the user.
 
     Raises:
         InputError: one line for each difference that would change those steps.
@@ -94,7 +85,8 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
     faults = [f"{checkpoint}: {change}; {advice}" for change in saved.data_changes(run.order)]
     faults = faults or _faults_of_rows(run, checkpoint)
     changes = list(_changes(saved.arguments, _as_saved(arguments, plan)))
-    deciding = [change for change in changes if _decides(change, arguments) and not _in_data(change, run.order)]
+    in_data = () if run.order.seed is None else ("seed",)  # the comparison of the data order reports it
+    deciding = [change for change in changes if _decides(change, arguments) and change.name not in in_data]
     deciding += find_changes_of_begun_phases(run, saved.phase_schedules, run.start.state.step)
     if not arguments.checkpoint.allow_changes:
         faults += [
@@ -121,10 +113,7 @@ def check_resume(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[
 
 
 def check_branch(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
-    """Check that a branch continues the run of its checkpoint, except for what the user has changed.
-
-    Returns:
-        The run with the changed arguments in its lineage, and notes for the user.
+    """Return a branch with the arguments in its lineage that the user has changed, and notes for the user.
 
     Raises:
         InputError: the branch ends before it begins, or the same data would be read in another order.
@@ -172,7 +161,6 @@ def _phases_here(run: PreparedRun, after_step: int = 0) -> str:
 
 
 def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], after_step: int = 0) -> str:
-    """Return the phases that begin after a step in one line."""
     own = {phase.first_step: phase.arguments for phase in schedules}
     phases = [
         f"from step {phase.first_step} {' + '.join(map(str, phase.rows_per_epoch))} rows an epoch"
@@ -184,10 +172,8 @@ def _in_words(rows: Iterable[PhaseRows], schedules: Iterable[PhaseSchedule], aft
 
 
 def _notes_on_versions(run: PreparedRun, checkpoint: Path, saved: dict[str, str]) -> list[str]:
-    updated = find_version_changes(saved, run)
-    if not updated:
-        return []
-    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {_joined(updated)}"]
+    updated = _joined(find_version_changes(saved, run))
+    return [f"other versions than at {checkpoint.name}, the losses to come may differ: {updated}"] if updated else []
 
 
 def find_version_changes(saved: dict[str, str], run: PreparedRun) -> list[Change]:
@@ -203,14 +189,11 @@ def find_changes(saved: Mapping[str, Any], here: Mapping[str, Any], also: Collec
 
 
 def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, list[str]]:
-    """Choose the length of the learning-rate schedule that a run which resumes or branches is in.
+    """Choose the length of the learning-rate schedule that a run which resumes or branches is in; return notes, too.
 
     It is the length of the run, or of its phase, unless the learning rate would jump only because that has another
     number of steps than before. Then the schedule keeps its length, and the rate stays at that of its last step; with
     ``--allow_changes``, or another schedule, it follows the run.
-
-    Returns:
-        The run, and notes for the user.
     """
     step, now, saved = run.start.state.step, run.schedules.at(run.start.state.step), read_trainer_json(checkpoint)
     had_steps, kept, is_same = _schedule_there(run, now, saved)
@@ -247,9 +230,9 @@ def choose_schedule(run: PreparedRun, checkpoint: Path) -> tuple[PreparedRun, li
 
 
 def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tuple[float, float, bool]:
-    """Return the steps of the run or phase that a checkpoint was in, those of its schedule, and if it is that of now.
+    """Return the steps of the run or phase that a checkpoint was in, those of its schedule, and whether it is ``now``.
 
-    It is ``now`` if it began at the same step with the same arguments.
+    It is if it began at the same step with the same arguments.
     """
     step = run.start.state.step
     there = next((one for one in saved.phase_schedules if one.first_step <= step <= one.last_step), None)
@@ -264,10 +247,7 @@ def _schedule_there(run: PreparedRun, now: Schedule, saved: TrainerJson) -> tupl
 
 
 def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
-    """Compare the hash of the rows up to the checkpoint's step, unless that is beyond the run's last one.
-
-    The lanes of a stream check their own rows.
-    """
+    """Compare the hash of the rows up to the checkpoint's step; the lanes of a stream check their own rows."""
     if isinstance(run.data, Stream) or run.start.state.step > run.plan.num_steps:
         return []
     step, saved = run.start.state.step, run.start.state.rows_hash
@@ -282,7 +262,6 @@ def _faults_of_rows(run: PreparedRun, checkpoint: Path) -> list[str]:
 
 
 def _as_saved(arguments: "TrainArguments", plan: StepPlan) -> dict[str, Any]:
-    """Return the arguments of this run as a checkpoint would save them."""
     return flatten(arguments) | {"gradient_accumulation_steps": plan.accumulation}
 
 
@@ -308,11 +287,6 @@ def _concerns(package: str, arguments: "TrainArguments") -> bool:
         _VALIDATION: arguments.evaluation.eval_iters is not None,
     }
     return uses.get(package, True)
-
-
-def _in_data(change: Change, order: DataOrder | StreamOrder) -> bool:
-    """Whether the comparison of the data order already reports this change."""
-    return change.name == "seed" and order.seed is not None
 
 
 def _joined(changes: Iterable[Change]) -> str:

@@ -89,7 +89,7 @@ def plan_steps(
 
 
 def rows_per_window(arguments: "TrainArguments", world_size: int) -> int:
-    """Return the rows of one optimizer step over all ranks, which may be none before ``plan_steps`` has checked it."""
+    """Return the rows of one step over all ranks, which may be none before ``plan_steps`` has checked it."""
     together, accumulation = _rows_at_once(arguments, world_size)
     return together * accumulation
 
@@ -104,7 +104,6 @@ def _rows_at_once(arguments: "TrainArguments", world_size: int) -> tuple[int, in
 
 
 def _faults_of_stream(stream: Stream, model: ModelShape, max_step: int | None) -> list[str]:
-    """Return faults: sizes that the model cannot take, and a stream without ``--max_step``."""
     faults = []
     if max_step is None:
         faults.append("--streaming_dataset has no known length: give --max_step")
@@ -133,8 +132,7 @@ def fault_of_decay(training: "TrainingArguments", num_steps: int, of: str = "the
 
 
 def _notes(arguments: "TrainArguments", num_steps: int, in_epochs: int | None, data: TrainingData) -> list[str]:
-    notes = []
-    training = arguments.training
+    notes, training = [], arguments.training
     if training.max_step and in_epochs and training.max_step > in_epochs:
         notes.append(
             f"--max_step {training.max_step} is beyond the data: {training.number_epochs} epochs end at step "
@@ -192,10 +190,7 @@ def read_phases(arguments: "TrainArguments") -> list[GivenPhase]:
 
 
 def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data: TrainingData) -> tuple[RunPhase, ...]:
-    """Return the phases with the rows and the schedule of each.
-
-    Before the first of them, the run has the shares and the schedule of the command line. A phase without shares keeps
-    those before it.
+    """Return the phases with the rows and the schedule of each; a phase without shares keeps those before it.
 
     Raises:
         InputError: shares or schedule of a phase cannot be.
@@ -213,7 +208,6 @@ def plan_phases(given: Sequence[GivenPhase], training: "TrainingArguments", data
 
 
 def _read(path: str, training: "TrainingArguments", num_steps: int) -> list[GivenPhase]:
-    """Return what the file has, with the types of the arguments of the same names."""
     try:
         content = yaml_core.load(yaml_core.read_text(path))
     except yaml_core.YamlFault as fault:
