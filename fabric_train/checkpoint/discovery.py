@@ -27,12 +27,9 @@ _REMOVED, _REPLACED = ".removed", ".replaced"
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     """Return the checkpoint that ``path`` means.
 
-    Args:
-        path: A checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
-            its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the
-            undamaged one with the lowest validation loss (of the source of ``--best_by``); ``RUN/step-500``, the one
-            of that step.
-        damages: Known damage.
+    ``path`` is a checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
+    its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the undamaged
+    one with the lowest validation loss (of the source of ``--best_by``); ``RUN/step-500``, the one of that step.
 
     Raises:
         InputError: There is none, or the checkpoint ``path`` is damaged.
@@ -227,7 +224,7 @@ def choose_checkpoint(
 def newest_checkpoint(run: Path, damages: Damages | None = None, before: float = math.inf) -> Path | None:
     """Return the undamaged checkpoint of a run folder (or of its ``checkpoints/``) with the highest step, or None.
 
-    ``before`` is a step: only checkpoints of lower ones count.
+    Only those of steps lower than ``before`` count.
     """
     newest_first = sorted(
         (checkpoint for checkpoint in _in(run) if _step(checkpoint) < before), key=_step, reverse=True
@@ -250,8 +247,8 @@ def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
     """Return the lowest validation loss in the undamaged checkpoints up to a step; infinite if none has one.
 
-    ``source`` is that whose loss is meant, "all" for the whole validation split. Losses on other rows than those of the
-    last evaluation do not count.
+    ``source`` is the source whose loss is meant, "all" for the whole validation split. Losses on other rows than
+    those of the last evaluation do not count.
     """
     saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other, {})]
     return min(_comparable_losses(saved, source).values(), default=math.inf)
@@ -292,7 +289,6 @@ def _step(checkpoint: Path) -> int:
 
 
 def _steps_in(run: Path) -> str:
-    """Return the names of a run's checkpoints for a message, the newest ones if they are many."""
     names = [checkpoint.name for checkpoint in sorted(_in(run), key=_step)]
     return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
 
@@ -336,7 +332,7 @@ def find_fault(checkpoint: Path, damages: Damages) -> str | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint, which may be damaged or renamed."""
+    """Whether a path is a checkpoint, which may be damaged or renamed."""
     return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())
 
 

@@ -1,8 +1,8 @@
-"""Describe this rank's part of the weights and the optimizer state, without gathering or copying parameters.
+"""Describe this rank's part of weights and optimizer states, where it lies in the files, and read it back.
 
-FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal shard of it. FSDP2 gives every
-rank some rows of each parameter, and the other strategies give every rank all parameters. So a rank's part of a tensor
-is always one contiguous range of the flattened tensor.
+Nothing is gathered or copied. FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal
+shard of it. FSDP2 gives every rank some rows of each parameter, and the other strategies give every rank all
+parameters. So a rank's part of a tensor is always one contiguous range of the flattened tensor.
 """
 
 import json
@@ -164,7 +164,6 @@ def _exchange(
 
 
 def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalTensor:
-    """Describe this rank's part of a parameter."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)

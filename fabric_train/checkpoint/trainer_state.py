@@ -35,7 +35,7 @@ class TokenLoss:
 
     @property
     def perplexity(self) -> float:
-        """Return :func:`perplexity` of the loss."""
+        """exp of the loss."""
         return perplexity(self.loss)
 
     @property
@@ -44,7 +44,7 @@ class TokenLoss:
         return self.nats / (math.log(2) * self.num_bytes) if self.num_bytes else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return loss, perplexity and bits_per_byte by name."""
+        """Return the figures by their names in tables and logs."""
         return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
@@ -68,7 +68,7 @@ class Evaluation:
         return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
 
     def is_comparable(self, other: "Evaluation") -> bool:
-        """Return whether another evaluation is of the same rows, as far as that is known."""
+        """Whether another evaluation is of the same rows, as far as that is known."""
         return self.rows is None or other.rows is None or self.rows == other.rows
 
     def loss_of(self, source: str) -> float | None:

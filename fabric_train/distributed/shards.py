@@ -33,13 +33,8 @@ _ROW = 1024
 class FlatShard:
     """Where a parameter lies in the flat vector of its FSDP1 unit, which ``num_ranks`` ranks share.
 
-    Attributes:
-        shape: of the whole parameter.
-        start: index of the parameter's first element in the flat vector.
-        local: this rank's part of the flat vector, [size].
-        rank: of this process in ``group``.
-        num_ranks: in ``group``; 1 with NO_SHARD.
-        group: the ranks that share the flat vector; None with NO_SHARD.
+    ``shape`` is that of the whole parameter, ``start`` the index of its first element in the flat vector. ``local`` is
+    this rank's part of the vector, [size]. ``rank`` is that of this process in ``group``, which is None with NO_SHARD.
     """
 
     shape: torch.Size
@@ -106,13 +101,13 @@ def original_name(name: str) -> str:
 
 @torch.no_grad()
 def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) -> torch.Tensor:
-    """Scale the gradient in place to a global norm of at most ``max_norm``. All ranks must call it.
+    """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters. All ranks must call it.
 
     Args:
-        fabric: that model and optimizer were set up with.
-        model: as returned by Fabric, after the backward passes of a step.
-        optimizer: as returned by Fabric, or torch's.
-        max_norm: 2-norm over all parameters; 0 leaves the gradient unchanged.
+        fabric: That model and optimizer were set up with.
+        model: As returned by Fabric, after the backward passes of a step.
+        optimizer: As returned by Fabric, or torch's.
+        max_norm: 0 leaves the gradient unchanged.
 
     Returns:
         The norm before clipping, fp64 [], the same on all ranks.
@@ -189,7 +184,6 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face causal language model: read its configuration, build it and load its weights."""
+"""The Hugging Face causal language model: read its configurations, build it, load its weights and its tokenizer."""
 
 import logging
 from collections.abc import Iterable

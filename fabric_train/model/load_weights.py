@@ -252,16 +252,10 @@ class _PretrainedWeights:
 
 
 def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
-    """Read this rank's part of a full tensor that is sharded like ``parameter``.
+    """Read this rank's part of a full tensor that is sharded like ``parameter``, a parameter of a set-up model.
 
-    Args:
-        weights: The source of the tensor.
-        name: The tensor's name in ``weights``.
-        parameter: A parameter of a set-up model, between steps.
-        cuts: From :func:`flat_shards`.
-
-    Returns:
-        A CPU tensor with the parameter's shape on this rank. Do not write into it: it may be a view of a file.
+    ``cuts`` are from :func:`flat_shards`. The CPU tensor has the parameter's shape on this rank. Do not write into it:
+    it may be a view of a file.
     """
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements

@@ -122,10 +122,10 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         seed: int,
         compiles: bool = False,
     ) -> None:
-        """Set up the optimizer with parameter groups, as torch's AdamW.
+        """Set up the optimizer with parameter groups, each with its weight decay.
 
         Args:
-            groups: Parameter groups, each with its weight decay.
+            groups: As torch's AdamW takes them.
             lr: Learning rate.
             betas: Decay of both moments.
             moments_dtype: float32 or bfloat16.
@@ -184,7 +184,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         self._counts[parameter] = int(states["step"])
 
     def has_8bit(self) -> bool:
-        """Return whether some moments are stored in 8 bits."""
+        """Whether some moments are stored in 8 bits."""
         return bool(self._in_8bit)
 
     def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -194,7 +194,6 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         return random_bits(counts, salts)
 
     def _factors(self, parameter: nn.Parameter, group: dict[str, Any]) -> list[float]:
-        """Return the factors of a parameter's next step."""
         step = self._counts.get(parameter, 0) + 1
         return step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
 
@@ -296,7 +295,6 @@ def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tenso
 
 
 def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
-    """Update fp32 weights, first and second moment in place, in one step."""
     beta1, beta2 = group["betas"]
     weights, first, second = tensors
     adamw(
@@ -318,13 +316,10 @@ def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch
 
 
 def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
-    """Let one Triton kernel update all parameters, if it works on their device.
+    """Let one Triton kernel update all parameters if it works on their device; else return why it does not.
 
     It has to give the same results for small parameters that are stored like the optimizer's. This also compiles the
     kernel before the first step.
-
-    Returns:
-        None, or why the optimizer is left to update its parameters one by one.
     """
     fault: str | None
     try:

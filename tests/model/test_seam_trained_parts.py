@@ -27,6 +27,7 @@ train_only(trains)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallelism", "num_ranks"), [("single", 1), ("fsdp", 2), ("fsdp2", 2), ("ddp", 2)])
 def test_frozen_parts_stay_and_the_run_resumes_exactly(
     forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, num_ranks: int
@@ -69,6 +70,7 @@ def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.Mo
     assert shape.flops.of([tokens]) == tokens * expected
 
 
+@pytest.mark.slow
 def test_a_choice_of_nothing_is_refused(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
     nothing = "from fabric_train.model.trained_parts import train_only; train_only(lambda name: False)"
