@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.collectives import exchange_bytes
-from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, local_part, named_parameters, original_name
 from fabric_train.model.load_weights import read_local_part
 from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
@@ -354,6 +354,5 @@ def _read_state(
         return tensors.read(name).to(parameter.device, state.dtype)
     # on the parameter's device, which is not its mesh's with --cpu_offload
     restored: Any = torch.empty_like(parameter, dtype=state.dtype)
-    local = restored.to_local() if isinstance(restored, DTensor) else restored
-    local.copy_(read_local_part(tensors, name, parameter, cuts))
+    local_part(restored).copy_(read_local_part(tensors, name, parameter, cuts))
     return restored

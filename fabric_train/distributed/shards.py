@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning import Fabric
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
@@ -91,6 +92,12 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor, after the collective that it may be the result of."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
 def original_name(name: str) -> str:
     """Return the name of a parameter before Fabric, DDP, FSDP, compile and checkpointing wrapped the model."""
     name = name.replace("_FSDP_SHARD_SEPARATOR_", ".")  # torch-xla's FSDP registers a layer's parameters at the layer
@@ -117,7 +124,7 @@ def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) 
     norm = _squared_norm(fabric, model, gradients).sqrt()
     if max_norm:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # as torch.nn.utils.clip_grad_norm_
-        _scale([_local(gradient) for gradient in gradients], factor)
+        _scale([local_part(gradient) for gradient in gradients], factor)
     return norm
 
 
@@ -135,7 +142,7 @@ def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> 
             ]
         else:
             sharding, groups[None] = None, flat_groups
-        by_sharding.setdefault(sharding, []).append(_local(gradient))
+        by_sharding.setdefault(sharding, []).append(local_part(gradient))
     if not gradients:  # this rank's part of FSDP1's flat parameters may be only padding
         by_sharding[None], groups[None] = [], flat_groups
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
@@ -181,10 +188,6 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     for dtype, of_dtype in by_dtype.items():
         local = factor.to(of_dtype[0].device)
         torch._foreach_mul_(of_dtype, local if local.device.type == "cpu" else local.to(dtype))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _flat_groups(model: Any) -> list[dist.ProcessGroup | None]:

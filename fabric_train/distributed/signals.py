@@ -1,5 +1,7 @@
 """Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, or at once on a second signal.
 
+The heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
+
 Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
 therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``).
 """
@@ -187,11 +189,7 @@ _TEXTS = {
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
-
-
 _SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
-
-
 _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
 

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from fabric_train.cli.errors import first_line
 from fabric_train.distributed.devices import to_device_async
+from fabric_train.distributed.shards import local_part
 from fabric_train.optim.low_precision import (
     BLOCK,
     Blockwise8Bit,
@@ -30,7 +31,7 @@ from fabric_train.optim.low_precision import (
     salt,
     tensor_table,
 )
-from fabric_train.optim.states import DeclaredStates, State, flat_local, local_part
+from fabric_train.optim.states import DeclaredStates, State, flat_local
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}

@@ -59,7 +59,7 @@ def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.Mo
     train_only(trains)
     shape = read_shape(folder)
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
-    assert sum(size.numel() for size in shape.trained.values()) == layer + 32
+    assert shape.num_trained == layer + 32
     assert bytes_of_states(shape, arguments) == (8 * (layer + 32), 8 * (layer + 32))
     units = read_units(shape, arguments)
     assert (units.total, units.trained, units.head) == (everything.num_parameters, layer + 32, 0)
