@@ -180,13 +180,7 @@ def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def choose_checkpoint(
-    run: Path,
-    given: str | None,
-    *,
-    resume: bool,
-    weights_only: bool,
-    read_only: bool,
-    damages: Damages | None = None,
+    run: Path, given: str | None, *, resume: bool, weights_only: bool, read_only: bool, damages: Damages | None = None
 ) -> Path | None:
     """Return the checkpoint that a run starts from, or None for the pretrained weights.
 

@@ -152,7 +152,10 @@ class _Offload:
 
 @dataclass
 class _SelectivePlan:
-    """The calls whose results are kept; made in the first layer's first forward pass, which keeps all activations."""
+    """The calls whose results are kept.
+
+    It is made in the first forward pass of the first layer that has a backward pass; that pass keeps all activations.
+    """
 
     budget: float
     is_made: bool = False
@@ -171,7 +174,7 @@ class _SelectivePlan:
             if operation.num_bytes <= left and operation.num_saved_before < recorder.num_saved:
                 kept.append(operation.call)
                 left -= operation.num_bytes
-        self.kept, self.is_made = frozenset(kept), True
+        self.kept, self.is_made = frozenset(kept), recorder.num_saved > 0  # a frozen first layer saves nothing
         return output
 
     def contexts(self) -> Any:

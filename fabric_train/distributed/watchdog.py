@@ -209,10 +209,7 @@ class Watchdog:
         self._me.update(position, location, is_waiting, min_pass_seconds)
         for other in self._others.values():
             other.send(
-                position=astuple(position),
-                location=location,
-                is_waiting=is_waiting,
-                min_pass_seconds=min_pass_seconds,
+                position=astuple(position), location=location, is_waiting=is_waiting, min_pass_seconds=min_pass_seconds
             )
         if self._timeout:
             self._check_ranks()

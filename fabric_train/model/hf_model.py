@@ -131,10 +131,7 @@ def check_readable(source: str) -> None:
         return
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         index = cached_file(
-            source,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
         if index:
             shard_names(Path(index))
