@@ -88,7 +88,7 @@ def run_of(checkpoint: Path) -> Path:
 
 def saved_checkpoints(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by step, the oldest first; damaged ones too."""
-    return {_step(checkpoint): checkpoint for checkpoint in sorted(_in(run), key=_step)}
+    return {_step(checkpoint): checkpoint for checkpoint in _in(run)}
 
 
 def is_short_name(path: Path) -> bool:
@@ -220,22 +220,21 @@ def newest_checkpoint(run: Path, damages: Damages | None = None, before: float =
 
     Only those of steps lower than ``before`` count.
     """
-    newest_first = sorted(
-        (checkpoint for checkpoint in _in(run) if _step(checkpoint) < before), key=_step, reverse=True
-    )
-    return next((checkpoint for checkpoint in newest_first if find_fault(checkpoint, damages or {}) is None), None)
+    return _first_whole((each for each in reversed(_in(run)) if _step(each) < before), damages)
 
 
 def checkpoint_from(run: Path, step: int) -> Path | None:
     """Return the undamaged checkpoint of a run folder with the lowest step that is not below ``step``, or None."""
-    oldest_first = sorted((checkpoint for checkpoint in _in(run) if _step(checkpoint) >= step), key=_step)
-    return next((checkpoint for checkpoint in oldest_first if find_fault(checkpoint, {}) is None), None)
+    return _first_whole(each for each in _in(run) if _step(each) >= step)
 
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     """Return the undamaged checkpoint of a run folder with the lowest validation loss, or None if none has one."""
-    best_first = sort_by_loss(checkpoint for checkpoint in _in(run) if find_unreadable(checkpoint) is None)
-    return next((checkpoint for checkpoint in best_first if find_fault(checkpoint, damages or {}) is None), None)
+    return _first_whole(_sort_by_loss(each for each in _in(run) if find_unreadable(each) is None), damages)
+
+
+def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) -> Path | None:
+    return next((checkpoint for checkpoint in checkpoints if find_fault(checkpoint, damages or {}) is None), None)
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
@@ -257,7 +256,7 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
     damages = damages or {}
     preferred = [
         checkpoint
-        for checkpoint in sorted(_in(run), key=_step)
+        for checkpoint in _in(run)
         if used is None or _step(checkpoint) > _step(used) or _real(checkpoint) in damages
     ]
     faults = [(checkpoint, find_fault(checkpoint, damages)) for checkpoint in preferred]
@@ -273,9 +272,10 @@ def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
 
 
 def _in(run: Path) -> list[Path]:
-    """Return all checkpoints of a run folder (or of its ``checkpoints/``), damaged ones too."""
+    """Return all checkpoints of a run folder (or of its ``checkpoints/``) by step, damaged ones too."""
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    return [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)] if folder.is_dir() else []
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), key=_step)
 
 
 def _step(checkpoint: Path) -> int:
@@ -283,11 +283,11 @@ def _step(checkpoint: Path) -> int:
 
 
 def _steps_in(run: Path) -> str:
-    names = [checkpoint.name for checkpoint in sorted(_in(run), key=_step)]
+    names = [checkpoint.name for checkpoint in _in(run)]
     return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
 
 
-def sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
+def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
     """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
 
     The newest one says which source's loss that is. Checkpoints that were evaluated on other rows than the last
@@ -337,10 +337,9 @@ def prune(newest: Path, keep: int | None) -> None:
     Damaged checkpoints are neither counted nor removed. Those of later steps are damaged, because a run continues from
     the newest undamaged one.
     """
-    saved = [*saved_checkpoints(newest.parent).values()]
-    checkpoints = [other for other in saved[: saved.index(newest) + 1] if not find_fault(other, {})]
+    checkpoints = [each for each in _in(newest.parent) if _step(each) <= _step(newest) and not find_fault(each, {})]
     lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]
-    stay = {newest, *sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
+    stay = {newest, *_sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
     for checkpoint in checkpoints:
         if checkpoint not in stay:
             remove(_set_aside(checkpoint, _REMOVED))
