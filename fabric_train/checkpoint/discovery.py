@@ -27,12 +27,9 @@ _REMOVED, _REPLACED = ".removed", ".replaced"
 def find_checkpoint(path: Path, damages: Damages | None = None) -> Path:
     """Return the checkpoint that ``path`` means.
 
-    Args:
-        path: A checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
-            its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the
-            undamaged one with the lowest validation loss (of the source of ``--best_by``); ``RUN/step-500``, the one
-            of that step.
-        damages: Known damage.
+    ``path`` is a checkpoint; a run folder, whose newest undamaged checkpoint is meant; or a name in a run folder (or in
+    its ``checkpoints/``) that does not exist as a file or folder: ``RUN/latest``, the same; ``RUN/best``, the undamaged
+    one with the lowest validation loss (of the source of ``--best_by``); ``RUN/step-500``, the one of that step.
 
     Raises:
         InputError: There is none, or the checkpoint ``path`` is damaged.
@@ -91,7 +88,7 @@ def run_of(checkpoint: Path) -> Path:
 
 def saved_checkpoints(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by step, the oldest first; damaged ones too."""
-    return {_step(checkpoint): checkpoint for checkpoint in sorted(_in(run), key=_step)}
+    return {_step(checkpoint): checkpoint for checkpoint in _in(run)}
 
 
 def is_short_name(path: Path) -> bool:
@@ -186,13 +183,7 @@ def checkpoints_of_all(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def choose_checkpoint(
-    run: Path,
-    given: str | None,
-    *,
-    resume: bool,
-    weights_only: bool,
-    read_only: bool,
-    damages: Damages | None = None,
+    run: Path, given: str | None, *, resume: bool, weights_only: bool, read_only: bool, damages: Damages | None = None
 ) -> Path | None:
     """Return the checkpoint that a run starts from, or None for the pretrained weights.
 
@@ -230,31 +221,30 @@ def choose_checkpoint(
 def newest_checkpoint(run: Path, damages: Damages | None = None, before: float = math.inf) -> Path | None:
     """Return the undamaged checkpoint of a run folder (or of its ``checkpoints/``) with the highest step, or None.
 
-    ``before`` is a step: only checkpoints of lower ones count.
+    Only those of steps lower than ``before`` count.
     """
-    newest_first = sorted(
-        (checkpoint for checkpoint in _in(run) if _step(checkpoint) < before), key=_step, reverse=True
-    )
-    return next((checkpoint for checkpoint in newest_first if find_fault(checkpoint, damages or {}) is None), None)
+    return _first_whole((each for each in reversed(_in(run)) if _step(each) < before), damages)
 
 
 def checkpoint_from(run: Path, step: int) -> Path | None:
     """Return the undamaged checkpoint of a run folder with the lowest step that is not below ``step``, or None."""
-    oldest_first = sorted((checkpoint for checkpoint in _in(run) if _step(checkpoint) >= step), key=_step)
-    return next((checkpoint for checkpoint in oldest_first if find_fault(checkpoint, {}) is None), None)
+    return _first_whole(each for each in _in(run) if _step(each) >= step)
 
 
 def best_checkpoint(run: Path, damages: Damages | None = None) -> Path | None:
     """Return the undamaged checkpoint of a run folder with the lowest validation loss, or None if none has one."""
-    best_first = sort_by_loss(checkpoint for checkpoint in _in(run) if find_unreadable(checkpoint) is None)
-    return next((checkpoint for checkpoint in best_first if find_fault(checkpoint, damages or {}) is None), None)
+    return _first_whole(_sort_by_loss(each for each in _in(run) if find_unreadable(each) is None), damages)
+
+
+def _first_whole(checkpoints: Iterable[Path], damages: Damages | None = None) -> Path | None:
+    return next((checkpoint for checkpoint in checkpoints if find_fault(checkpoint, damages or {}) is None), None)
 
 
 def lowest_loss(run: Path, source: str, last_step: int) -> float:
     """Return the lowest validation loss in the undamaged checkpoints up to a step; infinite if none has one.
 
-    ``source`` is that whose loss is meant, "all" for the whole validation split. Losses on other rows than those of the
-    last evaluation do not count.
+    ``source`` is the source whose loss is meant, "all" for the whole validation split. Losses on other rows than
+    those of the last evaluation do not count.
     """
     saved = [other for other in _in(run) if _step(other) <= last_step and not find_fault(other, {})]
     return min(_comparable_losses(saved, source).values(), default=math.inf)
@@ -269,7 +259,7 @@ def describe_damaged(run: Path, used: Path | None, damages: Damages | None = Non
     damages = damages or {}
     preferred = [
         checkpoint
-        for checkpoint in sorted(_in(run), key=_step)
+        for checkpoint in _in(run)
         if used is None or _step(checkpoint) > _step(used) or _real(checkpoint) in damages
     ]
     faults = [(checkpoint, find_fault(checkpoint, damages)) for checkpoint in preferred]
@@ -285,9 +275,10 @@ def wrong_content(checkpoint: Path, fabric: Fabric) -> str | None:
 
 
 def _in(run: Path) -> list[Path]:
-    """Return all checkpoints of a run folder (or of its ``checkpoints/``), damaged ones too."""
+    """Return all checkpoints of a run folder (or of its ``checkpoints/``) by step, damaged ones too."""
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    return [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name)] if folder.is_dir() else []
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), key=_step)
 
 
 def _step(checkpoint: Path) -> int:
@@ -295,12 +286,11 @@ def _step(checkpoint: Path) -> int:
 
 
 def _steps_in(run: Path) -> str:
-    """Return the names of a run's checkpoints for a message, the newest ones if they are many."""
-    names = [checkpoint.name for checkpoint in sorted(_in(run), key=_step)]
+    names = [checkpoint.name for checkpoint in _in(run)]
     return ", ".join(names if len(names) < 5 else [names[0], "…", *names[-3:]])
 
 
-def sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
+def _sort_by_loss(checkpoints: Iterable[Path]) -> list[Path]:
     """Return the checkpoints with a finite validation loss, the lowest first; all must be readable.
 
     The newest one says which source's loss that is. Checkpoints that were evaluated on other rows than the last
@@ -339,7 +329,7 @@ def find_fault(checkpoint: Path, damages: Damages) -> str | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint, which may be damaged or renamed."""
+    """Whether a path is a checkpoint, which may be damaged or renamed."""
     return path.is_dir() and bool(_NAME.fullmatch(path.name) or (path / "trainer.json").exists())
 
 
@@ -350,10 +340,9 @@ def prune(newest: Path, keep: int | None) -> None:
     Damaged checkpoints are neither counted nor removed. Those of later steps are damaged, because a run continues from
     the newest undamaged one.
     """
-    saved = [*saved_checkpoints(newest.parent).values()]
-    checkpoints = [other for other in saved[: saved.index(newest) + 1] if not find_fault(other, {})]
+    checkpoints = [each for each in _in(newest.parent) if _step(each) <= _step(newest) and not find_fault(each, {})]
     lasting = [checkpoint for checkpoint in checkpoints if not read_trainer_json(checkpoint).interim]
-    stay = {newest, *sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
+    stay = {newest, *_sort_by_loss(checkpoints)[:1], *(lasting if keep is None else lasting[-keep:])}
     for checkpoint in checkpoints:
         if checkpoint not in stay:
             remove(_set_aside(checkpoint, _REMOVED))

@@ -177,19 +177,15 @@ class BackgroundTask:
 
 
 class RankWriter:
-    """A writer of one rank's part of one checkpoint."""
+    """Writes one rank's part of one checkpoint."""
 
     def __init__(
         self, folder: Path, rank: int, writes: list[Write], staging: Staging | None, write_texts: Callable[[Path], None]
     ) -> None:
         """Prepare to write into ``folder``, which need not exist and is the same on all ranks.
 
-        Args:
-            folder: The unfinished checkpoint.
-            rank: This rank.
-            writes: The tensors to write.
-            staging: The buffer to copy them into first; None if they will not change during the save.
-            write_texts: A function that writes the small files, called on rank 0.
+        The tensors are copied into ``staging`` first; it is None if they will not change during the save.
+        ``write_texts`` writes the small files, on rank 0.
         """
         self._folder, self._rank, self._staging, self._write_texts = folder, rank, staging, write_texts
         self._writes = sorted(writes, key=lambda write: (write.file, write.offset))
@@ -335,11 +331,8 @@ def find_damage(checkpoint: Path) -> str | None:
 def find_wrong_content(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, optimizer: bool = True) -> str | None:
     """Return which file of a checkpoint does not have the written content, or None.
 
-    Args:
-        checkpoint: A checkpoint without damage by ``find_damage``.
-        rank: This process's number; each process reads its share of the bytes.
-        num_ranks: The number of processes that read.
-        optimizer: Whether to check the optimizer state too.
+    ``find_damage`` has found nothing. Each of ``num_ranks`` processes reads its share of the bytes; with ``optimizer``,
+    of the optimizer's files too.
     """
     pieces = [
         (name, piece)
@@ -399,7 +392,7 @@ def _read(checkpoint: Path) -> dict[str, tuple[int, list[FilePiece]]]:
 
 
 def _is_tiling(pieces: Iterable[FilePiece], size: int) -> bool:
-    """Return whether sorted pieces cover a file without gaps and overlaps."""
+    """Whether sorted pieces cover a file without gaps and overlaps."""
     covered = 0
     for piece in pieces:
         if piece.begin != covered:

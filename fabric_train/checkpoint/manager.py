@@ -73,19 +73,11 @@ class CheckpointManager:
         saved: Callable[[Path], None],
         after_step: int = 0,
     ) -> None:
-        """Set up the manager and remove unfinished checkpoints from ``folder``.
+        """Set up the manager and remove unfinished checkpoints from ``folder``, which only this run uses.
 
-        Args:
-            folder: The folder of the run's checkpoints, used by this run only.
-            fabric: The Fabric that set up model and optimizer.
-            model: The model, wrapped by Fabric.
-            optimizer: The optimizer, wrapped by Fabric.
-            description: The description of the run that each checkpoint contains.
-            keep: The number of newest checkpoints to keep, in addition to the one with the lowest validation loss; None
-                keeps all.
-            asynchronous: Whether training continues while a checkpoint is written.
-            saved: A function to call on every rank with each complete checkpoint.
-            after_step: The step that the run starts after.
+        ``keep`` newest checkpoints stay, besides the one with the lowest validation loss; None keeps all. With
+        ``asynchronous`` training continues while one is written. ``saved`` is called on every rank with each complete
+        checkpoint. The run starts after step ``after_step``.
         """
         self.folder, self._keep, self._saved = folder, keep, saved
         self._fabric, self._model, self._optimizer = fabric, model, optimizer
@@ -114,7 +106,7 @@ class CheckpointManager:
         return self._task is not None and self._task.error is not None
 
     def is_best(self, state: TrainerState) -> bool:
-        """Return whether a state has a lower validation loss, of the source of ``--best_by``, than all that are saved.
+        """Return whether a state's validation loss, of the source of ``--best_by``, is below all that are saved.
 
         One rank may call this alone.
         """
@@ -134,22 +126,18 @@ class CheckpointManager:
         interim: bool = False,
         scheduled: bool = False,
     ) -> Path:
-        """Begin to write a checkpoint, after finishing a pending save.
+        """Begin to write a checkpoint, after finishing a pending save, and return its path.
 
         If saves are synchronous, or with ``waits``, the checkpoint is complete when this returns. Otherwise, the model
-        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old checkpoints are then
-        removed.
+        may change after ``wait_until_copied``, and ``advance`` completes the checkpoint. Old ones are then removed.
 
         Args:
             state: The counters to save.
             cursors: The stream's positions after the last window, see ``stream_batches.StreamBatch``, or a checkpoint
                 of the same step that has them.
             waits: Whether to complete the checkpoint before returning.
-            interim: Whether the checkpoint is removed after a later one, unless its validation loss is the lowest.
+            interim: Whether it is removed after a later one, unless its validation loss is the lowest.
             scheduled: Whether an interval or the end of an epoch or of the run is the reason, not a signal or a loss.
-
-        Returns:
-            The path of the checkpoint.
 
         Raises:
             SaveError: This save or the pending one failed; raised on all ranks.
@@ -255,7 +243,6 @@ class CheckpointManager:
             raise SaveError(message)
 
     def _message(self, pending: _PendingSave, reason: str) -> str:
-        """Return the message of a failed save: the reason, the bytes it needs and the bytes that are free."""
         needed, free = pending.num_bytes / 1e9, free_bytes(self.folder) / 1e9
         return (
             f"{pending.target} could not be saved: {reason}; it needs {needed:.3g} GB, {free:.3g} GB are free there; "
@@ -303,7 +290,6 @@ class CheckpointManager:
         return texts
 
     def _write_texts(self, folder: Path, texts: dict[str, str]) -> None:
-        """Write all files except tensors."""
         model = self._model.module
         model.config.save_pretrained(folder)
         if model.generation_config is not None:

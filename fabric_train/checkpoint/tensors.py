@@ -1,8 +1,8 @@
-"""Describe this rank's part of the weights and the optimizer state, without gathering or copying parameters.
+"""Describe this rank's part of weights and optimizer states, where it lies in the files, and read it back.
 
-FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal shard of it. FSDP2 gives every
-rank some rows of each parameter, and the other strategies give every rank all parameters. So a rank's part of a tensor
-is always one contiguous range of the flattened tensor.
+Nothing is gathered or copied. FSDP1 joins the parameters of a unit into one flat vector and gives every rank an equal
+shard of it. FSDP2 gives every rank some rows of each parameter, and the other strategies give every rank all
+parameters. So a rank's part of a tensor is always one contiguous range of the flattened tensor.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fabric_train.checkpoint.trainer_json import read_trainer_json
 from fabric_train.cli.errors import InputError
 from fabric_train.distributed.collectives import exchange_bytes
-from fabric_train.distributed.shards import FlatShard, flat_shards, named_parameters, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, local_part, named_parameters, original_name
 from fabric_train.model.load_weights import read_local_part
 from fabric_train.model.trained_parts import trained_parameters
 from fabric_train.model.weight_files import DTYPES, SHARDING_INFO, CheckpointTensors
@@ -164,7 +164,6 @@ def _exchange(
 
 
 def _local(name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> LocalTensor:
-    """Describe this rank's part of a parameter."""
     if id(parameter) in cuts:
         cut = cuts[id(parameter)]
         begin, end = cut.range(cut.rank)
@@ -355,6 +354,5 @@ def _read_state(
         return tensors.read(name).to(parameter.device, state.dtype)
     # on the parameter's device, which is not its mesh's with --cpu_offload
     restored: Any = torch.empty_like(parameter, dtype=state.dtype)
-    local = restored.to_local() if isinstance(restored, DTensor) else restored
-    local.copy_(read_local_part(tensors, name, parameter, cuts))
+    local_part(restored).copy_(read_local_part(tensors, name, parameter, cuts))
     return restored

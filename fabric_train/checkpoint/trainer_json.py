@@ -37,21 +37,13 @@ _ADVICE = "use another checkpoint"
 class TrainerJson:
     """The content of a trainer.json.
 
-    Args:
-        content: all of it.
-        state: the counters of the run.
-        data: its data order.
-        base_model: None if the model began with random weights, or an earlier version saved the checkpoint.
-        lineage: the branch points from the first run to this one.
-        phase_schedules: the learning-rate schedules of the run's phases.
-        sessions: those that led to the checkpoint, the first one first; none if an earlier version saved it.
-        stages: the runs before this one, the first one first: each began with the weights of the one before.
-        best_by: the source whose validation loss says which checkpoint of the run is the best; "all" for the whole.
-        interim: the checkpoint stays only while its validation loss is the lowest one, see ``pruning.prune``.
-        scheduled: an interval, or the end of an epoch or of the run, is the reason for the checkpoint, not a signal;
-            true if an earlier version saved it.
-        num_steps: the number of steps of the run; infinite if its arguments do not say it.
-        schedule_steps: the length of its learning-rate schedule; infinite if not known.
+    ``base_model`` is None if the model began with random weights. ``lineage`` are the branch points from the first run
+    to this one, ``phase_schedules`` the learning-rate schedules of its phases. ``sessions`` led to the checkpoint, the
+    first one first. ``stages`` are the runs before this one, in order: each began with the weights of the one before.
+    ``best_by`` is the source whose validation loss says which checkpoint is the best; "all" for the whole. ``interim``:
+    it stays only while its validation loss is the lowest, see ``discovery.prune``. ``scheduled``: an interval, or the
+    end of an epoch or of the run, is the reason for the checkpoint, not a signal. ``num_steps`` is that of the run,
+    ``schedule_steps`` the length of its learning-rate schedule; infinite if not known.
     """
 
     content: dict[str, Any]
@@ -86,12 +78,12 @@ class TrainerJson:
 
     @property
     def stream(self) -> StreamOrder | None:
-        """Return the order of the stream that the run read, None if it read token datasets."""
+        """The order of the stream that the run read, None if it read token datasets."""
         return self.data if isinstance(self.data, StreamOrder) else None
 
     @property
     def phase_rows(self) -> tuple[PhaseRows, ...]:
-        """Return the phases of the run's data order; empty if it has none."""
+        """The phases of the run's data order; empty if it has none."""
         return self.data.phases if isinstance(self.data, DataOrder) else ()
 
     def data_changes(self, data: DataOrder | StreamOrder) -> list[str]:
@@ -139,13 +131,10 @@ class _StreamJson:
 
 
 def read_trainer_json(checkpoint: Path) -> TrainerJson:
-    """Read a checkpoint's trainer.json.
-
-    Checkpoints of earlier versions have no ``base_model``, ``schedule_steps``, ``lineage``, ``device``, phases,
-    evaluations, ``sessions`` and ``stages``.
+    """Read a checkpoint's trainer.json. Those of earlier versions lack the fields that ``_OTHERWISE`` gives a value.
 
     Raises:
-        InputError: the file is damaged or has a format that this version does not read.
+        InputError: The file is damaged or has a format that this version does not read.
     """
     file = checkpoint / "trainer.json"
     content = read_json(file, dict, _ADVICE)
@@ -175,11 +164,10 @@ def read_trainer_json(checkpoint: Path) -> TrainerJson:
 def read_stages(model_name: str) -> tuple[TrainingStage, ...]:
     """Return the stages of training that an export of this program records, the first one first; none of other models.
 
-    Args:
-        model_name: a folder, or a hub name that is in the cache.
+    ``model_name`` is a folder, or a hub name that is in the cache.
 
     Raises:
-        InputError: the record is damaged.
+        InputError: The record is damaged.
     """
     file = find_stages_file(model_name)
     return tuple(read_json(file, list[TrainingStage], "export the model again, or remove this file")) if file else ()
@@ -219,7 +207,6 @@ def read_cursors(checkpoint: Path) -> list[LaneCursor]:
 
 
 def _num_steps(parsed: Any) -> float:
-    """Return the number of steps of the run that saved a checkpoint; infinite if its arguments do not say it."""
     data, arguments = parsed.data, parsed.arguments
     steps = [math.inf if arguments.max_step is None else arguments.max_step]
     if isinstance(data, DataOrder) and arguments.number_epochs is not None and not data.phases:

@@ -37,7 +37,7 @@ class TokenLoss:
 
     @property
     def perplexity(self) -> float:
-        """Return :func:`perplexity` of the loss."""
+        """exp of the loss."""
         return perplexity(self.loss)
 
     @property
@@ -71,7 +71,7 @@ class Evaluation:
         return {**(self.sources if len(self.sources) > 1 else {}), "all": self.whole}
 
     def is_comparable(self, other: "Evaluation") -> bool:
-        """Return whether another evaluation is of the same rows, as far as that is known."""
+        """Whether another evaluation is of the same rows, as far as that is known."""
         return self.rows is None or other.rows is None or self.rows == other.rows
 
     def loss_of(self, source: str) -> float | None:
@@ -287,8 +287,6 @@ SPLIT_ARGUMENTS = (
     *("parallelism", "micro_batch_size", "gradient_accumulation_steps", "tensor_parallel_size", "sharding_strategy"),
     *("cpu_offload", "gradient_reduction", "compile", "activation_checkpointing"),
 )
-
-
 """Arguments that change the order of additions, and so the last digits of the losses."""
 
 

@@ -1,11 +1,8 @@
-"""Devices, ranks and parallelism. Open ``strategy.py`` first: it builds Fabric from the arguments.
+"""Devices, ranks and parallelism, and no model. Open ``strategy.py`` first: it builds Fabric from the arguments.
 
-- Fabric and devices: ``strategy``, ``fsdp``, ``precision``, ``devices``, ``xla``, ``host_memory``.
-- Limits of the machine: ``resources``, ``control_groups``.
-- Decoder layers: ``tensor_parallel``, ``float8``, ``compile``, ``activation_checkpoint``.
-- Parameters and gradients, however they are sharded: ``shards``, ``grad_norm``.
-- Communication: ``rendezvous`` connects the ranks, ``collectives`` exchanges data between them.
-- Stops and failures: ``signals``, ``heartbeat``, ``watchdog``.
-
-No module here knows a model family; ``model/parallelize.py`` applies these modules to a model.
+- Fabric and devices: ``strategy``, ``precision``, ``devices``, ``xla``, ``memory``.
+- Decoder layers: ``decoder_layers`` compiles and checkpoints them.
+- Parameters and gradients, however they are sharded: ``shards``.
+- Communication: ``cluster_environment`` connects the ranks, ``collectives`` exchanges data between them.
+- Stops and failures: ``signals``, ``watchdog``.
 """

@@ -55,10 +55,6 @@ def find_cluster_environment(num_nodes: int, accelerator: str) -> ClusterEnviron
     Under mpiexec all ranks must call it. It sets ``GLOO_SOCKET_IFNAME``, unless the user has: on one machine to the
     loopback, and in a CPU run on several machines if gloo would listen where no other machine can reach it.
 
-    Args:
-        num_nodes: machines of the run.
-        accelerator: "cuda" or "cpu".
-
     Raises:
         InputError: mpi4py does not work, or it is not known how to reach rank 0.
     """
@@ -287,16 +283,10 @@ def _address_of_slurm_node(name: str) -> str:
 
 
 def init_process_group(fabric: Fabric, accelerator: str, num_processes: int, timeout: timedelta) -> None:
-    """Launch Fabric: start the other ranks if no launcher did, and connect all of them.
-
-    Args:
-        fabric: not yet launched.
-        accelerator: "cuda" or "cpu".
-        num_processes: in the run.
-        timeout: of a collective.
+    """Launch Fabric: start the other ranks if no launcher did, and connect all ``num_processes``.
 
     Raises:
-        InputError: the port that the ranks use to connect is in use.
+        InputError: The port that the ranks use to connect is in use.
     """
     store = _serve_store(fabric)
     # Fabric's own observer kills this process without a message, even if all ranks are just ending together

@@ -19,8 +19,8 @@ _MAX_TEXT_BYTES = 2000  # longer texts are truncated
 class DataRanks:
     """The groups of ranks that read different rows.
 
-    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks; this process is in group ``rank``. The
-    ranks of a group read the same rows.
+    There are ``size`` groups of ``tensor_parallel_size`` consecutive ranks that read the same rows; this process is in
+    group ``rank``.
     """
 
     size: int
@@ -79,9 +79,9 @@ def exchange_bytes(
 
     Args:
         outgoing: uint8 message on ``device`` by receiving rank of the group.
-        incoming: number of bytes by sending rank of the group.
-        group: the ranks that call this together; None for a single rank, which has nothing to exchange.
-        device: the group's communication device.
+        incoming: Number of bytes by sending rank of the group.
+        group: The ranks that call this together; None for a single rank, which has nothing to exchange.
+        device: The group's communication device.
 
     Returns:
         The uint8 message by sending rank of the group.
@@ -98,12 +98,10 @@ def exchange_bytes(
 
 @dataclass(frozen=True)
 class StepSync:
-    """The flags that ranks exchange once per step: one rank's own, or the maximum over all ranks.
+    """What ranks tell each other once per step: one rank's own, or the maximum over all ranks.
 
-    Attributes:
-        stop_signal: number of the signal that asks the run to save and stop, 0 for none.
-        is_saving: a background save is still writing.
-        save_failed: a background save has failed.
+    ``stop_signal`` is the number of the signal that asks the run to save and stop, 0 for none. ``is_saving``: a
+    background save is still writing. ``save_failed``: one has failed.
     """
 
     stop_signal: int = 0
@@ -112,7 +110,7 @@ class StepSync:
 
 
 def sync_step(fabric: Fabric, own: StepSync) -> StepSync:
-    """Return the flags that any rank has set; the host waits for one small all-reduce."""
+    """Return what any rank has set; the host waits for one small all-reduce."""
     flags = to_device_async(torch.tensor([int(flag) for flag in astuple(own)]), fabric.device)
     if fabric.world_size > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Choose which activations of a decoder layer are kept for the backward pass; the others are recomputed.
+"""Compile decoder layers, and choose which of their activations are kept for the backward pass and which recomputed.
 
 A layer's ``forward`` is replaced in place, so names in the state dict stay the same. FSDP gathers the layer's weights
 around ``forward``, so they are also there for the recomputation.
@@ -99,10 +99,6 @@ class _HostCopy:
     arrived: Any = None
 
 
-def _nothing() -> None:
-    return None
-
-
 class _Offload:
     """Copies saved tensors to host memory and back on a stream of its own, beside the computation.
 
@@ -113,7 +109,7 @@ class _Offload:
 
     def __init__(self) -> None:
         self._stream: Any = None
-        self._last: Callable[[], _HostCopy | None] = _nothing
+        self._last: Callable[[], _HostCopy | None] = lambda: None
         self._leaving: tuple[torch.Tensor, Any] | None = None  # the tensor that is being copied, and the copy's event
 
     def to_host(self, tensor: torch.Tensor) -> "_HostCopy | torch.Tensor":
@@ -156,7 +152,10 @@ class _Offload:
 
 @dataclass
 class _SelectivePlan:
-    """The calls whose results are kept; made in the first layer's first forward pass, which keeps all activations."""
+    """The calls whose results are kept.
+
+    It is made in the first forward pass of the first layer that has a backward pass; that pass keeps all activations.
+    """
 
     budget: float
     is_made: bool = False
@@ -175,11 +174,10 @@ class _SelectivePlan:
             if operation.num_bytes <= left and operation.num_saved_before < recorder.num_saved:
                 kept.append(operation.call)
                 left -= operation.num_bytes
-        self.kept, self.is_made = frozenset(kept), True
+        self.kept, self.is_made = frozenset(kept), recorder.num_saved > 0  # a frozen first layer saves nothing
         return output
 
     def contexts(self) -> Any:
-        """Return the context managers of a forward pass and of its recomputation."""
         counters: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
         def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -204,9 +202,8 @@ class _RecordedOperation:
 class _OperationRecorder(TorchDispatchMode):
     """Record the matrix products and attentions that run in it, and the bytes that autograd saves.
 
-    Args:
-        inputs: storage ids of the layer's own inputs. Other tensors that the layer gets, such as weights and what all
-            layers share, do not count as saved: they exist in any case.
+    ``inputs`` are storage ids of the layer's own inputs. Other tensors that the layer gets, such as weights and what
+    all layers share, do not count as saved: they exist in any case.
     """
 
     def __init__(self, inputs: Iterable[int]) -> None:
@@ -261,14 +258,10 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def check_compiler(argument: str, alternative: str) -> None:
-    """Check that there is a C++ compiler, which torch needs when compiled code first runs.
-
-    Args:
-        argument: the option that needs it, for the error message.
-        alternative: what to do without a compiler.
+    """Check that there is a C++ compiler, which torch needs when the code of the option ``argument`` first runs.
 
     Raises:
-        InputError: there is no compiler.
+        InputError: There is none; ``alternative`` says what to do without it.
     """
     missing = missing_compiler()
     if missing:
@@ -288,10 +281,10 @@ def compile_layers(layers: Iterable[nn.Module], any_length: bool, budget: float 
     stores the compilation with ``forward``'s code and takes weights as arguments, so all layers share it.
 
     Args:
-        layers: of the model, before they are sharded.
-        any_length: compile once for rows of any length, else for each shape. A kernel for one shape is faster and does
+        layers: Of the model, before they are sharded.
+        any_length: Compile once for rows of any length, else for each shape. A kernel for one shape is faster and does
             not depend on earlier shapes, which exact resume relies on.
-        budget: share of the activations to keep for the backward pass; the others are recomputed.
+        budget: Share of the activations to keep for the backward pass; the others are recomputed.
     """
     _remove_unfinished_builds()
     config: Any = importlib.import_module("torch._dynamo.config")

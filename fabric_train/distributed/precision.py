@@ -37,10 +37,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 def precision_plugin(parallelism: str, precision: str, accelerator: str) -> Precision:
     """Return Fabric's precision plugin.
 
-    Args:
-        parallelism: "fsdp", "fsdp2", "ddp", "single" or "xla".
-        precision: as in ``--precision``.
-        accelerator: "cuda", "cpu" or "tpu".
+    ``parallelism`` is "fsdp", "fsdp2", "ddp", "single" or "xla", ``accelerator`` is "cuda", "cpu" or "tpu".
     """
     if parallelism == "xla":
         return XLAPrecision("32-true")  # torch-xla's FSDP does the rest
@@ -108,11 +105,7 @@ def convert_to_float8(layers: Iterable[nn.Module], emulate: bool = False) -> Non
 
     Each row and column has its own scale, a power of two (torchao's recipe "rowwise"), so an outlier costs precision
     only in its own row. The head, the embeddings and matrices with a dimension that is not a multiple of 16 stay in
-    bf16.
-
-    Args:
-        layers: decoder layers, changed in place.
-        emulate: compute what float8 would in higher precision, on any device.
+    bf16. With ``emulate``, compute what float8 would in higher precision, on any device.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning import Fabric
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
@@ -33,13 +34,8 @@ _ROW = 1024
 class FlatShard:
     """Where a parameter lies in the flat vector of its FSDP1 unit, which ``num_ranks`` ranks share.
 
-    Attributes:
-        shape: of the whole parameter.
-        start: index of the parameter's first element in the flat vector.
-        local: this rank's part of the flat vector, [size].
-        rank: of this process in ``group``.
-        num_ranks: in ``group``; 1 with NO_SHARD.
-        group: the ranks that share the flat vector; None with NO_SHARD.
+    ``shape`` is that of the whole parameter, ``start`` the index of its first element in the flat vector. ``local`` is
+    this rank's part of the vector, [size]. ``rank`` is that of this process in ``group``, which is None with NO_SHARD.
     """
 
     shape: torch.Size
@@ -96,6 +92,12 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters())
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor, after the collective that it may be the result of."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
 def original_name(name: str) -> str:
     """Return the name of a parameter before Fabric, DDP, FSDP, compile and checkpointing wrapped the model."""
     name = name.replace("_FSDP_SHARD_SEPARATOR_", ".")  # torch-xla's FSDP registers a layer's parameters at the layer
@@ -106,13 +108,13 @@ def original_name(name: str) -> str:
 
 @torch.no_grad()
 def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) -> torch.Tensor:
-    """Scale the gradient in place to a global norm of at most ``max_norm``. All ranks must call it.
+    """Scale the gradient in place to a 2-norm of at most ``max_norm`` over all parameters. All ranks must call it.
 
     Args:
-        fabric: that model and optimizer were set up with.
-        model: as returned by Fabric, after the backward passes of a step.
-        optimizer: as returned by Fabric, or torch's.
-        max_norm: 2-norm over all parameters; 0 leaves the gradient unchanged.
+        fabric: That model and optimizer were set up with.
+        model: As returned by Fabric, after the backward passes of a step.
+        optimizer: As returned by Fabric, or torch's.
+        max_norm: 0 leaves the gradient unchanged.
 
     Returns:
         The norm before clipping, fp64 [], the same on all ranks.
@@ -122,7 +124,7 @@ def clip_grad_norm(fabric: Fabric, model: Any, optimizer: Any, max_norm: float) 
     norm = _squared_norm(fabric, model, gradients).sqrt()
     if max_norm:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # as torch.nn.utils.clip_grad_norm_
-        _scale([_local(gradient) for gradient in gradients], factor)
+        _scale([local_part(gradient) for gradient in gradients], factor)
     return norm
 
 
@@ -140,7 +142,7 @@ def _squared_norm(fabric: Fabric, model: Any, gradients: list[torch.Tensor]) -> 
             ]
         else:
             sharding, groups[None] = None, flat_groups
-        by_sharding.setdefault(sharding, []).append(_local(gradient))
+        by_sharding.setdefault(sharding, []).append(local_part(gradient))
     if not gradients:  # this rank's part of FSDP1's flat parameters may be only padding
         by_sharding[None], groups[None] = [], flat_groups
     total = torch.zeros((), dtype=torch.float64, device=fabric.device)
@@ -186,11 +188,6 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     for dtype, of_dtype in by_dtype.items():
         local = factor.to(of_dtype[0].device)
         torch._foreach_mul_(of_dtype, local if local.device.type == "cpu" else local.to(dtype))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _flat_groups(model: Any) -> list[dist.ProcessGroup | None]:

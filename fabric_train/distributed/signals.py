@@ -1,5 +1,7 @@
 """Stop a run on SIGTERM, SIGINT, SIGUSR1 or SIGHUP: after the current micro-batch, or at once on a second signal.
 
+The heartbeat has the point of a step at which this rank is; ``watchdog`` sends it to the others.
+
 Python runs a signal handler only at the next bytecode, so not while the main thread is blocked in native code. A thread
 therefore reads the signal numbers from the pipe that Python's C handler writes to (``signal.set_wakeup_fd``).
 """
@@ -119,6 +121,9 @@ class RunStopped(Exception):  # noqa: N818 - not an error
 class StopBorder:
     """The border at which this rank's main thread stops; the watchdogs of the ranks agree on it.
 
+    It is for jobs with a short grace period on large windows: Slurm kills 30 s after SIGTERM, and a window of many
+    micro-batches takes longer. The run stops within the window and saves the step before it.
+
     A rank may be a few micro-batches ahead of another, and one that stops alone would leave the others waiting in a
     collective. So rank 0 asks every rank to :meth:`freeze`. Each answers with the border that it passed last, and waits
     at its next one. All ranks then stop at the first border after the last one that any rank has passed.
@@ -184,11 +189,7 @@ _TEXTS = {
     StepPhase.SAVING: "saving",
     StepPhase.ENDING: "ending",
 }
-
-
 _SLOW_AT_FIRST = (StepPhase.VALIDATION, StepPhase.SAMPLING)
-
-
 _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepPhase.ENDING)
 
 
@@ -196,11 +197,8 @@ _SLOW_PHASES = (StepPhase.LOADING, StepPhase.COMPLETING, StepPhase.SAVING, StepP
 class Position:
     """A point that every rank passes; an earlier one compares as less.
 
-    Attributes:
-        step: the optimizer step, 0 before the first.
-        phase: of the step.
-        index: of the micro-batch or validation batch in the phase.
-        is_slow: a rank may legitimately keep the others waiting here for long.
+    ``index`` is that of the micro-batch or validation batch in the phase. ``is_slow``: a rank may legitimately keep the
+    others waiting here for long.
     """
 
     step: int = 0
@@ -224,12 +222,9 @@ class Heartbeat:
         self._since, self._first_step = time.monotonic(), 0
 
     def enter(self, phase: StepPhase, index: int = 0, step: int | None = None) -> None:
-        """Record that the main thread enters a phase. All ranks must record the same positions.
+        """Record that the main thread enters a phase, of the current step if ``step`` is None.
 
-        Args:
-            phase: of the step.
-            index: of the micro-batch or validation batch.
-            step: None for the current one.
+        All ranks must record the same positions; ``index`` is that of the micro-batch or validation batch.
         """
         step = self.position.step if step is None else step
         self._first_step = self._first_step or step

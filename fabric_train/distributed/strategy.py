@@ -70,12 +70,8 @@ class FSDP1Strategy(FSDPStrategy):
 class FSDP2Strategy(ModelParallelStrategy):
     """Fabric's strategy for FSDP2 and tensor parallelism, over a mesh [replicate, shard, tensor].
 
-    The ranks of a tensor group are consecutive, so they are on the same machine: they communicate the most.
-
-    Args:
-        num_replicas: copies of the model, each sharded among its own ranks.
-        tensor_parallel_size: ranks that compute the same rows together.
-        timeout: of a collective.
+    There are ``num_replicas`` copies of the model, each sharded among its own ranks. The ``tensor_parallel_size`` ranks
+    that compute the same rows are consecutive, so they are on the same machine: they communicate the most.
     """
 
     def __init__(self, num_replicas: int, tensor_parallel_size: int, timeout: timedelta) -> None:
@@ -118,12 +114,10 @@ class ParameterMaterializer:
 def build_fabric(arguments: "TrainArguments", layer_classes: LayerClasses) -> Fabric:
     """Build Fabric and launch it; without a launcher, this process starts the other ranks.
 
-    Args:
-        arguments: of the run.
-        layer_classes: classes of the decoder layers; FSDP shards each such module as one unit.
+    FSDP shards each module of ``layer_classes``, the decoder layers, as one unit.
 
     Raises:
-        InputError: the devices do not exist, the strategy cannot run on them, or the launcher started another number of
+        InputError: The devices do not exist, the strategy cannot run on them, or the launcher started another number of
             processes.
     """
     device = arguments.device

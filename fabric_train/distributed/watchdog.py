@@ -4,7 +4,7 @@ A thread of each rank keeps a connection to rank 0 and sends its main thread's p
 breaks means a dead rank, silence means a stopped rank or a lost machine, and a rank behind the others means that its
 main thread hangs. Rank 0 decides and reports; if rank 0 itself is lost, rank 1 reports it.
 
-The same connections carry the agreement of the ranks on where to stop after a signal, see ``stop_border``.
+The same connections carry the agreement of the ranks on where to stop after a signal, see ``signals.StopBorder``.
 """
 
 import json
@@ -43,14 +43,10 @@ _MIN_PASSES = 5.0  # a rank hangs only after the time of this many passes, which
 def watch_ranks(fabric: Fabric, heartbeat: Heartbeat, timeout: float, num_nodes: int) -> Iterator[None]:
     """Make the ranks watch each other during the block and end together. All ranks must call it.
 
-    Args:
-        fabric: launched.
-        heartbeat: of this rank.
-        timeout: seconds that a rank may be silent or keep the others waiting; 0 for no limit.
-        num_nodes: machines in the run.
+    A rank may be silent or keep the others waiting for ``timeout`` seconds; 0 for no limit.
 
     Raises:
-        OSError: the ranks cannot connect to each other.
+        OSError: The ranks cannot connect to each other.
     """
     watchdog = Watchdog(fabric.global_rank, heartbeat, timeout)
     watchdog.start(fabric, num_nodes)
@@ -83,7 +79,6 @@ class _RankState:
         return f"rank {self.rank} ({self.host}, process {self.pid})"
 
     def update(self, position: Position, location: str, is_waiting: bool, min_pass_seconds: float) -> None:
-        """Record a heartbeat."""
         self.heard_at = time.monotonic()
         self.position, self.location = position, location
         self.is_waiting, self.min_pass_seconds = is_waiting, min_pass_seconds
@@ -123,7 +118,7 @@ class Watchdog:
         """Connect the ranks and start the thread.
 
         Raises:
-            OSError: the ranks cannot connect to each other.
+            OSError: The ranks cannot connect to each other.
         """
         is_local = num_nodes == 1
         server = socket.create_server(("127.0.0.1" if is_local else "", 0)) if fabric.is_global_zero else None
@@ -214,10 +209,7 @@ class Watchdog:
         self._me.update(position, location, is_waiting, min_pass_seconds)
         for other in self._others.values():
             other.send(
-                position=astuple(position),
-                location=location,
-                is_waiting=is_waiting,
-                min_pass_seconds=min_pass_seconds,
+                position=astuple(position), location=location, is_waiting=is_waiting, min_pass_seconds=min_pass_seconds
             )
         if self._timeout:
             self._check_ranks()
@@ -242,7 +234,6 @@ class Watchdog:
             self._handle(other, message)
 
     def _handle(self, other: _RankState, message: dict[str, Any]) -> None:
-        """Act on a message of another rank."""
         if "position" in message:
             other.update(Position(*message.pop("position")), **message)
         elif "bye" in message:

@@ -97,11 +97,8 @@ class OneDeviceXLAStrategy(XLAFSDPStrategy):
     """Fabric's ``XLAFSDPStrategy`` in this process, on one device; Fabric's own class refuses a single one.
 
     Every parameter is sharded by its rows, so on one device a shard has the parameter's own shape. The optimizer then
-    sees one tensor for each parameter, and checkpoints have the common format.
-
-    Args:
-        layer_classes: classes of the decoder layers; each such module is sharded as one unit.
-        precision: as in ``--precision``: 32-true or bf16-mixed. Weights and gradients are fp32.
+    sees one tensor for each parameter, and checkpoints have the common format. Each module of ``layer_classes`` is a
+    unit. Weights and gradients are fp32, and ``precision`` is 32-true or bf16-mixed.
     """
 
     def __init__(self, layer_classes: set[type[nn.Module]], precision: str) -> None:

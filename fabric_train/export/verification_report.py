@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from fabric_train.export.hub_format import INDEX_NAME, former_names
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import (
-    FILE_NAME,
+    GENERATION_CONFIG,
     ModelShape,
     checkpoint_generation_config,
     read_generation_config,
@@ -135,11 +135,11 @@ def compare_configurations(
     differences = [f"{name} in config.json" for name in _different(expected, found)]
     if exported.config.dtype != dtype:
         differences.append("dtype in config.json")
-    if not (folder / FILE_NAME).is_file():
-        return [*differences, FILE_NAME]
+    if not (folder / GENERATION_CONFIG).is_file():
+        return [*differences, GENERATION_CONFIG]
     generation = checkpoint_generation_config(checkpoint, stored.config).to_dict()
     of_export = read_generation_config(str(folder), exported.config).to_dict()
-    return [*differences, *(f"{name} in {FILE_NAME}" for name in _different(generation, of_export))]
+    return [*differences, *(f"{name} in {GENERATION_CONFIG}" for name in _different(generation, of_export))]
 
 
 def compare_tokenizers(folder: Path, original: Path) -> list[str] | None:

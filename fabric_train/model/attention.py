@@ -1,4 +1,7 @@
-"""Check that attention can run on this device and keeps the documents of a packed row apart."""
+"""Run a model on packed rows, with attention within documents, and check that a model family can.
+
+On a GPU ``sdpa`` is replaced by torch's variable-length kernel where that works; others get masks from transformers.
+"""
 
 import inspect
 import warnings
@@ -34,13 +37,10 @@ _OTHER_TERMS = ("softcap", "s_aux", "position_bias")  # of attention scores, whi
 
 
 def forward(model: Any, input_ids: torch.Tensor, documents: Documents | None, **more: Any) -> Any:
-    """Return the model's output for packed rows.
+    """Return the model's output for packed rows ``input_ids`` [B, T] int64.
 
-    Args:
-        model: Causal language model, wrapped or not.
-        input_ids: [B, T] int64.
-        documents: The document borders; a token sees only earlier tokens of its document. None: of its row.
-        more: Further arguments of the model.
+    A token sees only earlier tokens of its document; if ``documents`` is None, of its row. ``more`` are further
+    arguments of the model.
     """
     global _has_borders
     # with a cache, transformers treats restarting positions as one sequence, and documents see each other
@@ -150,11 +150,8 @@ def attend(
 
 
 def choose_attention(shape: "ModelShape", arguments: "TrainArguments") -> str | None:
-    """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works.
-
-    Args:
-        shape: The model; ``config._attn_implementation`` is changed.
-        arguments: The run's arguments.
+    """Replace the ``sdpa`` of a model on a GPU by :func:`attend`, where it works: ``config._attn_implementation``
+    changes.
 
     Returns:
         Why the model keeps its masks; None if it does not, or is not to be changed.
@@ -177,13 +174,9 @@ def _why_device_cannot() -> str | None:
 
 
 def why_model_cannot(shape: "ModelShape", dtype: torch.dtype) -> str | None:
-    """Return why the variable-length kernel does not compute a model's attention; None if it does.
+    """Return why the variable-length kernel does not compute a model's attention in ``dtype``; None if it does.
 
     The model runs on the meta device with two documents in a row, and each call of its attention is checked.
-
-    Args:
-        shape: The model.
-        dtype: Of the matrix products.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return "torch's kernel for documents computes in 16 bits only"
@@ -258,12 +251,8 @@ def check_isolation(fabric: Fabric, model: Any, source: str) -> None:
     """Check that documents of one row do not see each other when their positions restart. All ranks call it.
 
     Some model families ignore positions when they build masks, and recurrent layers have no mask. So this runs two rows
-    that differ only in their first document. The logits of the second document must be the same.
-
-    Args:
-        fabric: The Fabric that set up the model.
-        model: The model in training mode; it stays in training mode.
-        source: The model's name, for the message.
+    that differ only in their first document, and the logits of the second document must be the same. The model is in
+    training mode, before and after.
 
     Raises:
         InputError: The documents see each other.

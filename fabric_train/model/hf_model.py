@@ -1,4 +1,4 @@
-"""The Hugging Face causal language model: read its configuration, build it and load its weights."""
+"""The Hugging Face causal language model: read its configurations, build it, load its weights and its tokenizer."""
 
 import logging
 from collections.abc import Iterable
@@ -36,8 +36,10 @@ from fabric_train.tokenization.tokenizers.text_encoder import panics_as_errors
 
 DEFAULT_LAYER_CLASS = "LlamaDecoderLayer"
 _MOST_LAYERS = 10_000  # a forged number of layers would take hours to build, also on the meta device
-FILE_NAME = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _FETCH_OR_REPLACE = "fetch it again, or use another"
+_CORRECT_OR_FETCH = "correct the file, or fetch it again"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class ModelShape:
     vocab_size: int
     max_positions: int | None
     is_new: bool = False
+
+    @property
+    def num_trained(self) -> int:
+        """The number of parameters that train."""
+        return sum(size.numel() for size in self.trained.values())
 
 
 def read_shape(source: str, layer_class: str = DEFAULT_LAYER_CLASS, attention: str | None = None) -> ModelShape:
@@ -124,10 +131,7 @@ def check_readable(source: str) -> None:
         return
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         index = cached_file(
-            source,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
         if index:
             shard_names(Path(index))
@@ -273,7 +277,7 @@ def read_generation_config(source: str, config: PretrainedConfig) -> GenerationC
     Raises:
         InputError: the file is damaged.
     """
-    file = Path(source) / FILE_NAME
+    file = Path(source) / GENERATION_CONFIG
     if file.exists():
         read_json(file, dict, _CORRECT_OR_FETCH)  # transformers would wait for a pipe
     try:
@@ -321,15 +325,12 @@ def write_generation_config(folder: Path, generation_config: GenerationConfig) -
     ``save_pretrained`` refuses changed settings whose flags contradict each other, such as a temperature without
     ``do_sample``. Published models have such flags, and transformers ignores them when it generates.
     """
-    generation_config.to_json_file(folder / FILE_NAME, keys_to_pop=["compile_config"])
+    generation_config.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
 
 
 def _ends(generation_config: GenerationConfig) -> list[int]:
     ends = generation_config.eos_token_id
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-_CORRECT_OR_FETCH = "correct the file, or fetch it again"
 
 
 def _damaged(file: Path, error: BaseException) -> InputError:
@@ -346,7 +347,7 @@ def load_hf_tokenizer(source: Path | str) -> Any:
     if folder.is_dir():
         check_no_pipes(folder)
         for file in folder.glob("*.json"):
-            if file.name in _FILES:
+            if file.name in _TOKENIZER_FILES:
                 read_json(file, dict, _FETCH_OR_REPLACE)
     try:
         with panics_as_errors():
@@ -355,6 +356,3 @@ def load_hf_tokenizer(source: Path | str) -> Any:
         raise_reached_limit(error)
         reason = first_line(error).rstrip(".")
         raise InputError(f"{source}: its tokenizer cannot be loaded: {reason}; {_FETCH_OR_REPLACE}") from error
-
-
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

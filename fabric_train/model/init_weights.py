@@ -1,4 +1,4 @@
-"""Random weights for ``--from_scratch``: a function of the seed and the parameter's name only.
+"""Random weights for ``--from_scratch``, a function of the seed and the parameter's name; and rows never trained.
 
 transformers' own initialization runs on a model on the meta device, while this module records the distribution of each
 parameter. The numbers are then drawn in chunks. Each chunk has its own random stream, so each rank draws only its part
@@ -47,13 +47,7 @@ _CHUNK_ROWS = 8192
 def new_shape(
     arguments: "ModelArguments", layer_class: str, bos_token_id: int | None = None, eos_token_id: int | None = None
 ) -> ModelShape:
-    """Return the shape of a model with the family and sizes in ``arguments``.
-
-    Args:
-        arguments: The model's arguments, with a family.
-        layer_class: Name of the decoder layer's class.
-        bos_token_id: The token that begins a document, if known.
-        eos_token_id: The token that ends a document, if known.
+    """Return the shape of a model with the family and sizes in ``arguments``, and the given document tokens.
 
     Raises:
         InputError: There is no such family, or it cannot have these sizes.
@@ -215,7 +209,6 @@ def _two_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], defaults: dic
 
 
 def _record_initialization(model: Any, source: str) -> dict[str, list[_Values]]:
-    """Let transformers initialize the model and return how it fills each parameter."""
     for module in model.modules():
         module._is_hf_initialized = False
     for parameter in model.parameters():

@@ -234,12 +234,8 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
     """Make ``model(..., positions=, targets=)`` return what ``summed_cross_entropy`` returns.
 
     ``targets`` [N] int64 are the token ids to predict at ``positions`` [N] int64 of the flattened batch. Other calls of
-    the model stay as they are. Call this before the model is wrapped; its weights may still be on the meta device.
-
-    Args:
-        model: A causal language model of transformers.
-        grad_in_place: Whether to pass ``scale=``, if the model gets it, to ``summed_cross_entropy``. Only if nothing
-            wraps the model.
+    the model stay as they are. Call this before the model is wrapped; its weights may still be on the meta device. With
+    ``grad_in_place``, only if nothing wraps the model, ``scale=`` is passed on.
 
     Returns:
         Whether the model was changed. It is left alone if its logits are not exactly ``head(hidden)``, for example
@@ -285,7 +281,7 @@ def compute_loss_in_head(model: Any, grad_in_place: bool = False) -> bool:
 
 
 def has_loss_in_head(model: Any) -> bool:
-    """Return whether ``compute_loss_in_head`` changed a model, wrapped by Fabric or not."""
+    """Whether ``compute_loss_in_head`` changed a model, wrapped by Fabric or not."""
     return getattr(model, "has_loss_in_head", False)
 
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fabric_train.cli.errors import InputError, first_line, raise_reached_limit
-from fabric_train.distributed.shards import FlatShard, flat_shards, original_name
+from fabric_train.distributed.shards import FlatShard, flat_shards, local_part, original_name
 from fabric_train.model.hf_model import (
     ModelShape,
     check_loaded_weights,
@@ -127,9 +127,7 @@ def read_weights(model: nn.Module, weights: Weights) -> None:
     cuts, parameters = flat_shards(model), list(model.named_parameters())
     for number, (name, parameter) in enumerate(parameters, 1):
         _progress.info("loading weights %d/%d", number, len(parameters))
-        part = read_local_part(weights, original_name(name), parameter, cuts)
-        local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(part)
+        local_part(parameter).copy_(read_local_part(weights, original_name(name), parameter, cuts))
     read_buffers(model, weights)
 
 
@@ -252,16 +250,10 @@ class _PretrainedWeights:
 
 
 def read_local_part(weights: Weights, name: str, parameter: nn.Parameter, cuts: dict[int, FlatShard]) -> torch.Tensor:
-    """Read this rank's part of a full tensor that is sharded like ``parameter``.
+    """Read this rank's part of a full tensor that is sharded like ``parameter``, a parameter of a set-up model.
 
-    Args:
-        weights: The source of the tensor.
-        name: The tensor's name in ``weights``.
-        parameter: A parameter of a set-up model, between steps.
-        cuts: From :func:`flat_shards`.
-
-    Returns:
-        A CPU tensor with the parameter's shape on this rank. Do not write into it: it may be a view of a file.
+    ``cuts`` are from :func:`flat_shards`. The CPU tensor has the parameter's shape on this rank. Do not write into it:
+    it may be a view of a file.
     """
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements

@@ -45,15 +45,11 @@ class HubSource:
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """The pretrained model that a run began with.
+    """The pretrained model that a run began with; None stands for what is not known.
 
-    Args:
-        name: the repository, or the name of a folder whose origin is not known.
-        repository: OWNER/NAME on the hub; None if it is not known.
-        revision: the commit; None if it is not known.
-        license: the licence's identifier on the hub, as in the model's own card; None if that has none.
-        license_name: the name of a licence without an identifier, which is then ``other``.
-        license_link: where the text of such a licence is.
+    ``name`` is the repository, or the name of a folder whose origin is not known. ``repository`` is OWNER/NAME on the
+    hub, ``revision`` the commit. ``license`` is the identifier in the model's own card. A licence without one is
+    ``other``, with its name in ``license_name`` and the place of its text in ``license_link``.
     """
 
     name: str

@@ -29,15 +29,10 @@ _SHARDED_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_si
 
 
 def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> None:
-    """Check that a model's layers can be sharded among ``size`` ranks.
-
-    Args:
-        config: of the model.
-        source: name or folder of the model, for the error message.
-        size: ranks of a tensor-parallel group.
+    """Check that a model's layers can be sharded among ``size`` ranks; ``source`` names it in the message.
 
     Raises:
-        InputError: the model family has no plan for it, or a size of the model is not a multiple of ``size``.
+        InputError: The model family has no plan for it, or a size of the model is not a multiple of ``size``.
     """
     if size == 1:
         return
@@ -52,11 +47,9 @@ def check_tensor_parallel(config: PretrainedConfig, source: str, size: int) -> N
 
 
 def parallelize_layers(model: Any, mesh: DeviceMesh) -> None:
-    """Shard the layers' matrices in place; each rank keeps its part of what it already holds, nothing is sent.
+    """Shard the layers' matrices in place over a mesh of one dimension; they may be on the meta device.
 
-    Args:
-        model: from transformers, possibly with meta parameters.
-        mesh: of one dimension.
+    Each rank keeps its part of what it already holds, nothing is sent.
     """
     styles = {name: _STYLES[style]() for name, style in _plan(model.config).items()}
     parallelize_module(model.base_model, mesh, styles, src_data_rank=None)

@@ -91,11 +91,8 @@ class StoredTensors(Weights, Protocol):
 class CheckpointTensors:
     """The tensors of safetensors files by name, in one piece or several; each is read on request.
 
-    Pages of a mapped file that were read stay in memory, so only the last few files stay mapped.
-
-    Args:
-        files: Paths, in any order.
-        advice: What the user can do if a file cannot be read, for the error message.
+    Pages of a mapped file that were read stay in memory, so only the last few files stay mapped. ``advice`` is what the
+    user can do if a file cannot be read.
 
     Raises:
         InputError: A file cannot be read, or pieces of a tensor are missing.
@@ -119,11 +116,9 @@ class CheckpointTensors:
         return len(self._pieces)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of the full tensor without reading it."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the tensor is stored."""
         return self._pieces[name][0].dtype
 
     def file_of(self, name: str) -> Path:

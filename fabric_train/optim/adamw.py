@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from fabric_train.cli.errors import first_line
 from fabric_train.distributed.devices import to_device_async
+from fabric_train.distributed.shards import local_part
 from fabric_train.optim.low_precision import (
     BLOCK,
     Blockwise8Bit,
@@ -30,7 +31,7 @@ from fabric_train.optim.low_precision import (
     salt,
     tensor_table,
 )
-from fabric_train.optim.states import DeclaredStates, State, flat_local, local_part
+from fabric_train.optim.states import DeclaredStates, State, flat_local
 
 # elements per chunk: in fp32 they fit a core's cache, or take little of a GPU's memory
 _CHUNK = {"cpu": 2**16, "cuda": 2**24}
@@ -122,10 +123,10 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         seed: int,
         compiles: bool = False,
     ) -> None:
-        """Set up the optimizer with parameter groups, as torch's AdamW.
+        """Set up the optimizer with parameter groups, each with its weight decay.
 
         Args:
-            groups: Parameter groups, each with its weight decay.
+            groups: As torch's AdamW takes them.
             lr: Learning rate.
             betas: Decay of both moments.
             moments_dtype: float32 or bfloat16.
@@ -184,7 +185,7 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         self._counts[parameter] = int(states["step"])
 
     def has_8bit(self) -> bool:
-        """Return whether some moments are stored in 8 bits."""
+        """Whether some moments are stored in 8 bits."""
         return bool(self._in_8bit)
 
     def _keys(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -194,7 +195,6 @@ class LowPrecisionAdamW(DeclaredStates, torch.optim.AdamW):
         return random_bits(counts, salts)
 
     def _factors(self, parameter: nn.Parameter, group: dict[str, Any]) -> list[float]:
-        """Return the factors of a parameter's next step."""
         step = self._counts.get(parameter, 0) + 1
         return step_factors(step, group["lr"], group["weight_decay"], group["betas"], group["eps"])
 
@@ -296,7 +296,6 @@ def _write(stored: torch.Tensor | Blockwise8Bit, begin: int, values: torch.Tenso
 
 
 def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch.Tensor, group: dict[str, Any]) -> None:
-    """Update fp32 weights, first and second moment in place, in one step."""
     beta1, beta2 = group["betas"]
     weights, first, second = tensors
     adamw(
@@ -318,13 +317,10 @@ def _adamw(tensors: list[torch.Tensor], gradient: torch.Tensor, num_steps: torch
 
 
 def use_triton(optimizer: LowPrecisionAdamW) -> str | None:
-    """Let one Triton kernel update all parameters, if it works on their device.
+    """Let one Triton kernel update all parameters if it works on their device; else return why it does not.
 
     It has to give the same results for small parameters that are stored like the optimizer's. This also compiles the
     kernel before the first step.
-
-    Returns:
-        None, or why the optimizer is left to update its parameters one by one.
     """
     fault: str | None
     try:

@@ -1,7 +1,7 @@
-"""Block-wise 8-bit quantization of optimizer states (arXiv:2110.02861).
+"""Numbers in bfloat16 and in blocks of 8 bits: stochastic rounding, and the table of parameters that a kernel updates.
 
-Each number is stored as the index of one of 256 levels. A block of 256 consecutive numbers has one scale, its largest
-magnitude.
+In 8 bits (arXiv:2110.02861), each number is stored as the index of one of 256 levels. A block of 256 consecutive
+numbers has one scale, its largest magnitude.
 """
 
 import functools
@@ -205,14 +205,10 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorTable:
-    """The parameters of one launch, on the device.
+    """The parameters of one launch, ``numel`` elements together, on the device.
 
-    Attributes:
-        storage: See :class:`Storage`.
-        rows: int64 [parameters, fields of Row].
-        factors: fp32 [parameters, 7], each row from ``adamw.step_factors``.
-        owners: int32 [programs], the parameter of each program.
-        numel: Number of elements of all parameters together.
+    ``rows`` are int64 [parameters, fields of Row]; ``factors`` fp32 [parameters, 7], each row from
+    ``adamw.step_factors``; ``owners`` int32 [programs], the parameter of each program.
     """
 
     storage: Storage
@@ -225,13 +221,10 @@ class TensorTable:
 def tensor_table(
     storage: Storage, parameters: Sequence[tuple[Row, Sequence[float]]], device: torch.device
 ) -> TensorTable:
-    """Return the table of a kernel launch. The host does not wait for the device.
+    """Return the table of a kernel launch on ``device``. The host does not wait for the device.
 
-    Args:
-        storage: See :class:`Storage`.
-        parameters: One or more rows, whose ``first_program`` is set here, each with the factors of its step, from
-            ``adamw.step_factors``.
-        device: That the kernel runs on.
+    ``parameters`` are one or more rows, whose ``first_program`` is set here, each with the factors of its step, from
+    ``adamw.step_factors``.
     """
     rows = np.array([row for row, _ in parameters], dtype=np.int64)
     factors = np.array([factors for _, factors in parameters], dtype=np.float32)
@@ -244,5 +237,5 @@ def tensor_table(
 
 
 def is_aligned(addresses: Sequence[int]) -> bool:
-    """Return whether the kernel can use the widest loads for tensors at these addresses."""
+    """Whether the kernel can use the widest loads for tensors at these addresses."""
     return not any(address % _VECTOR_BYTES for address in addresses)

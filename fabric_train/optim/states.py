@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+
+from fabric_train.distributed.shards import local_part
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,6 @@ class DeclaredStates(torch.optim.Optimizer):
     def restore_states(self, parameter: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
         """Set a parameter's states, on its device; those of its shape are sharded like it."""
         self.state[parameter] = dict(states)
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a tensor, after the collective that it may be the result of."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def flat_local(tensor: torch.Tensor) -> torch.Tensor:

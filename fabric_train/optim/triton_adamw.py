@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+# ruff: noqa: N803 - constants are in capitals, as is usual in Triton
 from fabric_train.optim.low_precision import BLOCK, CHUNK, Row, TensorTable, levels_and_midpoints
 
 _FIELDS = tl.constexpr(len(Row._fields))
@@ -46,11 +47,11 @@ def _adamw_kernel(
     owners,
     signed_levels,
     unsigned_levels,
-    WEIGHTS: tl.constexpr,  # noqa: N803 - constants are in capitals, as is usual in Triton
-    GRADIENT: tl.constexpr,  # noqa: N803
-    MOMENTS: tl.constexpr,  # noqa: N803
-    STOCHASTIC: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
+    WEIGHTS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Update one chunk of one parameter. The tensors are those of ``TensorTable``."""
     owner = tl.load(owners + tl.program_id(0))
@@ -81,11 +82,11 @@ def _update(
     unsigned_levels,
     begin,
     end,
-    WEIGHTS: tl.constexpr,  # noqa: N803
-    GRADIENT: tl.constexpr,  # noqa: N803
-    MOMENTS: tl.constexpr,  # noqa: N803
-    STOCHASTIC: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
+    WEIGHTS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Update the [_ROWS, _COLUMNS] elements from ``begin`` on; those before ``end`` if it is not None."""
     weights = _read(tl.load(row), 0, signed_levels, begin, end, WEIGHTS, ALIGNED)
@@ -108,15 +109,7 @@ def _update(
 
 
 @triton.jit
-def _read(
-    address,
-    scales,
-    levels,
-    begin,
-    end,
-    KIND: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
-):
+def _read(address, scales, levels, begin, end, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Return stored elements as fp32."""
     at = _offsets()
     mask = None
@@ -134,17 +127,7 @@ def _read(
 
 
 @triton.jit
-def _write(
-    address,
-    scales,
-    levels,
-    begin,
-    end,
-    numbers,
-    random,
-    KIND: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
-):
+def _write(address, scales, levels, begin, end, numbers, random, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Store fp32 numbers; round to bfloat16 with ``random``, uint32 below 2¹⁶, or to the nearest if it is None."""
     at = _offsets()
     mask = None
@@ -199,7 +182,7 @@ def _offsets():
 
 
 @triton.jit
-def _pointer(address, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):  # noqa: N803
+def _pointer(address, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return a pointer to element ``begin`` of the tensor at an address."""
     pointer = address.to(tl.pointer_type(dtype)) + begin
     if ALIGNED:

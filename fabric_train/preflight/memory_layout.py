@@ -125,7 +125,7 @@ def read_units(shape: "ModelShape", arguments: "TrainArguments") -> Units:
         head=_numel(head) if name_of_head in shape.trained else 0,
         embedding=_numel(embedding),
         is_tied=is_tied,
-        trained=sum(size.numel() for size in shape.trained.values()),
+        trained=shape.num_trained,
         states=states,
         saved_states=saved_states,
     )

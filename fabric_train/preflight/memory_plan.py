@@ -97,8 +97,7 @@ def check_memory(run: PreparedRun) -> None:
     layout, ranks = request.layout(), request.plan.world_size // request.arguments.device.num_nodes
     num_parts = layout.num_shards * layout.world_size // layout.num_data_ranks
     states, _ = bytes_of_states(request.shape, request.arguments)
-    trained = sum(size.numel() for size in request.shape.trained.values())
-    least = (layout.held * (request.shape.num_parameters + trained) + states) // num_parts
+    least = (layout.held * (request.shape.num_parameters + request.shape.num_trained) + states) // num_parts
     faults = []
     if not layout.offloads and least > request.device_memory:
         faults.append(

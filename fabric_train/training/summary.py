@@ -40,7 +40,8 @@ def describe_start(run: PreparedRun) -> Group:
     layers = ", ".join(sorted(kind.__name__ for kind in run.model.layer_classes))
     table = _table("Fabric Train")
     name = f"a new {arguments.model.family}" if arguments.model.family else arguments.model.model_name
-    table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters, layers {layers}")
+    trained = "" if run.model.num_trained == run.model.num_parameters else f", {run.model.num_trained:,} train"
+    table.add_row("model", f"{name}: {run.model.num_parameters:,} parameters{trained}, layers {layers}")
     table.add_row("start", _start(run))
     table.add_row("data", _data(run))
     table.add_row("devices", f"{plan.world_size} × {run.devices.parallelism}, {arguments.model.precision}")

@@ -94,6 +94,22 @@ def full() -> Step:
     return Step(0)
 
 
+def test_a_frozen_first_layer_leaves_the_choice_to_the_first_that_trains() -> None:
+    def products(budget: float) -> int:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=LAYERS, **SIZES)).train()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        checkpoint_layers(model.model.layers, budget)
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        model(ids).logits.sum().backward()
+        loss = model(ids).logits.sum()
+        with Watched("cpu") as watched:
+            loss.backward()
+        return watched.counts["mm"]
+
+    assert products(0.9) < products(0)
+
+
 @pytest.mark.parametrize("budget", [0, 0.4, 0.9])
 def test_loss_and_gradients_are_the_same_bit_for_bit(with_dropout: Step, budget: float) -> None:
     step = Step(budget, dropout=0.1)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from fabric_train.cli.errors import InputError
 from fabric_train.model.hf_model import (
-    FILE_NAME,
+    GENERATION_CONFIG,
     add_stop_tokens,
     checkpoint_generation_config,
     read_generation_config,
@@ -46,11 +46,11 @@ def test_a_single_stop_token_stays_a_number() -> None:
 
 def test_settings_with_contradicting_flags_are_written_as_they_are(tmp_path: Path) -> None:
     published = {"eos_token_id": 7, "temperature": 0.6, "top_p": 0.9}
-    (tmp_path / FILE_NAME).write_text(json.dumps(published))
+    (tmp_path / GENERATION_CONFIG).write_text(json.dumps(published))
     config = read_generation_config(str(tmp_path), LlamaConfig())
     add_stop_tokens(config, (9,))
     write_generation_config(tmp_path, config)
-    written = json.loads((tmp_path / FILE_NAME).read_text())
+    written = json.loads((tmp_path / GENERATION_CONFIG).read_text())
     assert {name: written[name] for name in published} == published | {"eos_token_id": [7, 9]}
 
 
@@ -83,18 +83,18 @@ def test_an_older_checkpoint_stops_at_the_end_of_turns_too(tmp_path: Path, tiny_
     ],
 )
 def test_a_tampered_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / FILE_NAME).write_bytes(content)
+    (tmp_path / GENERATION_CONFIG).write_bytes(content)
     with pytest.raises(InputError) as error:
         read_generation_config(str(tmp_path), LlamaConfig())
     (fault,) = error.value.faults
-    assert fault.startswith(f"{tmp_path / FILE_NAME}: ")
+    assert fault.startswith(f"{tmp_path / GENERATION_CONFIG}: ")
     assert "\n" not in fault
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4) | json_values)
 def test_any_json_is_read_or_refused(tmp_path: Path, content: Any) -> None:
-    (tmp_path / FILE_NAME).write_text(json.dumps(content))
+    (tmp_path / GENERATION_CONFIG).write_text(json.dumps(content))
     faults: tuple[str, ...] = ()
     try:
         config = read_generation_config(str(tmp_path), LlamaConfig())

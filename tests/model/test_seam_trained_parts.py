@@ -27,6 +27,7 @@ train_only(trains)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallelism", "num_ranks"), [("single", 1), ("fsdp", 2), ("fsdp2", 2), ("ddp", 2)])
 def test_frozen_parts_stay_and_the_run_resumes_exactly(
     forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, num_ranks: int
@@ -58,7 +59,7 @@ def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.Mo
     train_only(trains)
     shape = read_shape(folder)
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
-    assert sum(size.numel() for size in shape.trained.values()) == layer + 32
+    assert shape.num_trained == layer + 32
     assert bytes_of_states(shape, arguments) == (8 * (layer + 32), 8 * (layer + 32))
     units = read_units(shape, arguments)
     assert (units.total, units.trained, units.head) == (everything.num_parameters, layer + 32, 0)
@@ -69,6 +70,7 @@ def test_plan_and_flops_count_what_trains(tmp_path: Path, monkeypatch: pytest.Mo
     assert shape.flops.of([tokens]) == tokens * expected
 
 
+@pytest.mark.slow
 def test_a_choice_of_nothing_is_refused(forked_runs: ForkedRuns, tmp_path: Path) -> None:
     model, tokens = write_model(tmp_path / "model"), write_rows(tmp_path / "tokens")
     nothing = "from fabric_train.model.trained_parts import train_only; train_only(lambda name: False)"

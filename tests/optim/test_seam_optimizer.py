@@ -50,6 +50,7 @@ def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer" / "optimizer.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallelism", "num_ranks"), [("fsdp", 1), ("fsdp2", 2)])
 def test_killed_run_resumes_bit_for_bit_on_other_ranks(
     forked_runs: ForkedRuns, tmp_path: Path, parallelism: str, num_ranks: int
