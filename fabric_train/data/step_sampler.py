@@ -234,12 +234,8 @@ def validation_rows(sources: np.ndarray, limit: int | None, seed: int) -> np.nda
     """Return the rows of the validation split that every evaluation reads, int64 in the order of the split.
 
     Without a ``limit`` these are all. Otherwise each source has equally many of them, as far as it has so many rows:
-    its rows are cut into so many parts of equal size, and the seed chooses one row of each.
-
-    Args:
-        sources: int64 [rows], the source of each row of the split.
-        limit: the number of rows to choose.
-        seed: that of the run.
+    its rows are cut into so many parts of equal size, and the seed chooses one row of each. ``sources``, int64 [rows],
+    has the source of each row of the split.
     """
     if limit is None or limit >= len(sources):
         return np.arange(len(sources))
@@ -302,8 +298,6 @@ def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Steps, num_worker
 
 @dataclass(frozen=True)
 class _ErrorsAsItems(Dataset):
-    """Batches of rows; an error instead of a batch that cannot be read."""
-
     rows: IndexedRows
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | InputError | RunError:
@@ -320,7 +314,6 @@ def _raised(item: Any) -> Any:
 
 
 def _identity(batch: Any) -> Any:
-    """Return the batch, which ``IndexedRows.__getitems__`` has already made."""
     return batch
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.parser import flatten
+from fabric_train.data.row_documents import WorstDocuments
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
@@ -32,13 +33,11 @@ from fabric_train.optim.triton_trial import use_triton
 from fabric_train.training.evaluation import METRICS, Validation
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
 from fabric_train.training.loop import Loop
-from fabric_train.training.metrics import further_columns
-from fabric_train.training.nonfinite_guard import StepGuard, WorstDocuments
+from fabric_train.training.metrics import ProfiledWindows, further_columns
 from fabric_train.training.objective import Objective
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
-from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.run_log import log, note, progress, warn
-from fabric_train.training.step import Stepper
+from fabric_train.training.step import StepGuard, Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -206,7 +205,6 @@ def _open(run: PreparedRun) -> MetaModel:
 
 
 def _row_lengths(run: PreparedRun) -> set[int]:
-    """Return the different row lengths, in tokens, that the model will see."""
     data = run.data
     trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
     return trained | (data.validation.lengths() if data.validation else set())

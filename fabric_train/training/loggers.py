@@ -142,16 +142,13 @@ class CSVLogger(Logger):
         self._writer = csv.DictWriter(self._file, columns)
 
     def log(self, metrics: Metrics) -> None:
-        """Append the row."""
         self._writer.writerow(columns_of(metrics))
         self._file.flush()
 
     def flush(self) -> None:
-        """Sync the rows to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -215,7 +212,6 @@ class ProgressLine(Logger):
             set_display(self._bar.stop)
 
     def log(self, metrics: Metrics) -> None:
-        """Show the step."""
         progress.info("")
         if metrics.val_loss is not None:
             whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
@@ -236,7 +232,6 @@ class ProgressLine(Logger):
             self._bar.update(_Bar(metrics.step, self._num_steps, eta, values), refresh=is_due)
 
     def close(self) -> None:
-        """Stop the bar where it is."""
         if self._bar is not None:
             self._bar.stop()
             set_display(None)
@@ -267,7 +262,6 @@ class _Bar:
 
 
 def _of_sources(metrics: Metrics) -> str:
-    """Return the validation loss of each source, if there are several."""
     losses = {
         name: loss
         for column, loss in metrics.by_source.items()
@@ -278,7 +272,6 @@ def _of_sources(metrics: Metrics) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -349,7 +342,6 @@ class Outputs:
         self._loggers, self._log_model = loggers, log_model
 
     def log(self, metrics: Metrics) -> None:
-        """Log one step to all."""
         for logger in self._loggers:
             logger.log(metrics)
 
@@ -359,7 +351,6 @@ class Outputs:
             logger.log_samples(samples)
 
     def flush(self) -> None:
-        """Flush all."""
         for logger in self._loggers:
             logger.flush()
 
@@ -370,7 +361,6 @@ class Outputs:
                 logger.log_model(checkpoint)
 
     def close(self) -> None:
-        """Close all."""
         for logger in self._loggers:
             logger.close()
 

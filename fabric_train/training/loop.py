@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from fabric_train.training.run_log import warn
 from fabric_train.training.step import Stepper, TakenStep, own_flags
 
 _COLLECTED_STEPS = 50
-"""Steps between garbage collections, see ``profiler.manual_collection``."""
+"""Steps between garbage collections, see :func:`manual_collection`."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,6 @@ class Loop:
 
 
 def _state_after(state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
-    """Return the state after a step that was taken or left out."""
     has_fault = step.check.fault is not None
     rows = window.rows_of_sources
     if rows is not None:
@@ -268,3 +268,19 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
         val_loss=None,
         evaluation=None,
     )
+
+
+@contextmanager
+def manual_collection() -> Iterator[None]:
+    """Leave garbage collection to the training loop while the block runs.
+
+    Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -204,7 +204,6 @@ class Certificate:
         return Group(*([table] if self.steps else []), about, verdict)
 
     def _about(self) -> dict[str, str]:
-        """Return what was compared with what, and how."""
         replay, start = self.replay, self.replay.run.start.checkpoint
         first, last = replay.steps
         came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
@@ -220,7 +219,6 @@ class Certificate:
         return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
 
     def _shown(self) -> list[_Compared]:
-        """Return the steps that differ, and the last ones."""
         differing = [step for step in self.steps if step.faults][:_SHOWN_STEPS]
         return differing or self.steps[-_SHOWN_STEPS:]
 

@@ -4,6 +4,11 @@ The loss of a window is the mean over all that its objective counts (the supervi
 the first backward pass. So loss and gradient do not depend on how the window is split into ranks and micro-batches.
 """
 
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +25,12 @@ from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
-from fabric_train.training.nonfinite_guard import StepCheck, StepGuard
 from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, sum_by_piece, sum_by_source
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
+
+_LISTED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class TakenStep:
     the objective. ``num_tokens``, without padding, ``num_rows`` and ``flops`` are the work of all ranks.
     """
 
-    check: StepCheck
+    check: "StepCheck"
     of_sources: list[float | None]
     metrics: dict[str, float]
     learning_rate: float
@@ -58,7 +64,7 @@ class Stepper:
     objective: Objective
     arguments: "TrainArguments"
     schedules: Schedules
-    guard: StepGuard
+    guard: "StepGuard"
     checkpoints: CheckpointManager
     heartbeat: Heartbeat
     flops: ModelFlops
@@ -130,15 +136,6 @@ class LocalLoss:
     tokens_of_sources: torch.Tensor
 
 
-def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
-    """Add the gradient of the window's mean loss to the parameters, and return the losses of all ranks.
-
-    See :func:`backpropagate`. The objective is cross entropy by default.
-    """
-    loss = backpropagate(fabric, model, window, objective or CrossEntropy())
-    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
-
-
 def backpropagate(
     fabric: Fabric,
     model: Any,
@@ -193,6 +190,15 @@ def backpropagate(
         of_sources = sum_by_source(of_pieces, sources, num_sources).to(fabric.device)
         tokens_of_sources = torch.stack([part.count_by_source(num_sources)[0] for part in pieces]).sum(dim=0)
     return LocalLoss(summed, counts, metrics, of_pieces, of_sources, tokens_of_sources)
+
+
+def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
+    """Add the gradient of the window's mean loss to the parameters, and return the losses of all ranks.
+
+    See :func:`backpropagate`. The objective is cross entropy by default.
+    """
+    loss = backpropagate(fabric, model, window, objective or CrossEntropy())
+    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
 
 
 @dataclass(frozen=True)
@@ -261,3 +267,120 @@ def exchange_step(
         flops=all_flops,
         sync=StepSync(int(stop_signal), bool(is_saving), bool(save_failed)),
     )
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """A window's mean ``loss`` and ``grad_norm``; ``fault`` says why its step must not be taken, None if it may."""
+
+    loss: float
+    grad_norm: float
+    fault: str | None
+
+
+class StepGuard:
+    """Checks the loss and the gradient norm of every step. All ranks call it together and get the same result."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        data: str,
+        warn: Callable[[str], None],
+        row_name: Callable[[int], str] = str,
+        worst: Callable[[Window, torch.Tensor], str] = lambda *_: "",
+    ) -> None:
+        """``data`` and ``row_name`` name the rows in messages; ``warn`` shows the user a line, once for all ranks.
+
+        ``worst`` names the documents with the highest losses (``WorstDocuments.describe``).
+        """
+        self._fabric, self._data, self._warn, self._row_name, self._worst = fabric, data, warn, row_name, worst
+        self._scaler = getattr(fabric.strategy.precision, "scaler", None)
+        self._spikes = SpikeRule()
+
+    def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor, of_pieces: torch.Tensor) -> StepCheck:
+        """Check a step; the tensors are on the CPU, so that the host does not wait for the device.
+
+        ``of_pieces`` are the losses of the pieces in this rank's micro-batches.
+
+        An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
+        """
+        mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
+        if not math.isfinite(mean):
+            wrong = (~loss.summed.isfinite()).nonzero().tolist()
+            fault = f"step {window.step}: the loss is {mean}, from {self._place(window, wrong)}"
+            return StepCheck(mean, norm, fault + self._worst(window, of_pieces))
+        if not math.isfinite(norm) and self._scaler is None:
+            what = f"the gradient norm is {norm} and every loss finite"
+            return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
+        usual = self._spikes.usual_before_spike(mean)
+        if usual is not None:
+            self._warn(
+                f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
+                f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
+                + self._worst(window, of_pieces)
+            )
+        return StepCheck(mean, norm, None)
+
+    def leave_out(self) -> None:
+        """Prepare an fp16 gradient scaler for the next step after one that is left out."""
+        if self._scaler is not None:
+            self._scaler.update(self._scaler.get_scale())
+
+    def _window(self, window: Window, loss: WindowLoss) -> str:
+        ranks, batches = loss.summed.shape
+        return self._place(window, [(rank, batch) for rank in range(ranks) for batch in range(batches)])
+
+    def _place(self, window: Window, micro_batches: Iterable[tuple[int, int]]) -> str:
+        names = self._names(window)
+        by_rank: dict[int, list[str]] = {}
+        for rank, batch in micro_batches:
+            rows = window.rows_of(batch, data_ranks(self._fabric).size, rank)
+            by_rank.setdefault(rank, []).extend(names[row] for row in rows)
+        left, parts = _LISTED_ROWS, []
+        for rank, named in by_rank.items():
+            if named:
+                more = f" and {len(named) - left} more" if len(named) > left else ""
+                parts.append(f"{', '.join(named[:left])}{more} (rank {rank})")
+                left = max(left - len(named), 0)
+        return f"rows {', '.join(parts)} of {self._data}"
+
+    def _names(self, window: Window) -> dict[int, str]:
+        """Name every row of the window: by its index, or in a stream by its lane and the document after it."""
+        if window.cursors is None:
+            return {row: self._row_name(row) for row in window.rows.tolist()}
+        own = torch.from_numpy(window.cursors).to(self._fabric.device)
+        cursors = gather_over_data_ranks(self._fabric, own).flatten(0, -2).tolist()
+        return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, *_ in cursors}
+
+
+class SpikeRule:
+    """A rule for loss spikes.
+
+    A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
+    from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
+    level, the median change is 0.95 sigma. Medians are used so that a few high losses do not hide the next one; changes
+    and not deviations, because they stay small while the loss falls. A rise is one spike, however many steps it lasts.
+    """
+
+    RECENT, FEWEST = 64, 20
+    CHANGES, LEAST_RISE = 8.0, 0.1
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.RECENT)
+        self._is_high = False
+
+    def usual_before_spike(self, loss: float) -> float | None:
+        """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
+        was_high, usual = self._is_high, None
+        if len(self._recent) >= self.FEWEST:
+            usual = statistics.median(self._recent)
+            change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
+            self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
+        self._recent.append(loss)
+        return usual if self._is_high and not was_high else None
+
+
+def _highest(loss: WindowLoss) -> tuple[int, int]:
+    means = loss.summed / loss.counts.clamp(min=1)
+    rank, batch = divmod(int(means.argmax()), means.shape[1])
+    return rank, batch
