@@ -1,10 +1,9 @@
-"""What is measured: the metrics of a step and their columns in metrics.csv, times and memory, and ``--profile``."""
+"""What is measured: the metrics of a step and their columns in metrics.csv, memory, and ``--profile``."""
 
 import csv
 import io
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -191,46 +190,6 @@ def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
         )
     except ValueError:
         return None
-
-
-class Stopwatch:
-    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
-
-    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
-    """
-
-    def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
-        self._peak_flops = peak_flops
-        self.restart()
-
-    def restart(self) -> None:
-        self._started, self._waited = time.perf_counter(), 0.0
-        self._num_steps = self._num_tokens = self._num_samples = 0
-        self._flops = 0.0
-
-    def waited(self, seconds: float) -> None:
-        self._waited += seconds
-
-    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        self._num_samples += num_samples
-        self._flops += flops
-
-    def read(self) -> dict[str, Any]:
-        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
-        elapsed = time.perf_counter() - self._started
-        reading = {
-            "step_time": elapsed / self._num_steps,
-            "data_wait": self._waited / elapsed,
-            "tokens_per_second": self._num_tokens / elapsed,
-            "samples_per_second": self._num_samples / elapsed,
-        }
-        if self._peak_flops:
-            reading["mfu"] = self._flops / elapsed / self._peak_flops
-        self.restart()
-        return reading
 
 
 def peak_memory_gb(device: torch.device) -> float:

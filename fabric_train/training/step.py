@@ -110,7 +110,8 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws the same numbers."""
     number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     torch.manual_seed(number)
-    seed_xla(number, device)
+    if device.type == "xla":
+        seed_xla(number)
 
 
 def own_flags(checkpoints: CheckpointManager) -> StepSync:
