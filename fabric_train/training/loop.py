@@ -56,6 +56,46 @@ class _Due:
     logs: bool
 
 
+class Stopwatch:
+    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
+
+    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
+    """
+
+    def __init__(self, peak_flops: float | None = None) -> None:
+        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
+        self._peak_flops = peak_flops
+        self.restart()
+
+    def restart(self) -> None:
+        self._started, self._waited = time.perf_counter(), 0.0
+        self._num_steps = self._num_tokens = self._num_samples = 0
+        self._flops = 0.0
+
+    def waited(self, seconds: float) -> None:
+        self._waited += seconds
+
+    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        self._num_samples += num_samples
+        self._flops += flops
+
+    def read(self) -> dict[str, Any]:
+        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
+        elapsed = time.perf_counter() - self._started
+        reading = {
+            "step_time": elapsed / self._num_steps,
+            "data_wait": self._waited / elapsed,
+            "tokens_per_second": self._num_tokens / elapsed,
+            "samples_per_second": self._num_samples / elapsed,
+        }
+        if self._peak_flops:
+            reading["mfu"] = self._flops / elapsed / self._peak_flops
+        self.restart()
+        return reading
+
+
 @dataclass(frozen=True)
 class Loop:
     """A run that is built. ``validation`` is None without validation rows; ``num_steps`` is the last step.
@@ -268,46 +308,6 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
         val_loss=None,
         evaluation=None,
     )
-
-
-class Stopwatch:
-    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
-
-    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
-    """
-
-    def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
-        self._peak_flops = peak_flops
-        self.restart()
-
-    def restart(self) -> None:
-        self._started, self._waited = time.perf_counter(), 0.0
-        self._num_steps = self._num_tokens = self._num_samples = 0
-        self._flops = 0.0
-
-    def waited(self, seconds: float) -> None:
-        self._waited += seconds
-
-    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        self._num_samples += num_samples
-        self._flops += flops
-
-    def read(self) -> dict[str, Any]:
-        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
-        elapsed = time.perf_counter() - self._started
-        reading = {
-            "step_time": elapsed / self._num_steps,
-            "data_wait": self._waited / elapsed,
-            "tokens_per_second": self._num_tokens / elapsed,
-            "samples_per_second": self._num_samples / elapsed,
-        }
-        if self._peak_flops:
-            reading["mfu"] = self._flops / elapsed / self._peak_flops
-        self.restart()
-        return reading
 
 
 @contextmanager
