@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -30,7 +30,6 @@ from fabric_train.data.batch import IGNORED_LABEL, Batch, hash_of, make_batch
 from fabric_train.data.step_sampler import Window, WorkerLoader, positions
 from fabric_train.data.stream_documents import Document
 from fabric_train.data.token_dataset import RowPieces, place_pieces
-from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.tokenization.documents import EncodedDocument
 
 
@@ -293,15 +292,7 @@ class StreamBatches:
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
         num_workers = max(dividing, default=0)
-        return WorkerLoader(
-            _LaneDataset(self, num_windows),
-            batch_size=None,
-            num_workers=num_workers,
-            collate_fn=_identity,
-            pin_memory=self.pin_memory,
-            prefetch_factor=8 if num_workers else None,
-            worker_init_fn=ignore_signals_in_worker,
-        )
+        return WorkerLoader(_LaneDataset(self, num_windows), num_workers, self.pin_memory, batch_size=None)
 
     def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:
         """Yield every ``stride``-th micro-batch of each of ``num_windows`` windows, from micro-batch ``first`` on."""
@@ -382,7 +373,3 @@ def _check_last_row(lane: int, here: LaneCursor, saved: LaneCursor) -> None:
             "on: texts up to it have changed; resume with the original texts, or take only the checkpoint's weights "
             "with --weights_only true"
         )
-
-
-def _identity(item: Any) -> Any:
-    return item

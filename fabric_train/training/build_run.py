@@ -217,39 +217,32 @@ def _description(
     stages: tuple[checkpoints.TrainingStage, ...],
     licence: tuple[Path, ...],
 ) -> checkpoints.Description:
-    arguments, data = run.arguments, run.data
+    arguments, data, start = run.arguments, run.data, run.start
+    given = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
+    split = given | {"parallelism": run.devices.parallelism}
+    session = checkpoints.TrainingSession(
+        start.state.step,
+        device_name(fabric.device),
+        fabric.world_size,
+        arguments={name: split[name] for name in (*checkpoints.SPLIT_ARGUMENTS, "log_step_interval")},
+    )
+    # those of a model whose weights alone the run takes are not its own
+    earlier = checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
         data=run.order,
-        arguments=flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation},
+        arguments=given,
         versions=run.versions,
         base_model=base_model,
         attachments=(*run.data.attachments, *licence),
         schedule_steps=run.schedule_steps,
-        lineage=run.start.lineage,
+        lineage=start.lineage,
         phase_schedules=run.phase_schedules,
-        device=device_name(fabric.device),
+        device=session.device,
         mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
-        sessions=(*_earlier_sessions(run), _session(run, fabric)),
+        sessions=(*earlier, session),
         stages=stages,
-    )
-
-
-def _earlier_sessions(run: PreparedRun) -> tuple[checkpoints.TrainingSession, ...]:
-    """Return the sessions that the run continues; those of a model whose weights alone it takes are not its own."""
-    start = run.start
-    return checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
-
-
-def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
-    given = flatten(run.arguments) | {
-        "gradient_accumulation_steps": run.plan.accumulation,
-        "parallelism": run.devices.parallelism,
-    }
-    arguments = {name: given[name] for name in (*checkpoints.SPLIT_ARGUMENTS, "log_step_interval")}
-    return checkpoints.TrainingSession(
-        run.start.state.step, device_name(fabric.device), fabric.world_size, arguments=arguments
     )
 
 
