@@ -257,9 +257,7 @@ def _rebuild(kind: type, values: list[Any]) -> Any:
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
     """Return the XXH3-128 hash of ``numbers`` in hexadecimal.
 
-    Args:
-        numbers: integers of any dtype, hashed as int64.
-        before: the hash of the numbers before these; the new hash then depends on all of them.
+    Integers of any dtype are hashed as int64. With the hash of the numbers ``before`` these, it depends on all of them.
     """
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
 
@@ -267,11 +265,8 @@ def hash_of(numbers: np.ndarray, before: str = "") -> str:
 def hash_supervised(input_ids: torch.Tensor, labels: torch.Tensor) -> int:
     """Return a hash of rows that does not depend on their order: a sum, modulo ``SUM_OF_HASHES``, of the rows' XXH3-64.
 
-    What follows a row's last supervised token does not count, since no loss depends on it.
-
-    Args:
-        input_ids: int64 [B, T], on the CPU.
-        labels: int64 [B, T], on the CPU; -100 where no token is supervised.
+    What follows a row's last supervised token does not count, since no loss depends on it. Ids and labels are
+    int64 [B, T] on the CPU.
     """
     total = 0
     for ids, of_row in zip(input_ids.numpy(), labels.numpy(), strict=True):

@@ -76,12 +76,7 @@ class LoggedRun:
 
 
 class GuardedLogger(Logger):
-    """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged.
-
-    Args:
-        name: what is logged to, as the report names it.
-        open_logger: opens it.
-    """
+    """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged."""
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
         self._name, self.logger = name, Logger()
@@ -155,12 +150,8 @@ class CSVLogger(Logger):
 class SampleFile(Logger):
     """RUN/samples.jsonl: a line for each step and prompt.
 
-    Args:
-        path: of the file; it need not exist.
-        last_step: the run continues after it. Later lines, which an interrupted run wrote, are removed.
-
-    Attributes:
-        past: the samples up to ``last_step``.
+    The run continues after ``last_step``. Later lines, which an interrupted run wrote, are removed; ``past`` has the
+    samples up to it.
 
     Raises:
         InputError: the file is a link, or a line is damaged.

@@ -144,14 +144,14 @@ class Loop:
             if window.step % _COLLECTED_STEPS == 0:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
-            self.checkpoints.advance(step.sync)
+            self.checkpoints.advance(step.report.sync)
             due = self._due(window, step)
-            stopwatch.stepped(step.num_tokens, step.num_rows, step.flops)
+            stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
             if not due.logs:
                 continue
             state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), due.evaluates)
-            stop_signal = (self._sync() if state.unlogged else step.sync).stop_signal
+            stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
             ends_early = due.evaluates and self._ends_early(state)
             is_last = window.step == self.num_steps or ends_early
             if due.saves or is_last or stop_signal or self._is_best(state):
@@ -182,7 +182,7 @@ class Loop:
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
-        saves = keeps or bool(step.sync.stop_signal)
+        saves = keeps or bool(step.report.sync.stop_signal)
         has_fault = step.check.fault is not None
         logs = evaluates or saves or has_fault or number % given.logging.log_step_interval == 0
         return _Due(evaluates, keeps, saves, logs)
@@ -210,8 +210,8 @@ class Loop:
             peak_memory_gb=peak_memory_gb(self.stepper.fabric.device),
             **stopwatch.read(),
         )
-        of_sources = dict(zip(self.run.logged_sources, step.of_sources, strict=True))
-        return with_objective(metrics, step.metrics, of_sources)
+        means = dict(zip(self.stepper.objective.metric_names, step.report.metrics, strict=True))
+        return with_objective(metrics, means, dict(zip(self.run.logged_sources, step.report.of_sources, strict=True)))
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
         """Evaluate if it is due, and log the step.
@@ -299,8 +299,8 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
         state,
         step=window.step,
         epoch=window.epoch,
-        num_tokens=state.num_tokens + step.num_tokens,
-        num_samples=state.num_samples + step.num_rows,
+        num_tokens=state.num_tokens + step.report.num_tokens,
+        num_samples=state.num_samples + window.num_rows,
         skipped_steps=state.skipped_steps + has_fault,
         train_loss=None if has_fault else step.check.loss,
         rows_hash=window.rows_hash,

@@ -35,20 +35,11 @@ _LISTED_ROWS = 64
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One optimizer step, taken or left out. ``sync`` has the flags that the ranks exchanged before it.
-
-    ``of_sources`` are the mean losses of the sources, None for one without supervised tokens; ``metrics`` are those of
-    the objective. ``num_tokens``, without padding, ``num_rows`` and ``flops`` are the work of all ranks.
-    """
+    """One optimizer step, taken or left out as its ``check`` says."""
 
     check: "StepCheck"
-    of_sources: list[float | None]
-    metrics: dict[str, float]
+    report: "StepReport"
     learning_rate: float
-    num_tokens: int
-    num_rows: int
-    flops: float
-    sync: StepSync
 
 
 @dataclass(frozen=True)
@@ -94,16 +85,7 @@ class Stepper:
         else:
             self.guard.leave_out()
         self.optimizer.zero_grad()
-        return TakenStep(
-            check=check,
-            of_sources=report.of_sources,
-            metrics=dict(zip(self.objective.metric_names, report.metrics, strict=True)),
-            learning_rate=rate,
-            num_tokens=report.num_tokens,
-            num_rows=window.num_rows,
-            flops=report.flops,
-            sync=report.sync,
-        )
+        return TakenStep(check, report, rate)
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
@@ -148,16 +130,9 @@ def backpropagate(
 ) -> LocalLoss:
     """Add the gradient of the window's mean loss to the parameters.
 
-    Ranks average their gradients, hence the factor of their number.
-
-    Args:
-        fabric: that the model is set up with; all ranks call this together.
-        model: in training mode.
-        window: this rank's micro-batches of one optimizer step.
-        objective: of the run.
-        heartbeat: where this rank marks its position for the watchdog.
-        reduces_each: reduce gradients over the ranks after every micro-batch, instead of once a window.
-        num_sources: number of the sources to tell apart; 0 tells none apart.
+    All ranks call this together, each with its own micro-batches of the window. They average their gradients, hence
+    the factor of their number. With ``reduces_each``, they do so after every micro-batch, instead of once a window.
+    ``num_sources`` are told apart by their losses, none if 0.
 
     Raises:
         RunStopped: the ranks have agreed to stop before one of the micro-batches.
@@ -206,15 +181,10 @@ def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective 
 class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
-    Attributes:
-        loss: The losses of the window's micro-batches.
-        metrics: The means of the objective's metrics over the window.
-        of_pieces: Losses of the pieces in this rank's micro-batches, fp64 [P].
-        of_sources: Mean loss of each source in the window; None for one without supervised tokens.
-        grad_norm: Norm of the gradient before clipping, fp64 [].
-        num_tokens: Number of the window's tokens, without padding.
-        flops: Model FLOPs of these tokens.
-        sync: The flags that any rank has set.
+    ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
+    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces in this rank's
+    micro-batches. ``grad_norm``, fp64 [], is the norm before clipping. The window has ``num_tokens`` without padding,
+    which take ``flops`` of the model. ``sync`` has the flags that any rank has set.
     """
 
     loss: WindowLoss
@@ -232,13 +202,8 @@ def exchange_step(
 ) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. The host waits for the device, which it does once a step.
 
-    Args:
-        fabric: All ranks call this together.
-        loss: Of this rank's micro-batches.
-        grad_norm: The same on all ranks, fp64 [] on the device.
-        num_tokens: Number of tokens in this rank's micro-batches, without padding.
-        flops: Their model FLOPs.
-        own: This rank's flags.
+    ``grad_norm``, fp64 [] on the device, is the same on all ranks. ``num_tokens``, ``flops`` and the flags ``own`` are
+    those of this rank.
     """
     ranks, num_sources = data_ranks(fabric), len(loss.of_sources)
     sizes = [len(loss.summed), num_sources, len(loss.metrics), num_sources, 2]
