@@ -10,6 +10,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fabric_train.cli.output import keep_streams_writable
 from fabric_train.distributed.signals import stop_signals
@@ -23,6 +24,9 @@ from fabric_train.cli.errors import FAILURE, InputError, missing_folder, run_pro
 from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
+
+if TYPE_CHECKING:
+    from fabric_train.training.replay_certificate import Certificate
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,17 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     assert arguments.first_and_last is not None  # parsing has refused it
 
-    def report(certificate: Certificate) -> None:
-        show(certificate.describe())
-        if global_rank() == 0:
-            log.info("written %s", certificate.write())
-        if not certificate.holds:
-            raise SystemExit(FAILURE)
-
     with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
         replay = prepare_replay(folder, arguments.first_and_last, given, device, Path(temporary))
         if replay.faults:
-            report(Certificate(replay, []))
+            _report(Certificate(replay, []))
         for line in replay.other_versions:
             note(f"another version than in the run: {line}")
         run = replay.run
@@ -88,7 +85,15 @@ def main(argv: list[str] | None = None) -> None:
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()
             destroy_process_group(fabric)
-        report(compare(replay.on(device_name(fabric.device)), steps))
+        _report(compare(replay.on(device_name(fabric.device)), steps))
+
+
+def _report(certificate: "Certificate") -> None:
+    show(certificate.describe())
+    if global_rank() == 0:
+        log.info("written %s", certificate.write())
+    if not certificate.holds:
+        raise SystemExit(FAILURE)
 
 
 def _run_folder(given: Path) -> Path:

@@ -255,7 +255,8 @@ def _exact(row: Metrics) -> dict[str, Any]:
 def _figures(row: Metrics) -> dict[str, float]:
     """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
     figures = {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
-    return figures | _of_sources([row], "train_loss/")
+    of_objective = {name: value for name, value in row.further.items() if name.startswith("train_")}
+    return figures | of_objective | _of_sources([row], "train_loss/")
 
 
 def _of_sources(rows: Sequence[Metrics], prefix: str) -> dict[str, float]:
