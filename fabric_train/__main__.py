@@ -31,6 +31,8 @@ from fabric_train.files.atomic_folder import check_not_held, hold_lock  # noqa: 
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log  # noqa: E402
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fabric_train.training.prepared_run import PreparedRun
 
 
@@ -50,15 +52,10 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("PJRT_SELECT_DEFAULT_DEVICE", "0")  # without a TPU, torch-xla would just take the CPU
     progress.info("importing torch and transformers")
 
-    from fabric_train.distributed.cluster_environment import destroy_process_group
     from fabric_train.distributed.devices import note_on_unused_gpus
-    from fabric_train.distributed.signals import Heartbeat, StepPhase
-    from fabric_train.distributed.strategy import build_fabric
-    from fabric_train.distributed.watchdog import watch_ranks
     from fabric_train.preflight.memory_plan import check_memory, print_plan
-    from fabric_train.preflight.prepare import check_content, prepare
+    from fabric_train.preflight.prepare import prepare
     from fabric_train.training import summary
-    from fabric_train.training.run import execute
 
     quiet_libraries()
     progress.info("checking data and model")
@@ -85,18 +82,29 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.evaluation.only_reads:
         check_memory(run)
     with hold_lock(*lock) if writes else nullcontext():
-        progress.info("connecting the ranks")
-        fabric = build_fabric(arguments, run.model.layer_classes)
-        heartbeat = Heartbeat()
-        with watch_ranks(fabric, heartbeat, arguments.device.rank_timeout, arguments.device.num_nodes):
-            progress.info("checking the checkpoint")
-            run = check_content(fabric, run, note)
-            code = execute(fabric, run, heartbeat, console)
-            heartbeat.enter(StepPhase.ENDING)
-            stop_signals.ignore()
-            destroy_process_group(fabric)
+        code = _launch(run, console)
     if code:
         raise SystemExit(code)
+
+
+def _launch(run: "PreparedRun", console: "Console") -> int:
+    """Connect the ranks and execute the run on all of them; return the exit code."""
+    from fabric_train.distributed.cluster_environment import destroy_process_group
+    from fabric_train.distributed.signals import Heartbeat, StepPhase
+    from fabric_train.distributed.strategy import build_fabric
+    from fabric_train.distributed.watchdog import watch_ranks
+    from fabric_train.preflight.prepare import check_content
+    from fabric_train.training.run import execute
+
+    progress.info("connecting the ranks")
+    fabric, heartbeat, device = build_fabric(run.given, run.model.layer_classes), Heartbeat(), run.given.device
+    with watch_ranks(fabric, heartbeat, device.rank_timeout, device.num_nodes):
+        progress.info("checking the checkpoint")
+        code = execute(fabric, check_content(fabric, run, note), heartbeat, console)
+        heartbeat.enter(StepPhase.ENDING)
+        stop_signals.ignore()
+        destroy_process_group(fabric)
+    return code
 
 
 def _lock(folder: Path) -> tuple[Path, str, str]:

@@ -10,7 +10,7 @@ import re
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fabric_train.cli.output import keep_streams_writable
 from fabric_train.distributed.signals import stop_signals
@@ -26,6 +26,9 @@ from fabric_train.cli.launcher import global_rank
 from fabric_train.cli.parser import parse_arguments
 from fabric_train.cli.shared_arguments import range_of_steps
 from fabric_train.training.run_log import log, note, progress, quiet_libraries, show, start_log
+
+if TYPE_CHECKING:
+    from fabric_train.training.replay_certificate import Certificate
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     assert arguments.first_and_last is not None  # parsing has refused it
 
-    def report(certificate: Certificate) -> None:
-        show(certificate.describe())
-        if global_rank() == 0:
-            log.info("written %s", certificate.write())
-        if not certificate.holds:
-            raise SystemExit(FAILURE)
-
     with tempfile.TemporaryDirectory(prefix="fabric-train-replay-") as temporary:
         replay = prepare_replay(folder, arguments.first_and_last, given, device, Path(temporary))
         if replay.faults:
-            report(Certificate(replay, []))
+            _report(Certificate(replay, []))
         for line in replay.other_versions:
             note(f"another version than in the run: {line}")
         run = replay.run
@@ -123,7 +119,15 @@ def main(argv: list[str] | None = None) -> None:
             heartbeat.enter(StepPhase.ENDING)
             stop_signals.ignore()
             destroy_process_group(fabric)
-        report(compare(replay.on(device_name(fabric.device)), steps))
+        _report(compare(replay.on(device_name(fabric.device)), steps))
+
+
+def _report(certificate: "Certificate") -> None:
+    show(certificate.describe())
+    if global_rank() == 0:
+        log.info("written %s", certificate.write())
+    if not certificate.holds:
+        raise SystemExit(FAILURE)
 
 
 def _run_folder(given: Path) -> Path:

@@ -25,7 +25,7 @@ from fabric_train.checkpoint.trainer_state import (
     describe_changes,
 )
 from fabric_train.cli.errors import InputError
-from fabric_train.data.lanes import LaneCursor
+from fabric_train.data.stream_batches import LaneCursor
 from fabric_train.files.typed_json import read_json
 from fabric_train.model.origin import ModelOrigin, find_stages_file
 

@@ -5,31 +5,53 @@ Shapes: B rows, T tokens per row, N supervised tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 IGNORED_LABEL = -100
 SUM_OF_HASHES = 1 << 40  # the sums of 8,192 ranks are exact in fp64
 
 
-class PickledAsArrays:
-    """A base class for dataclasses whose CPU tensors are pickled by value, as NumPy arrays.
+class TensorRecord:
+    """A base class for dataclasses of tensors. On the CPU, they are pickled by value, as NumPy arrays.
 
     Data workers send batches through a pipe. By default, torch shares a file for each tensor instead. That takes a
     socket, one or two milliseconds, and shared memory.
     """
 
     def __reduce__(self) -> tuple[Any, tuple[type, list[Any]]]:
-        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
-        return _rebuild, (type(self), [value.numpy() if isinstance(value, torch.Tensor) else value for value in values])
+        return _rebuild, (
+            type(self),
+            [value.numpy() if isinstance(value, torch.Tensor) else value for value in self._values],
+        )
+
+    @property
+    def _values(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+
+    def pin_memory(self) -> "Self":
+        """Return a copy in page-locked memory (the DataLoader calls this of a batch)."""
+        return type(self)(*(value.pin_memory() if isinstance(value, torch.Tensor) else value for value in self._values))
+
+    def to(self, device: torch.device) -> "Self":
+        """Return a copy on a device; the host does not wait for page-locked memory."""
+        return type(self)(
+            *(
+                value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for value in self._values
+            )
+        )
 
 
 @dataclass(frozen=True)
-class Documents(PickledAsArrays):
+class Documents(TensorRecord):
     """The documents of a batch [B, T]. Every row has at least one, and no document spans two rows.
 
     ``position_ids`` is int64 [B, T] and counts from 0 in every document. ``borders`` is int32 [documents + 1]: the
@@ -42,19 +64,9 @@ class Documents(PickledAsArrays):
     borders: torch.Tensor
     longest: int
 
-    def pin_memory(self) -> "Documents":
-        """Return a copy in page-locked memory."""
-        return Documents(self.position_ids.pin_memory(), self.borders.pin_memory(), self.longest)
-
-    def to(self, device: torch.device) -> "Documents":
-        """Return a copy on a device."""
-        return Documents(
-            self.position_ids.to(device, non_blocking=True), self.borders.to(device, non_blocking=True), self.longest
-        )
-
 
 @dataclass(frozen=True)
-class Targets(PickledAsArrays):
+class Targets(TensorRecord):
     """The supervised tokens of a batch [B, T].
 
     ``ids`` int64 [N] are the tokens to predict, ``positions`` int64 [N] the positions in the flattened batch that
@@ -64,17 +76,9 @@ class Targets(PickledAsArrays):
     positions: torch.Tensor
     ids: torch.Tensor
 
-    def pin_memory(self) -> "Targets":
-        """Return a copy in page-locked memory."""
-        return Targets(self.positions.pin_memory(), self.ids.pin_memory())
-
-    def to(self, device: torch.device) -> "Targets":
-        """Return a copy on a device."""
-        return Targets(self.positions.to(device, non_blocking=True), self.ids.to(device, non_blocking=True))
-
 
 @dataclass(frozen=True)
-class Pieces(PickledAsArrays):
+class Pieces(TensorRecord):
     """The pieces of documents in a batch [B, T], in the order of its rows: P pieces, tensors on the CPU.
 
     A target belongs to the piece that its own token is in, not the token that predicts it. So the targets of a piece
@@ -102,7 +106,7 @@ class Pieces(PickledAsArrays):
 
 
 @dataclass(frozen=True)
-class Batch(PickledAsArrays):
+class Batch(TensorRecord):
     """The rows of one forward pass on one rank.
 
     ``input_ids`` and ``labels`` are int64 [B, T]. ``documents`` is None if no row has more than one document, or if the
@@ -120,7 +124,6 @@ class Batch(PickledAsArrays):
     pieces: Pieces | None = None
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory (the DataLoader calls this)."""
         documents = self.documents and self.documents.pin_memory()
         targets = (self.targets or find_targets(self.labels)).pin_memory()
         pieces = self.pieces and self.pieces.pin_memory()
@@ -254,9 +257,7 @@ def _rebuild(kind: type, values: list[Any]) -> Any:
 def hash_of(numbers: np.ndarray, before: str = "") -> str:
     """Return the XXH3-128 hash of ``numbers`` in hexadecimal.
 
-    Args:
-        numbers: integers of any dtype, hashed as int64.
-        before: the hash of the numbers before these; the new hash then depends on all of them.
+    Integers of any dtype are hashed as int64. With the hash of the numbers ``before`` these, it depends on all of them.
     """
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(before) + numbers.astype("<i8").tobytes())
 
@@ -264,11 +265,8 @@ def hash_of(numbers: np.ndarray, before: str = "") -> str:
 def hash_supervised(input_ids: torch.Tensor, labels: torch.Tensor) -> int:
     """Return a hash of rows that does not depend on their order: a sum, modulo ``SUM_OF_HASHES``, of the rows' XXH3-64.
 
-    What follows a row's last supervised token does not count, since no loss depends on it.
-
-    Args:
-        input_ids: int64 [B, T], on the CPU.
-        labels: int64 [B, T], on the CPU; -100 where no token is supervised.
+    What follows a row's last supervised token does not count, since no loss depends on it. Ids and labels are
+    int64 [B, T] on the CPU.
     """
     total = 0
     for ids, of_row in zip(input_ids.numpy(), labels.numpy(), strict=True):

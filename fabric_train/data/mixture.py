@@ -77,7 +77,6 @@ def _feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np
 
 
 def _inverse_feistel(values: np.ndarray, width: np.ndarray, height: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the values that :func:`_feistel` maps to these."""
     right, left = np.divmod(values, width)
     for number in reversed(range(0, _ROUNDS, 2)):
         right = (right + height - _mix(keys + _round_constant(number + 1) ^ left) % height) % height
@@ -192,12 +191,10 @@ class Mixture:
         return epoch * len(windows) + following
 
     def count(self, rows: np.ndarray) -> list[int]:
-        """Count the rows of each source among ``rows``, which are int64 of any length."""
         sources = np.searchsorted(self._offsets, rows, side="right") - 1
         return np.bincount(sources, minlength=len(self.num_rows)).tolist()
 
     def _counts(self, window: int) -> list[int]:
-        """Return how many rows of each source a window has."""
         if window == self._full_windows:
             return list(self._in_last_window)
         offset = self._step * window % self._full_windows
@@ -376,7 +373,6 @@ class MixtureOrder:
             yield end
 
     def count(self, rows: np.ndarray) -> list[int]:
-        """Count the rows of each source among ``rows``, which are int64 of any length."""
         return self.mixtures[0].count(rows)
 
     def _phase_of(self, step: int) -> int:

@@ -1,19 +1,25 @@
-"""Name the documents of a row: source, file, place and first words."""
+"""Name the documents of rows: source, file, place and first words."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
+import torch
+from lightning import Fabric
 
-from fabric_train.cli.errors import InputError
+from fabric_train.data.step_sampler import Window
 from fabric_train.data.token_dataset import TokenDataset
+from fabric_train.data.token_mixture import TokenMixture
+from fabric_train.distributed.collectives import data_ranks, gather_over_data_ranks
 from fabric_train.tokenization.inspect.row_view import visible
-from fabric_train.tokenization.packing.document_index import DocumentIndex, DocumentOrigin, open_index
+from fabric_train.tokenization.packing.document_index import DocumentOrigin
 from fabric_train.tokenization.tokenizers.vocabulary import Vocabulary, load_vocabulary
 
 _DECODED_TOKENS = 32
 _SHOWN_CHARACTERS = 60
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,7 @@ class RowDocument:
 
 
 def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None) -> Iterator[RowDocument]:
-    """Yield the documents of a row of the train split, in their order.
-
-    Args:
-        dataset: the token dataset.
-        row: its number.
-        vocabulary: the dataset's; without it, the text is token ids.
+    """Yield the documents of a row of the train split, in their order; without a vocabulary, their text is token ids.
 
     Raises:
         InputError: the document index is damaged.
@@ -56,10 +57,7 @@ def documents_in(dataset: TokenDataset, row: int, vocabulary: Vocabulary | None)
 def describe_piece(dataset: TokenDataset, row: int, piece: int) -> str | None:
     """Return where the document of a piece comes from, and the piece's first words; None without a document index.
 
-    Args:
-        dataset: the token dataset.
-        row: of its train split.
-        piece: its number in the row, from 0.
+    ``piece`` is its number in a row of the train split, from 0.
 
     Raises:
         InputError: the document index or the tokenizer is damaged.
@@ -81,49 +79,50 @@ def _first_words(ids: list[int], vocabulary: Vocabulary | None) -> str:
     return line if len(line) <= _SHOWN_CHARACTERS and len(begin) == len(ids) else f"{line[:_SHOWN_CHARACTERS]}…"
 
 
-def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
-    """Return the rows of the train split that each source has, as ranges in their order.
+@dataclass(frozen=True)
+class WorstDocuments:
+    """Names the documents of a window that have the highest mean losses over all ranks."""
 
-    A row is one of the source of its first token. Documents are in the order of the sources and their files, so the
-    file of a row's first document never decreases, and binary search finds where each source begins. In a dataset of
-    ``--packing concat`` a source's last row has the beginning of the next one, too.
+    fabric: Fabric
+    data: TokenDataset | TokenMixture
 
-    Raises:
-        InputError: the dataset has no document index, or its sources were mixed with ``--weights``.
-    """
-    manifest = dataset.manifest
-    index = open_index(dataset.folder, manifest, "train") if manifest else None
-    if manifest is None or index is None:
-        raise InputError(
-            f"{dataset.folder} has no document index, so the rows of its sources are not known; tokenize again with "
-            "tokenize_dataset.py"
-        )
-    settings = [part.settings for part in manifest.parts] or [manifest.settings]
-    if any(one.weights for one in settings):
-        raise InputError(
-            f"{dataset.folder} was tokenized with --weights, which mixes the sources in its rows; tokenize again "
-            "without --weights"
-        )
-    rows: dict[str, list[range]] = {name: [] for name in index.sources.names}
-    first_files = np.cumsum([0, *(record.num_files for record in manifest.sources)])
-    for record, borders in zip(manifest.sources, pairwise(_first_rows(index, first_files)), strict=True):
-        if borders[0] < borders[1]:
-            rows[record.name].append(range(*borders))
-    return {name: ranges for name, ranges in rows.items() if ranges}
+    def describe(self, window: Window, of_pieces: torch.Tensor) -> str:
+        """Return a part of a message that names them; empty if no token dataset has a document index.
+
+        All ranks call this together and get the same text. ``of_pieces``, fp64 [P] on the CPU, are the summed losses of
+        the pieces in this rank's part of the window.
+        """
+        everywhere = gather_over_data_ranks(self.fabric, self._worst(window, of_pieces)).flatten(0, 1).tolist()
+        found = sorted(((loss, int(row), int(piece)) for loss, row, piece in everywhere if row >= 0), key=_order)
+        named = [(loss, self._name(row, piece)) for loss, row, piece in found[:_NUM_NAMED]]
+        documents = [f"{loss:.4f} {name}" for loss, name in named if name is not None]
+        return f"; highest mean losses: {', '.join(documents)}" if documents else ""
+
+    def _worst(self, window: Window, of_pieces: torch.Tensor) -> torch.Tensor:
+        """Return the worst pieces of this rank, fp64 [3, 3]: mean loss, row of the run and piece in it; or row -1."""
+        ranks, found, first = data_ranks(self.fabric), list[tuple[float, int, int]](), 0
+        for number, batch in enumerate(window.batches):
+            if batch.pieces is None or not len(of_pieces):  # the objective tells no tokens apart
+                continue
+            rows = np.array(window.rows_of(number, ranks.size, ranks.rank))
+            owners = self.data.train.pieces(rows.tolist()).rows
+            places = np.arange(len(owners)) - np.searchsorted(owners, owners)
+            counts = batch.pieces.num_targets
+            means = (of_pieces[first : first + len(owners)] / counts).tolist()
+            first += len(owners)
+            columns = zip(means, rows[owners].tolist(), places.tolist(), counts.tolist(), strict=True)
+            found += [(mean, row, place) for mean, row, place, count in columns if count]
+        worst = sorted(found, key=_order)[:_NUM_NAMED]
+        return torch.tensor([*worst, *[(0.0, -1, -1)] * (_NUM_NAMED - len(worst))], dtype=torch.float64)
+
+    def _name(self, row: int, piece: int) -> str | None:
+        if isinstance(self.data, TokenDataset):
+            return describe_piece(self.data, row, piece)
+        part, number = self.data.train.place(row)
+        return describe_piece(self.data.parts[part], number, piece)
 
 
-def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
-    """Return the first row whose first document is in a file or one after it, for each of some files [n]."""
-    low, high = np.zeros(len(files), np.int64), np.full(len(files), len(index.rows) - 1)
-    while (open_ := low < high).any():
-        middle = (low + high)[open_] // 2
-        is_before = _files_of(index, middle) < files[open_]
-        low[open_] = np.where(is_before, middle + 1, low[open_])
-        high[open_] = np.where(is_before, high[open_], middle)
-    return low.tolist()
-
-
-def _files_of(index: DocumentIndex, rows: np.ndarray) -> np.ndarray:
-    """Return the file of the first document of each row."""
-    pieces = index.pieces(rows)
-    return index.documents["file"][pieces.documents[pieces.positions == 0]]
+def _order(found: tuple[float, int, int]) -> tuple[float, int, int]:
+    """Return a key that sorts the highest losses first, and before them those that are not finite."""
+    loss, row, piece = found
+    return (-loss if math.isfinite(loss) else -math.inf), row, piece

@@ -186,6 +186,17 @@ class WorkerLoader(DataLoader):
         RunError: from ``iter``, if there is no room for the semaphores of its processes.
     """
 
+    def __init__(self, items: Dataset, num_workers: int, pin_memory: bool, **more: Any) -> None:
+        super().__init__(
+            items,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            collate_fn=_identity,  # items are whole batches
+            prefetch_factor=8 if num_workers else None,
+            worker_init_fn=ignore_signals_in_worker,
+            **more,
+        )
+
     def __iter__(self) -> Any:
         try:
             return map(_raised, super().__iter__())
@@ -213,19 +224,22 @@ class TrainBatches:
         """Yield the windows of the steps ``after_step + 1`` to ``last_step``."""
         order, begin, end = self.order, after_step - self.starts_after, last_step - self.starts_after
         rows_hash, epoch = order.rows_hash(begin), order.epoch_of(begin + 1)
-        batches = iter(_loader(self.rows, _Steps(order, begin, end), self.num_workers, self.pin_memory))
+        indices = order.batches(begin, end)
+        batches = iter(
+            WorkerLoader(_ErrorsAsItems(self.rows), self.num_workers, self.pin_memory, batch_sampler=indices)
+        )
         for step in range(begin + 1, end + 1):
-            rows, next_epoch = order.rows_of(step), order.epoch_of(step + 1)
-            rows_hash = order.rows_hash_after(step, rows, rows_hash)
+            window, next_epoch = order.rows_of(step), order.epoch_of(step + 1)
+            rows_hash = order.rows_hash_after(step, window, rows_hash)
             yield Window(
                 step=self.starts_after + step,
                 epoch=epoch,
                 ends_epoch=next_epoch > epoch,
-                rows=rows,
+                rows=window,
                 micro_batch_size=order.micro_batch_size,
-                batches=[next(batches) for _ in range(order.num_batches(len(rows)))],
+                batches=[next(batches) for _ in range(order.num_batches(len(window)))],
                 rows_hash=rows_hash,
-                rows_of_sources=order.mixture.count(rows) if order.mixture else None,
+                rows_of_sources=order.mixture.count(window) if order.mixture else None,
             )
             epoch = next_epoch
 
@@ -234,12 +248,8 @@ def validation_rows(sources: np.ndarray, limit: int | None, seed: int) -> np.nda
     """Return the rows of the validation split that every evaluation reads, int64 in the order of the split.
 
     Without a ``limit`` these are all. Otherwise each source has equally many of them, as far as it has so many rows:
-    its rows are cut into so many parts of equal size, and the seed chooses one row of each.
-
-    Args:
-        sources: int64 [rows], the source of each row of the split.
-        limit: the number of rows to choose.
-        seed: that of the run.
+    its rows are cut into so many parts of equal size, and the seed chooses one row of each. ``sources``, int64 [rows],
+    has the source of each row of the split.
     """
     if limit is None or limit >= len(sources):
         return np.arange(len(sources))
@@ -275,35 +285,12 @@ def validation_batches(
     chosen = validation_rows(sources, limit and limit * batch_size, seed).tolist()
     num_batches = math.ceil(len(chosen) / (batch_size * world_size))
     places = [positions(batch, batch_size, world_size, rank) for batch in range(num_batches)]
-    return _loader(rows, [chosen[place.start : place.stop] for place in places], num_workers, pin_memory=False)
-
-
-@dataclass(frozen=True)
-class _Steps:
-    order: WindowOrder
-    after_step: int
-    last_step: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.order.batches(self.after_step, self.last_step)
-
-
-def _loader(rows: IndexedRows, indices: Sequence[list[int]] | _Steps, num_workers: int, pin_memory: bool) -> DataLoader:
-    return WorkerLoader(
-        _ErrorsAsItems(rows),
-        batch_sampler=indices,
-        num_workers=num_workers,
-        collate_fn=_identity,
-        pin_memory=pin_memory,
-        prefetch_factor=8 if num_workers else None,
-        worker_init_fn=ignore_signals_in_worker,
-    )
+    indices = [chosen[place.start : place.stop] for place in places]
+    return WorkerLoader(_ErrorsAsItems(rows), num_workers, pin_memory=False, batch_sampler=indices)
 
 
 @dataclass(frozen=True)
 class _ErrorsAsItems(Dataset):
-    """Batches of rows; an error instead of a batch that cannot be read."""
-
     rows: IndexedRows
 
     def __getitems__(self, indices: Sequence[int]) -> Batch | InputError | RunError:
@@ -319,9 +306,8 @@ def _raised(item: Any) -> Any:
     return item
 
 
-def _identity(batch: Any) -> Any:
-    """Return the batch, which ``IndexedRows.__getitems__`` has already made."""
-    return batch
+def _identity(item: Any) -> Any:
+    return item
 
 
 @functools.lru_cache(maxsize=2)

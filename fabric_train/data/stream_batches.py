@@ -1,25 +1,230 @@
-"""Make the micro-batches of each window from a stream; DataLoader workers read, encode and pack.
+"""Deal the documents of --streaming_dataset to lanes, cut each lane into rows, and make the windows of a run from them.
 
-Position p of every window is a row of lane p (see ``lanes``), and ``step_sampler.positions`` gives the positions of
-each rank. So each lane has one reader, and a window has the same rows for any number of ranks and workers.
+A step of R rows takes one row from each of R lanes: position p of every window is a row of lane p, and
+``step_sampler.positions`` gives the positions of each rank. So a rank reads all sources, but encodes only the documents
+of its own lanes, each lane has one reader, and a window has the same rows for any number of ranks and workers.
+
+A document goes to the lane that has received the fewest bytes in this pass over the sources, so all lanes
+advance through the sources at about the same speed. Four documents, two lanes::
+
+    bytes    9  2  4  5           lane 0  document 0, document 0 of the next pass, ...
+    lane     0  1  1  1           lane 1  documents 1 2 3, documents 1 2 3 of the next pass, ...
+
+A lane joins its documents and cuts the result every ``max_length`` tokens, chats too, as ``--packing concat`` does; no
+token is dropped between passes.
 """
 
+import heapq
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabric_train.cli.errors import InputError, RunError
-from fabric_train.data.batch import Batch, make_batch
-from fabric_train.data.lanes import LaneCursor, LaneRow, Lanes, TextPosition
+from fabric_train.data.batch import IGNORED_LABEL, Batch, hash_of, make_batch
 from fabric_train.data.step_sampler import Window, WorkerLoader, positions
 from fabric_train.data.stream_documents import Document
 from fabric_train.data.token_dataset import RowPieces, place_pieces
-from fabric_train.distributed.signals import ignore_signals_in_worker
 from fabric_train.tokenization.documents import EncodedDocument
+
+
+class TextPosition(NamedTuple):
+    """A position of a lane: token ``offset`` of document ``document`` in pass ``epoch``, all counted from 0.
+
+    With ``offset`` 0 it is the first token of the lane's next document, whose number is ``document`` or higher.
+    """
+
+    epoch: int = 0
+    document: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class LaneCursor:
+    """The state of a lane after a row: where the ``next`` row and the ``last`` one begin.
+
+    A resumed run reads the last row again and compares the hash of its ids, to check that the texts have not changed.
+    ``tokens_read`` counts the tokens of each source so far; empty if that was not done from the first row on.
+    """
+
+    next: TextPosition
+    last: TextPosition
+    row_hash: str
+    tokens_read: tuple[int, ...] = field(default=(), compare=False)
+
+    def numbers(self) -> list[int]:
+        """Return the cursor as integers of 64 bits: 8, and the tokens of each source."""
+        halves = (int.from_bytes(bytes.fromhex(half), "big", signed=True) for half in _halves(self.row_hash))
+        return [*self.next, *self.last, *halves, *self.tokens_read]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> "LaneCursor":
+        """Return the cursor of which :meth:`numbers` returned ``numbers``.
+
+        Raises:
+            ValueError, TypeError: ``numbers`` are not those of a cursor.
+        """
+        positions, halves, tokens_read = (tuple(map(int, part)) for part in (numbers[:6], numbers[6:8], numbers[8:]))
+        row_hash = "".join(half.to_bytes(8, "big", signed=True).hex() for half in halves)
+        return cls(TextPosition(*positions[:3]), TextPosition(*positions[3:]), row_hash, tokens_read)
+
+
+class DealtDocument(NamedTuple):
+    """A document and the lane that receives it; ``number`` is its number in pass ``epoch``."""
+
+    epoch: int
+    number: int
+    lane: int
+    document: Document
+
+
+class Piece(NamedTuple):
+    """A part of a document in a row: where it begins there, its source, and its share of the document's bytes."""
+
+    position: int
+    source: int
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class LaneRow:
+    """A row of a lane, and the state of the lane after it.
+
+    ``input_ids`` and ``labels`` are int32 [max_length], labels are -100 where no token is supervised. Documents begin
+    at ``document_starts``; ``pieces`` are the parts of documents in the row, the first at position 0.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    document_starts: list[int]
+    pieces: list[Piece]
+    cursor: LaneCursor
+
+
+def deal(read: Callable[[int], Iterable[Document]], num_lanes: int, epoch: int) -> Iterator[DealtDocument]:
+    """Yield the documents of pass ``epoch`` and of all later passes, each with its lane; ``read`` returns a pass.
+
+    Raises:
+        InputError: a pass has fewer documents than there are lanes.
+    """
+    for current in count(epoch):
+        dealt = [(0, lane) for lane in range(num_lanes)]  # a heap of bytes received
+        number = -1
+        for number, document in enumerate(read(current)):
+            num_bytes, lane = dealt[0]
+            heapq.heapreplace(dealt, (num_bytes + document.num_bytes, lane))
+            yield DealtDocument(current, number, lane, document)
+        if number + 1 < num_lanes:
+            raise InputError(
+                f"--streaming_dataset: {number + 1} documents with text, fewer than the {num_lanes} rows of a step; "
+                "give more documents, or a smaller --total_batch_size"
+            )
+
+
+class Lanes:
+    """A reader of some of the lanes, each an endless sequence of rows of ``max_length`` tokens.
+
+    ``read`` returns the documents of a pass, ``encode`` at least 1 token of a document. Of all ``num_lanes``, those in
+    ``begins`` are read here, from these positions on.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], Iterable[Document]],
+        encode: Callable[[Document], EncodedDocument],
+        num_lanes: int,
+        begins: Mapping[int, TextPosition],
+        max_length: int,
+        num_sources: int,
+    ) -> None:
+        self._encode, self._max_length = encode, max_length
+        self._dealt = deal(read, num_lanes, min(position.epoch for position in begins.values()))
+        self._lanes = {lane: _Lane(position, (0,) * num_sources) for lane, position in begins.items()}
+
+    def set_tokens_read(self, number: int, tokens_read: tuple[int, ...]) -> None:
+        """Set the tokens of each source in the rows of lane ``number`` so far; without any, none are counted."""
+        self._lanes[number].tokens_read = tokens_read
+
+    def next_row(self, number: int) -> LaneRow:
+        """Return the next row of lane ``number``.
+
+        Raises:
+            InputError: a document cannot be read, or a pass has fewer documents than there are lanes.
+        """
+        lane = self._lanes[number]
+        begin = lane.position
+        tokens = np.empty((2, self._max_length), np.int32)  # ids and labels
+        document_starts: list[int] = []
+        pieces: list[Piece] = []
+        filled = 0
+        while filled < self._max_length:
+            if not lane.tokens.size:
+                self._open_document(lane)
+            if lane.position.offset == 0:
+                document_starts.append(filled)
+            taken = lane.take(self._max_length - filled)
+            pieces.append(Piece(filled, lane.source, lane.bytes_per_token * taken.shape[1]))
+            tokens[:, filled : filled + taken.shape[1]] = taken
+            filled += taken.shape[1]
+        lane.count(pieces, self._max_length)
+        cursor = LaneCursor(lane.position, begin, hash_of(tokens[0]), lane.tokens_read)
+        return LaneRow(tokens[0], tokens[1], document_starts, pieces, cursor)
+
+    def _open_document(self, lane: "_Lane") -> None:
+        while not lane.waiting:
+            dealt = next(self._dealt)
+            receiver = self._lanes.get(dealt.lane)
+            if receiver is not None and dealt[:2] >= receiver.position[:2]:  # earlier ones were in earlier rows
+                receiver.waiting.append(dealt)
+        dealt = lane.waiting.popleft()
+        encoded = self._encode(dealt.document)
+        lane.tokens = np.stack([encoded.input_ids, encoded.input_ids])
+        if encoded.supervised is not None:
+            lane.tokens[1, ~encoded.supervised] = IGNORED_LABEL
+        lane.tokens = lane.tokens[:, lane.position.offset :]
+        lane.source, lane.bytes_per_token = dealt.document.source, dealt.document.num_bytes / len(encoded.input_ids)
+        if not lane.tokens.size:
+            raise InputError(
+                f"--streaming_dataset: document {dealt.number} ends before token {lane.position.offset}, where the "
+                "checkpoint's row begins: the texts have changed, or stream.json is damaged; use another checkpoint"
+            )
+        lane.position = TextPosition(dealt.epoch, dealt.number, lane.position.offset)
+
+
+class _Lane:
+    """A lane at ``position``: ``tokens`` (ids and labels) are left of its document, those ``waiting`` come after it."""
+
+    def __init__(self, position: TextPosition, tokens_read: tuple[int, ...]) -> None:
+        self.position, self.tokens_read = position, tokens_read
+        self.tokens, self.source, self.bytes_per_token = np.empty((2, 0), np.int32), 0, 0.0
+        self.waiting: deque[DealtDocument] = deque()
+
+    def take(self, most: int) -> np.ndarray:
+        piece, self.tokens = self.tokens[:, :most], self.tokens[:, most:]
+        epoch, document, offset = self.position
+        if self.tokens.size:
+            self.position = TextPosition(epoch, document, offset + piece.shape[1])
+        else:
+            self.position = TextPosition(epoch, document + 1, 0)
+        return piece
+
+    def count(self, pieces: Sequence[Piece], length: int) -> None:
+        """Count the tokens of a row of ``length`` tokens as read, unless those before it are not known."""
+        if self.tokens_read:
+            counts = list(self.tokens_read)
+            ends = [*(piece.position for piece in pieces[1:]), length]
+            for piece, end in zip(pieces, ends, strict=True):
+                counts[piece.source] += end - piece.position
+            self.tokens_read = tuple(counts)
+
+
+def _halves(text: str) -> tuple[str, str]:
+    return text[: len(text) // 2], text[len(text) // 2 :]
 
 
 @dataclass(frozen=True)
@@ -43,18 +248,10 @@ class LaneOrder:
 
 @dataclass(frozen=True)
 class StreamBatches:
-    """The windows of a streaming run on this rank, made by up to ``num_workers`` processes.
+    """The windows of a streaming run on this rank, made by up to ``num_workers`` processes; see :class:`Lanes`.
 
-    Args:
-        read: returns the documents of a pass.
-        encode: returns a document's tokens, at least 1, BOS and EOS included.
-        num_sources: whose tokens are counted.
-        max_length: tokens in a row.
-        isolates: whether attention stays within a document.
-        order: the lanes of this rank.
-        cursors: the state of all lanes, also those of other ranks; None at the beginning of a run.
-        num_workers: the most processes to use.
-        pin_memory: whether batches are put in page-locked memory.
+    ``isolates`` says whether attention stays within a document. ``cursors`` are the state of all lanes, also those of
+    other ranks; None at the beginning of a run.
     """
 
     read: Callable[[int], Iterable[Document]]
@@ -95,15 +292,7 @@ class StreamBatches:
         num_batches = self.order.num_batches
         dividing = [number for number in range(1, self.num_workers + 1) if num_batches % number == 0]
         num_workers = max(dividing, default=0)
-        return WorkerLoader(
-            _LaneDataset(self, num_windows),
-            batch_size=None,
-            num_workers=num_workers,
-            collate_fn=_identity,
-            pin_memory=self.pin_memory,
-            prefetch_factor=8 if num_workers else None,
-            worker_init_fn=ignore_signals_in_worker,
-        )
+        return WorkerLoader(_LaneDataset(self, num_windows), num_workers, self.pin_memory, batch_size=None)
 
     def batches(self, first: int, stride: int, num_windows: int) -> Iterator["StreamBatch"]:
         """Yield every ``stride``-th micro-batch of each of ``num_windows`` windows, from micro-batch ``first`` on."""
@@ -178,14 +367,9 @@ def _pieces(rows: Sequence[LaneRow]) -> RowPieces:
 
 
 def _check_last_row(lane: int, here: LaneCursor, saved: LaneCursor) -> None:
-    """Raise InputError if a lane's last row is not the row that the run was trained on."""
     if here != saved:
         raise InputError(
             f"--streaming_dataset: row {lane} of the last step before the checkpoint is not the one that was trained "
             "on: texts up to it have changed; resume with the original texts, or take only the checkpoint's weights "
             "with --weights_only true"
         )
-
-
-def _identity(item: Any) -> Any:
-    return item

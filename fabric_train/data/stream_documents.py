@@ -58,13 +58,8 @@ def read_share(
 ) -> Iterator[tuple[float, T]]:
     """Yield the documents that a pass reads of a source, each with the part of them that is read after it, up to 1.
 
-    A share above 1 reads the source several times, the last time only the documents that come once more.
-
-    Args:
-        read: yields the source's documents, each with the part of the source that is read after it.
-        share: see :func:`times_read`.
-        epoch: the pass.
-        key: see :func:`times_read`.
+    A share above 1 reads the source several times, the last time only the documents that come once more. ``read``
+    yields the source's documents, each with the part of the source that is read after it; see :func:`times_read`.
     """
     for time in range(math.ceil(share)):
         of_this_time = min(1.0, float(share - time))
@@ -77,9 +72,7 @@ def interleave(sources: Sequence[Iterator[tuple[float, T]]]) -> Iterator[T]:
     """Yield the documents of all sources: the next one is of the source of which the smallest part is read.
 
     So the parts of any two sources never differ by more than the part that one document is, and all end together.
-
-    Args:
-        sources: the documents of each source, each with the part of the source that is read after it.
+    ``sources`` yield documents, each with the part of the source that is read after it.
     """
     parts = [(0.0, number) for number in range(len(sources))]  # a heap
     while parts:
@@ -123,12 +116,9 @@ def draw(*numbers: int) -> int:
 class Document(NamedTuple):
     """A text or a chat.
 
-    Args:
-        source: the number of its source among ``StreamedDocuments.source_names``.
-        kind: text, or the format of the chat.
-        content: a text that is not blank, or the columns of a chat in which something is supervised.
-        num_bytes: at least 1, of the text in UTF-8, or of the content of the chat's messages.
-        place: returns where it is, for messages.
+    ``source`` is an index of ``StreamedDocuments.source_names``, ``kind`` is text or the format of the chat.
+    ``content`` is a text that is not blank, or the columns of a chat in which something is supervised. ``num_bytes``,
+    at least 1, are those of the text in UTF-8, or of the chat's messages. ``place`` returns where it is, for messages.
     """
 
     source: int
@@ -159,7 +149,6 @@ class StreamedSource:
         return sum(counts) if all(counts) else 0
 
     def describe_size(self) -> str:
-        """Return the size for people."""
         if not self.size:
             return "unknown"
         return f"{self.size:,} rows" if isinstance(self.source, StreamSource) else f"{self.size:,} bytes"
@@ -167,10 +156,8 @@ class StreamedSource:
     def read(self, number: int) -> Iterator[tuple[float, Document]]:
         """Yield the documents that are not blank, each with the part of the source that is read after it, up to 1.
 
-        Of texts in lines, that part is exact; see ``files.FileReader.position`` for others.
-
-        Args:
-            number: the ``source`` of the documents.
+        Of texts in lines, that part is exact; see ``files.FileReader.position`` for others. ``number`` is the
+        ``source`` of the documents.
 
         Raises:
             InputError: a file is damaged, or a row cannot be used.
@@ -228,13 +215,8 @@ class StreamedDocuments:
     """The documents of all places of --streaming_dataset, in passes.
 
     Without ``shares``, a pass reads the places one after the other. With them, it reads each in its share, and the
-    places take turns so that the same part of each is read, see ``pass_order``.
-
-    Args:
-        places: of --streaming_dataset.
-        shares: how much of each a pass reads.
-        shuffle_buffer: documents from which the next one is drawn; 0 keeps their order.
-        seed: chooses the documents of a share that is not a whole number, and the order from the buffer.
+    places take turns so that the same part of each is read, see :func:`interleave`. The next document is drawn from
+    ``shuffle_buffer`` ones; 0 keeps their order. ``seed`` decides this, and the documents of a share that is not whole.
     """
 
     places: Sequence[StreamedSource]
@@ -284,7 +266,7 @@ def fault_of(bad_row: str) -> InputError:
 
 
 def _num_rows(info: "DatasetInfo", split: str) -> int:
-    """Return the number of rows of a dataset's split; 0 if it is not known."""
+    """Return 0 if the number of rows is not known."""
     found = (info.splits or {}).get(split)
     return (found.num_examples or 0) if found else 0
 

@@ -81,14 +81,9 @@ class ChatTemplateInUse:
 class Stream:
     """The training data of --streaming_dataset.
 
-    Args:
-        documents: of all places.
-        tokenizer: the model's tokenizer.
-        tokenizer_folder: where the run stores the tokenizer; the encoder is opened from there.
-        chat_template: None if there are no chats.
-        max_length: tokens in a row.
-        isolates: whether attention stays within a document.
-        held_out: the token dataset whose validation split is used, None without --train_data_dir.
+    The run stores the model's ``tokenizer`` in ``tokenizer_folder``, and the encoder is opened from there.
+    ``chat_template`` is None without chats. A row has ``max_length`` tokens, and ``isolates`` says whether attention
+    stays within a document. ``held_out`` has the validation split, None without --train_data_dir.
     """
 
     documents: StreamedDocuments
@@ -185,14 +180,9 @@ def open_stream(
     tokenizer_folder: Path,
     held_out: TokenDataset | TokenMixture | None,
 ) -> Stream:
-    """Open the sources of --streaming_dataset and the tokenizer.
+    """Open the sources of --streaming_dataset and the tokenizer, which is a folder or a hub name.
 
-    Args:
-        given: the sources, with their column, shares and row length.
-        tokenizer_name: a folder or a hub name.
-        special_text_is_plain: see ``CorpusTokenizer``; None takes the default of the tokenizer's kind.
-        tokenizer_folder: where the run stores the tokenizer.
-        held_out: the token dataset whose validation split is used, if any.
+    For ``special_text_is_plain`` see ``CorpusTokenizer``; None takes the default of the tokenizer's kind.
 
     Raises:
         InputError: a source or the tokenizer cannot be opened, a source's first row has no text, there is no text, or
@@ -211,11 +201,7 @@ def open_stream(
 
 
 def _open_template(documents: StreamedDocuments, tokenizer: CorpusTokenizer) -> ChatTemplateInUse | None:
-    """Return the chat template that is used; None if there are no chats.
-
-    Raises:
-        InputError: it cannot be used.
-    """
+    """Return the chat template that is used; None if there are no chats."""
     kind = next((place.kind for place in documents.places if place.kind != "text"), None)
     if kind is None:
         return None
@@ -253,11 +239,7 @@ def _open_documents(given: "DataArguments", places: list[str], downloads: Path) 
 
 
 def _shares_of(given: "DataArguments", names: list[str]) -> list[float] | None:
-    """Return the share of each place; those that --shares does not name have 1. None without --shares.
-
-    Raises:
-        InputError: --shares names a source that is not there.
-    """
+    """Return the share of each place; those that --shares does not name have 1. None without --shares."""
     shares = given.shares_of_epochs
     if shares.given is None:
         return None

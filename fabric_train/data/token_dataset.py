@@ -73,7 +73,11 @@ class IndexedRows(torch.utils.data.Dataset, abc.ABC):
 
     @abc.abstractmethod
     def pieces(self, indices: Sequence[int]) -> RowPieces:
-        """Return the pieces of documents in the rows, in the order of ``indices``."""
+        """Return the pieces of documents in the rows, in the order of ``indices``.
+
+        Raises:
+            InputError: the document index is damaged; so do ``read`` and ``main_sources``.
+        """
 
     @abc.abstractmethod
     def main_sources(self) -> np.ndarray:
@@ -129,7 +133,6 @@ class Rows(IndexedRows):
         return len(self.split)
 
     def longest(self) -> int:
-        """Return the number of tokens in the longest row."""
         return max(self.lengths())
 
     def shortest(self) -> int:
@@ -137,11 +140,9 @@ class Rows(IndexedRows):
         return min(self.lengths())
 
     def lengths(self) -> set[int]:
-        """Return the distinct row lengths, in tokens."""
         return set(np.unique(self._lengths).tolist())  # of all rows, or the one that the column's type gives
 
     def _lengths_of(self, rows: np.ndarray) -> np.ndarray:
-        """Return the tokens of some rows, int64 [rows]."""
         if isinstance(self._lengths, int):
             return np.full(len(rows), self._lengths)
         return self._lengths[rows].astype(np.int64)
@@ -178,12 +179,7 @@ class Rows(IndexedRows):
         return None
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
-        """Return the rows in the order of ``indices``.
-
-        Raises:
-            InputError: the document index is damaged.
-            RunError: a row does not have the checksum that it was written with.
-        """
+        """Raise RunError if a row does not have the checksum that it was written with."""
         table, nothing = self._table[list(indices)], [None] * len(indices)
         if not _is_sound(table):
             raise RunError(self._describe_altered(next(row for row in indices if not _is_sound(self._table[[row]]))))
@@ -198,7 +194,6 @@ class Rows(IndexedRows):
         return list(zip(ids, labels or ids, (self.isolates and starts) or nothing, strict=True))
 
     def _describe_altered(self, row: int) -> str:
-        """Return a line that names the file which has a row that has changed."""
         first, file, number = 0, "", row
         for file in (entry["filename"] for entry in self.split.cache_files):
             number, first = row - first, first + map_table(file)[0].num_rows
@@ -213,11 +208,6 @@ class Rows(IndexedRows):
         return self._open_index()
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
-        """Return the pieces of documents in the rows, in the order of ``indices``.
-
-        Raises:
-            InputError: the document index is damaged.
-        """
         rows = np.array(indices, dtype=np.int64)
         if self.index is None:
             nothing = np.zeros_like(rows)
@@ -229,11 +219,7 @@ class Rows(IndexedRows):
         return RowPieces(found.rows, found.positions, sources, found.lengths, num_bytes)
 
     def main_sources(self) -> np.ndarray:
-        """Return the source that has the most tokens of each row, int64 [rows]. Reads the index of the whole split.
-
-        Raises:
-            InputError: the document index is damaged.
-        """
+        """Read the index of the whole split; see ``IndexedRows.main_sources``."""
         if self.index is None or len(self.source_names) == 1:
             return np.zeros(len(self), dtype=np.int64)
         rows = np.arange(len(self))
@@ -295,9 +281,7 @@ class TokenDataset:
 def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
     """Open a folder that ``tokenize_dataset.py`` wrote, or an older one with ``train``/``valid`` splits.
 
-    Args:
-        folder: The token dataset.
-        isolate_documents: Whether batches keep the documents of a row apart, if the dataset has ``document_starts``.
+    With ``isolate_documents``, batches keep the documents of a row apart if the dataset has ``document_starts``.
 
     Raises:
         InputError: The folder is not a token dataset, is damaged, has no rows, or has columns that are not tokens.
@@ -322,7 +306,6 @@ def open_dataset(folder: str, isolate_documents: bool = True) -> TokenDataset:
 
 
 def _open_splits(folder: str) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Return the train split and, if there is one, the validation split of a token dataset, with checked columns."""
     try:
         splits = datasets.load_from_disk(folder)
     except (OSError, ValueError, pa.ArrowException) as error:

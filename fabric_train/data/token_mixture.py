@@ -4,7 +4,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,11 @@ import numpy as np
 from fabric_train.cli.argument_types import Shares, split_name
 from fabric_train.cli.errors import InputError
 from fabric_train.data.mixture import rows_of_shares, rows_of_token_shares
-from fabric_train.data.row_documents import find_source_rows
 from fabric_train.data.token_dataset import IndexedRows, RowPieces, StoredRow, TokenDataset, open_dataset
 from fabric_train.files.regular_file import check_no_link
 from fabric_train.tokenization.manifest import FILE_NAME, Manifest, write_manifest
 from fabric_train.tokenization.merge import merge_manifests, open_inputs
+from fabric_train.tokenization.packing.document_index import DocumentIndex, open_index
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,57 @@ def list_sources(
             yield ListedSource(path, None, tuple((number, each) for each in others), tuple(rows))
 
 
+def find_source_rows(dataset: TokenDataset) -> dict[str, list[range]]:
+    """Return the rows of the train split that each source has, as ranges in their order.
+
+    A row is one of the source of its first token. Documents are in the order of the sources and their files, so the
+    file of a row's first document never decreases, and binary search finds where each source begins. In a dataset of
+    ``--packing concat`` a source's last row has the beginning of the next one, too.
+
+    Raises:
+        InputError: the dataset has no document index, or its sources were mixed with ``--weights``.
+    """
+    manifest = dataset.manifest
+    index = open_index(dataset.folder, manifest, "train") if manifest else None
+    if manifest is None or index is None:
+        raise InputError(
+            f"{dataset.folder} has no document index, so the rows of its sources are not known; tokenize again with "
+            "tokenize_dataset.py"
+        )
+    settings = [part.settings for part in manifest.parts] or [manifest.settings]
+    if any(one.weights for one in settings):
+        raise InputError(
+            f"{dataset.folder} was tokenized with --weights, which mixes the sources in its rows; tokenize again "
+            "without --weights"
+        )
+    rows: dict[str, list[range]] = {name: [] for name in index.sources.names}
+    first_files = np.cumsum([0, *(record.num_files for record in manifest.sources)])
+    for record, borders in zip(manifest.sources, pairwise(_first_rows(index, first_files)), strict=True):
+        if borders[0] < borders[1]:
+            rows[record.name].append(range(*borders))
+    return {name: ranges for name, ranges in rows.items() if ranges}
+
+
+def _first_rows(index: DocumentIndex, files: np.ndarray) -> list[int]:
+    """Return the first row whose first document is in a file or one after it, for each of some files [n]."""
+    low, high = np.zeros(len(files), np.int64), np.full(len(files), len(index.rows) - 1)
+    while (open_ := low < high).any():
+        middle = (low + high)[open_] // 2
+        is_before = _files_of(index, middle) < files[open_]
+        low[open_] = np.where(is_before, middle + 1, low[open_])
+        high[open_] = np.where(is_before, high[open_], middle)
+    return low.tolist()
+
+
+def _files_of(index: DocumentIndex, rows: np.ndarray) -> np.ndarray:
+    pieces = index.pieces(rows)
+    return index.documents["file"][pieces.documents[pieces.positions == 0]]
+
+
 def rows_of(shares: Shares, sources: Sequence[ListedSource], folders: Sequence[str]) -> tuple[int, ...]:
     """Return the rows that an epoch takes of each listed source.
 
-    Args:
-        shares: the share of a folder counts for those of its sources that have none of their own.
-        sources: that rows are taken of.
-        folders: of ``--train_data_dir``.
+    The share of one of the ``folders`` counts for those of its sources that have none of their own.
 
     Raises:
         InputError: one has no share, all have 0, or one above 0 is less than one row.
@@ -151,11 +195,9 @@ class JoinedRows(IndexedRows):
         return int(self._starts[-1])
 
     def longest(self) -> int:
-        """Return the number of tokens in the longest row."""
         return max(part.longest() for part in self._parts)
 
     def lengths(self) -> set[int]:
-        """Return the distinct row lengths, in tokens."""
         return set[int]().union(*(part.lengths() for part in self._parts))
 
     def place(self, row: int) -> tuple[int, int]:
@@ -171,14 +213,13 @@ class JoinedRows(IndexedRows):
         return int(self._starts[place]) + self._slices[place][1].index(number)
 
     def read(self, indices: Sequence[int]) -> list[StoredRow]:
-        """Return the rows in the order of ``indices``; those of one split are read together."""
+        """Read the rows of one split together."""
         found: dict[int, StoredRow] = {}
         for part, numbers, rows in self._by_part(indices):
             found |= zip(numbers, self._parts[part].read(rows), strict=True)
         return [found[number] for number in range(len(indices))]
 
     def pieces(self, indices: Sequence[int]) -> RowPieces:
-        """Return the pieces of documents in the rows, in the order of ``indices``; see ``Rows.pieces``."""
         parts = []
         for part, numbers, rows in self._by_part(indices):
             found = self._parts[part].pieces(rows)
@@ -191,7 +232,6 @@ class JoinedRows(IndexedRows):
         return RowPieces(**{name: values[in_order] for name, values in joined.items()})
 
     def main_sources(self) -> np.ndarray:
-        """Return the source that has the most tokens of each row, int64 [rows]; see ``Rows.main_sources``."""
         of_parts = [of[part.main_sources()] for of, part in zip(self._sources, self._parts, strict=True)]
         return np.concatenate([of_parts[part][rows.start : rows.stop] for part, rows in self._slices])
 
@@ -291,14 +331,7 @@ def open_mixture(
     manifest_folder: Path,
     later: Sequence[Shares] = (),
 ) -> TokenMixture:
-    """Open the token datasets of ``--train_data_dir``.
-
-    Args:
-        folders: The token datasets.
-        shares: How much of each an epoch takes.
-        isolate_documents: Whether batches keep the documents of a row apart.
-        manifest_folder: Where the manifest of all of them will be.
-        later: The shares of the phases of the run.
+    """Open the token datasets of ``--train_data_dir``; ``later`` are the shares of the phases of the run.
 
     Raises:
         InputError: one cannot be read, they do not fit together, or shares name what is not there.
@@ -322,9 +355,7 @@ def open_mixture(
 def unpredicted_tokens(parts: Sequence[TokenDataset], num_predicted: int) -> str:
     """Return why an evaluation predicts fewer tokens than the manifests count; "" if it does not or is not known.
 
-    Args:
-        parts: Token datasets; those without a validation split count nothing.
-        num_predicted: Supervised tokens of all their validation splits that have another token before them.
+    ``num_predicted`` are the supervised tokens of all validation splits that have another token before them.
     """
     held_out = [part for part in parts if part.validation]
     ledgers = [part.manifest.ledger.splits.get("validation") if part.manifest else None for part in held_out]

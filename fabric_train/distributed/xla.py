@@ -136,9 +136,8 @@ def run_pending(device: torch.device) -> None:
         torch_xla.sync()
 
 
-def seed_xla(seed: int, device: torch.device) -> None:
-    """Seed XLA's random stream, which ``torch.manual_seed`` does not reach; do nothing for other devices."""
-    if device.type == "xla":
-        import torch_xla
+def seed_xla(seed: int) -> None:
+    """Seed XLA's random stream, which ``torch.manual_seed`` does not reach."""
+    import torch_xla
 
-        torch_xla.manual_seed(seed)
+    torch_xla.manual_seed(seed)

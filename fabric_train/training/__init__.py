@@ -1,4 +1,4 @@
-"""The training loop and what it calls once a step: loss, guard, metrics, loggers, evaluation.
+"""The training loop and what it calls: step, objective, evaluation, metrics, loggers, self-check, tables.
 
-Read ``loop.py`` first, then ``loss.py``. ``build_run.py`` builds what the loop drives.
+Read ``loop.py`` first, then ``step.py`` and ``objective.py``. ``build_run.py`` builds what the loop drives.
 """

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fabric_train import checkpoint as checkpoints
 from fabric_train.cli.parser import flatten
+from fabric_train.data.row_documents import WorstDocuments
 from fabric_train.data.step_sampler import TrainBatches, WindowSource, validation_batches
 from fabric_train.data.stream_batches import LaneOrder, StreamBatches
 from fabric_train.data.streaming import Stream
@@ -32,13 +33,11 @@ from fabric_train.optim.optimizer import build_optimizer, decayed_names
 from fabric_train.training.evaluation import METRICS, Validation
 from fabric_train.training.loggers import GuardedLogger, LoggedRun, Outputs, ProgressLine, open_loggers
 from fabric_train.training.loop import Loop
-from fabric_train.training.metrics import further_columns
-from fabric_train.training.nonfinite_guard import StepGuard, WorstDocuments
+from fabric_train.training.metrics import ProfiledWindows, further_columns
 from fabric_train.training.objective import Objective
 from fabric_train.training.prepared_run import PreparedRun, TrainingData
-from fabric_train.training.profiler import ProfiledWindows
 from fabric_train.training.run_log import log, note, progress, warn
-from fabric_train.training.step import Stepper
+from fabric_train.training.step import StepGuard, Stepper
 
 
 def set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
@@ -207,7 +206,6 @@ def _open(run: PreparedRun) -> MetaModel:
 
 
 def _row_lengths(run: PreparedRun) -> set[int]:
-    """Return the different row lengths, in tokens, that the model will see."""
     data = run.data
     trained = {data.max_length} if isinstance(data, Stream) else data.train.lengths()
     return trained | (data.validation.lengths() if data.validation else set())
@@ -220,40 +218,33 @@ def _description(
     stages: tuple[checkpoints.TrainingStage, ...],
     licence: tuple[Path, ...],
 ) -> checkpoints.Description:
-    arguments, data = run.arguments, run.data
+    arguments, data, start = run.arguments, run.data, run.start
+    given = flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation}
+    split = given | {"parallelism": run.devices.parallelism}
+    session = checkpoints.TrainingSession(
+        start.state.step,
+        device_name(fabric.device),
+        fabric.world_size,
+        arguments={name: split[name] for name in (*checkpoints.SPLIT_ARGUMENTS, "log_step_interval")},
+    )
+    # those of a model whose weights alone the run takes are not its own
+    earlier = checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
     return checkpoints.Description(
         state_dict_type=arguments.fsdp.state_dict_type,
         weights_dtype=str(weights_dtype(arguments.model.precision)).removeprefix("torch."),
         data=run.order,
-        arguments=flatten(arguments) | {"gradient_accumulation_steps": run.plan.accumulation},
+        arguments=given,
         versions=run.versions,
         base_model=base_model,
         attachments=(*run.data.attachments, *licence),
         schedule_steps=run.schedule_steps,
-        lineage=run.start.lineage,
+        lineage=start.lineage,
         phase_schedules=run.phase_schedules,
-        device=device_name(fabric.device),
+        device=session.device,
         mixture_sources=tuple(source.name for source in data.sources) if isinstance(data, TokenMixture) else (),
         mixture_tokens=tuple(data.tokens_by_document_source) if isinstance(data, TokenMixture) else (),
-        sessions=(*_earlier_sessions(run), _session(run, fabric)),
+        sessions=(*earlier, session),
         stages=stages,
-    )
-
-
-def _earlier_sessions(run: PreparedRun) -> tuple[checkpoints.TrainingSession, ...]:
-    """Return the sessions that the run continues; those of a model whose weights alone it takes are not its own."""
-    start = run.start
-    return checkpoints.read_trainer_json(start.checkpoint).sessions if start.checkpoint and start.resumes else ()
-
-
-def _session(run: PreparedRun, fabric: Fabric) -> checkpoints.TrainingSession:
-    given = flatten(run.arguments) | {
-        "gradient_accumulation_steps": run.plan.accumulation,
-        "parallelism": run.devices.parallelism,
-    }
-    arguments = {name: given[name] for name in (*checkpoints.SPLIT_ARGUMENTS, "log_step_interval")}
-    return checkpoints.TrainingSession(
-        run.start.state.step, device_name(fabric.device), fabric.world_size, arguments=arguments
     )
 
 

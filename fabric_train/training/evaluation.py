@@ -164,18 +164,10 @@ def evaluate(
     objective: Objective | None = None,
     interrupted: Callable[[int], bool] = lambda _: False,
 ) -> Evaluation | None:
-    """Evaluate on this rank's batches and sum over the ranks.
+    """Evaluate on this rank's batches and sum over the ranks; return None if ``interrupted`` returned True.
 
-    Args:
-        fabric: that the model is set up with; all ranks call this together.
-        model: is in training mode afterwards.
-        batches: of this rank; every rank has the same number.
-        source_names: the sources that the pieces of the batches count.
-        objective: of the run; None is cross entropy.
-        interrupted: called with the index of each batch before it; returns the same on all ranks.
-
-    Returns:
-        None if ``interrupted`` returned True.
+    All ranks call this together, with the same number of batches. The model is in training mode afterwards.
+    ``interrupted`` is called with the index of each batch before it, and returns the same on all ranks.
     """
     model.eval()
     sums = _Sums(objective or CrossEntropy(), len(source_names), fabric.device)
@@ -207,22 +199,12 @@ class SamplePrompts:
 def generate_samples(
     fabric: Fabric, model: Any, prompts: SamplePrompts, step: int, interrupted: Callable[[int], bool] = lambda _: False
 ) -> list[Sample] | None:
-    """Continue the prompts by the most likely tokens.
+    """Continue the prompts by the most likely tokens; return None if ``interrupted`` returned True, see ``evaluate``.
 
     All ranks compute all prompts together, because none has the whole model. Each token takes a forward pass like those
     of an evaluation, over rows of one length that are padded at the end. So no attention, mask or cache is used that
     training does not use. With sharded weights a cache would save little: each pass gathers all weights. Layers run
-    uncompiled, and no random number is drawn.
-
-    Args:
-        fabric: that the model is set up with; all ranks call this together.
-        model: is in training mode afterwards.
-        prompts: the same on all ranks.
-        step: of the model.
-        interrupted: called with the index of each new token before it; returns the same on all ranks.
-
-    Returns:
-        None if ``interrupted`` returned True.
+    uncompiled, and no random number is drawn. The model is in training mode afterwards.
     """
     count, longest = len(prompts.input_ids), max(map(len, prompts.input_ids))
     padded = [ids + [0] * (longest + prompts.num_tokens - len(ids)) for ids in prompts.input_ids]

@@ -76,12 +76,7 @@ class LoggedRun:
 
 
 class GuardedLogger(Logger):
-    """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged.
-
-    Args:
-        name: what is logged to, as the report names it.
-        open_logger: opens it.
-    """
+    """A logger without which a run goes on: its first failure is reported in one line, and nothing more is logged."""
 
     def __init__(self, name: str, open_logger: Callable[[], Logger]) -> None:
         self._name, self.logger = name, Logger()
@@ -142,28 +137,21 @@ class CSVLogger(Logger):
         self._writer = csv.DictWriter(self._file, columns)
 
     def log(self, metrics: Metrics) -> None:
-        """Append the row."""
         self._writer.writerow(columns_of(metrics))
         self._file.flush()
 
     def flush(self) -> None:
-        """Sync the rows to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class SampleFile(Logger):
     """RUN/samples.jsonl: a line for each step and prompt.
 
-    Args:
-        path: of the file; it need not exist.
-        last_step: the run continues after it. Later lines, which an interrupted run wrote, are removed.
-
-    Attributes:
-        past: the samples up to ``last_step``.
+    The run continues after ``last_step``. Later lines, which an interrupted run wrote, are removed; ``past`` has the
+    samples up to it.
 
     Raises:
         InputError: the file is a link, or a line is damaged.
@@ -215,7 +203,6 @@ class ProgressLine(Logger):
             set_display(self._bar.stop)
 
     def log(self, metrics: Metrics) -> None:
-        """Show the step."""
         progress.info("")
         if metrics.val_loss is not None:
             whole = f"validation loss {metrics.val_loss:.4f}, perplexity {metrics.perplexity:.3f}"
@@ -236,7 +223,6 @@ class ProgressLine(Logger):
             self._bar.update(_Bar(metrics.step, self._num_steps, eta, values), refresh=is_due)
 
     def close(self) -> None:
-        """Stop the bar where it is."""
         if self._bar is not None:
             self._bar.stop()
             set_display(None)
@@ -267,7 +253,6 @@ class _Bar:
 
 
 def _of_sources(metrics: Metrics) -> str:
-    """Return the validation loss of each source, if there are several."""
     losses = {
         name: loss
         for column, loss in metrics.by_source.items()
@@ -278,7 +263,6 @@ def _of_sources(metrics: Metrics) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -349,7 +333,6 @@ class Outputs:
         self._loggers, self._log_model = loggers, log_model
 
     def log(self, metrics: Metrics) -> None:
-        """Log one step to all."""
         for logger in self._loggers:
             logger.log(metrics)
 
@@ -359,7 +342,6 @@ class Outputs:
             logger.log_samples(samples)
 
     def flush(self) -> None:
-        """Flush all."""
         for logger in self._loggers:
             logger.flush()
 
@@ -370,7 +352,6 @@ class Outputs:
                 logger.log_model(checkpoint)
 
     def close(self) -> None:
-        """Close all."""
         for logger in self._loggers:
             logger.close()
 

@@ -4,8 +4,10 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +20,6 @@ from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Outputs
 from fabric_train.training.metrics import (
     Metrics,
-    Stopwatch,
     columns_of,
     peak_memory_gb,
     read_columns,
@@ -30,7 +31,7 @@ from fabric_train.training.run_log import warn
 from fabric_train.training.step import Stepper, TakenStep, own_flags
 
 _COLLECTED_STEPS = 50
-"""Steps between garbage collections, see ``profiler.manual_collection``."""
+"""Steps between garbage collections, see :func:`manual_collection`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,46 @@ class _Due:
     keeps: bool
     saves: bool
     logs: bool
+
+
+class Stopwatch:
+    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
+
+    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
+    """
+
+    def __init__(self, peak_flops: float | None = None) -> None:
+        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
+        self._peak_flops = peak_flops
+        self.restart()
+
+    def restart(self) -> None:
+        self._started, self._waited = time.perf_counter(), 0.0
+        self._num_steps = self._num_tokens = self._num_samples = 0
+        self._flops = 0.0
+
+    def waited(self, seconds: float) -> None:
+        self._waited += seconds
+
+    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+        self._num_samples += num_samples
+        self._flops += flops
+
+    def read(self) -> dict[str, Any]:
+        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
+        elapsed = time.perf_counter() - self._started
+        reading = {
+            "step_time": elapsed / self._num_steps,
+            "data_wait": self._waited / elapsed,
+            "tokens_per_second": self._num_tokens / elapsed,
+            "samples_per_second": self._num_samples / elapsed,
+        }
+        if self._peak_flops:
+            reading["mfu"] = self._flops / elapsed / self._peak_flops
+        self.restart()
+        return reading
 
 
 @dataclass(frozen=True)
@@ -103,14 +144,14 @@ class Loop:
             if window.step % _COLLECTED_STEPS == 0:
                 gc.collect()  # while the device is busy with the optimizer's step
             heartbeat.enter(StepPhase.COMPLETING)
-            self.checkpoints.advance(step.sync)
+            self.checkpoints.advance(step.report.sync)
             due = self._due(window, step)
-            stopwatch.stepped(step.num_tokens, step.num_rows, step.flops)
+            stopwatch.stepped(step.report.num_tokens, window.num_rows, step.report.flops)
             state, checkpoint, cursors = _state_after(state, window, step), None, window.cursors
             if not due.logs:
                 continue
             state = self._evaluate_and_log(state, self._metrics(state, step, stopwatch), due.evaluates)
-            stop_signal = (self._sync() if state.unlogged else step.sync).stop_signal
+            stop_signal = (self._sync() if state.unlogged else step.report.sync).stop_signal
             ends_early = due.evaluates and self._ends_early(state)
             is_last = window.step == self.num_steps or ends_early
             if due.saves or is_last or stop_signal or self._is_best(state):
@@ -141,7 +182,7 @@ class Loop:
         always = number == self.num_steps or window.ends_epoch
         evaluates = always or number % given.evaluation.eval_step_interval == 0
         keeps = always or number % given.save.save_step_interval == 0
-        saves = keeps or bool(step.sync.stop_signal)
+        saves = keeps or bool(step.report.sync.stop_signal)
         has_fault = step.check.fault is not None
         logs = evaluates or saves or has_fault or number % given.logging.log_step_interval == 0
         return _Due(evaluates, keeps, saves, logs)
@@ -169,8 +210,8 @@ class Loop:
             peak_memory_gb=peak_memory_gb(self.stepper.fabric.device),
             **stopwatch.read(),
         )
-        of_sources = dict(zip(self.run.logged_sources, step.of_sources, strict=True))
-        return with_objective(metrics, step.metrics, of_sources)
+        means = dict(zip(self.stepper.objective.metric_names, step.report.metrics, strict=True))
+        return with_objective(metrics, means, dict(zip(self.run.logged_sources, step.report.of_sources, strict=True)))
 
     def _evaluate_and_log(self, state: TrainerState, metrics: Metrics, evaluates: bool) -> TrainerState:
         """Evaluate if it is due, and log the step.
@@ -250,7 +291,6 @@ class Loop:
 
 
 def _state_after(state: TrainerState, window: Window, step: TakenStep) -> TrainerState:
-    """Return the state after a step that was taken or left out."""
     has_fault = step.check.fault is not None
     rows = window.rows_of_sources
     if rows is not None:
@@ -259,8 +299,8 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
         state,
         step=window.step,
         epoch=window.epoch,
-        num_tokens=state.num_tokens + step.num_tokens,
-        num_samples=state.num_samples + step.num_rows,
+        num_tokens=state.num_tokens + step.report.num_tokens,
+        num_samples=state.num_samples + window.num_rows,
         skipped_steps=state.skipped_steps + has_fault,
         train_loss=None if has_fault else step.check.loss,
         rows_hash=window.rows_hash,
@@ -268,3 +308,19 @@ def _state_after(state: TrainerState, window: Window, step: TakenStep) -> Traine
         val_loss=None,
         evaluation=None,
     )
+
+
+@contextmanager
+def manual_collection() -> Iterator[None]:
+    """Leave garbage collection to the training loop while the block runs.
+
+    Objects that exist at its start are never scanned again, so that a collection takes milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

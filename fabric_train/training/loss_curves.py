@@ -36,14 +36,12 @@ class LossCurves(Logger):
         self._drawn_at, self._seconds = 0.0, 0.0
 
     def log(self, metrics: Metrics) -> None:
-        """Draw, if the step has an evaluation and it is time."""
         self._last_step = metrics.step
         self._is_behind |= metrics.val_loss is not None
         if self._is_behind and time.monotonic() - self._drawn_at >= self._seconds / _MAX_SHARE:
             self._draw()
 
     def close(self) -> None:
-        """Draw what is not drawn yet."""
         if self._is_behind:
             self._draw()
 
@@ -63,11 +61,8 @@ class LossCurves(Logger):
 def draw_loss_curves(rows: Sequence[Metrics], picture: Path, title: str, branched_after: Sequence[int] = ()) -> None:
     """Draw the training and validation loss, those of each source if there are several, and the learning rate.
 
-    Args:
-        rows: of metrics.csv, in the order of their steps.
-        picture: the PNG to write.
-        title: the title of the picture.
-        branched_after: the steps after which the run branched off another, which get a dotted line.
+    ``rows`` of metrics.csv are in the order of their steps, and ``picture`` is the PNG to write. The steps after which
+    the run branched off another get a dotted line.
     """
     import matplotlib  # slow
 

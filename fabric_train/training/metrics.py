@@ -1,20 +1,24 @@
-"""The metrics of a step, their columns in metrics.csv, and how long steps take."""
+"""What is measured: the metrics of a step and their columns in metrics.csv, memory, and ``--profile``."""
 
 import csv
 import io
 import resource
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fabric_train.checkpoint import Evaluation, TrainerState
 from fabric_train.cli.errors import InputError
+from fabric_train.data.step_sampler import Window, WindowSource
+from fabric_train.distributed.signals import Heartbeat
 from fabric_train.files.regular_file import check_no_link
+
+_RECORDED_EVENTS = 200_000  # of the GPU's allocator; older ones are dropped
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,6 @@ def find_lost_rows(path: Path, state: TrainerState, log_step_interval: int) -> s
 
 
 def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
-    """Return a row of metrics.csv, None if it is damaged."""
     if len(cells) != len(names):
         return None
     try:
@@ -189,49 +192,6 @@ def _parse_row(names: list[str], cells: list[str]) -> Metrics | None:
         return None
 
 
-class Stopwatch:
-    """Wall-clock time of training between two readings, and the share of it spent waiting for data.
-
-    The loop calls :meth:`restart` after evaluation and saves, which are not counted.
-    """
-
-    def __init__(self, peak_flops: float | None = None) -> None:
-        """``peak_flops`` is the FLOP/s of all devices together, None if unknown."""
-        self._peak_flops = peak_flops
-        self.restart()
-
-    def restart(self) -> None:
-        """Start counting from zero."""
-        self._started, self._waited = time.perf_counter(), 0.0
-        self._num_steps = self._num_tokens = self._num_samples = 0
-        self._flops = 0.0
-
-    def waited(self, seconds: float) -> None:
-        """Add time spent waiting for a window."""
-        self._waited += seconds
-
-    def stepped(self, num_tokens: int, num_samples: int, flops: float) -> None:
-        """Add a step of all ranks: tokens without padding, rows, and model FLOPs."""
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        self._num_samples += num_samples
-        self._flops += flops
-
-    def read(self) -> dict[str, Any]:
-        """Return step_time, data_wait, tokens and samples per second, and mfu if the peak is known; then restart."""
-        elapsed = time.perf_counter() - self._started
-        reading = {
-            "step_time": elapsed / self._num_steps,
-            "data_wait": self._waited / elapsed,
-            "tokens_per_second": self._num_tokens / elapsed,
-            "samples_per_second": self._num_samples / elapsed,
-        }
-        if self._peak_flops:
-            reading["mfu"] = self._flops / elapsed / self._peak_flops
-        self.restart()
-        return reading
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Return the peak memory so far, in 1e9 bytes: allocated on the GPU, or resident in this process on CPU."""
     if device.type == "cuda":
@@ -244,3 +204,58 @@ def measured(metrics: Metrics) -> dict[str, float]:
     """Return the measured values by name, without the step and the hash of rows."""
     unmeasured = {"step", *_TEXTS}
     return {name: value for name, value in columns_of(metrics).items() if value is not None and name not in unmeasured}
+
+
+@dataclass(frozen=True)
+class ProfiledWindows:
+    """The windows of ``source``. Steps ``first`` to ``last`` are traced on this rank.
+
+    chrome://tracing and ui.perfetto.dev open the trace, ``steps-10-12-rank-0.json``. On a GPU there is also
+    ``steps-10-12-rank-0-memory.html``. The trace is also written if the run ends within these steps.
+    """
+
+    source: WindowSource
+    first: int
+    last: int
+    folder: Path
+    rank: int
+    on_gpu: bool
+    heartbeat: Heartbeat
+
+    def windows(self, after_step: int, last_step: int) -> Iterator[Window]:
+        windows = self.source.windows(after_step, last_step)
+        for window in windows:
+            if self.first <= window.step <= self.last:
+                yield from self._trace(window, windows)
+            else:
+                yield window
+
+    def _trace(self, window: Window, windows: Iterator[Window]) -> Iterator[Window]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{window.step}-{self.last}-rank-{self.rank}"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        if self.on_gpu:
+            # without C++ frames: to look up their names takes minutes, in which this rank would give no sign
+            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_EVENTS, stacks="python")
+        trace = profile(activities=activities, record_shapes=True, profile_memory=True)
+        trace.start()
+        try:
+            yield window
+            while window.step < self.last:
+                following = next(windows, None)
+                if following is None:
+                    break
+                window = following
+                yield window
+        finally:
+            self.heartbeat.take_time()  # the other ranks may wait while the files are written
+            trace.stop()
+            trace.export_chrome_trace(str(self.folder / f"{name}.json"))
+            if self.on_gpu:
+                self._write_memory(self.folder / f"{name}-memory.html")
+
+    def _write_memory(self, page: Path) -> None:
+        from torch.cuda._memory_viz import trace_plot
+
+        page.write_text(trace_plot(torch.cuda.memory._snapshot()), encoding="utf-8")
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -131,23 +131,15 @@ def sum_by_piece(of_tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
     The host does not wait for a GPU, and the sums are the same each time: ``segment_reduce`` adds in a fixed order. A
     loss that is not finite is in its own piece only.
 
-    Args:
-        of_tokens: [N], see :class:`BatchLoss`.
-        batch: that they are of, on the CPU, with P pieces.
-
-    Returns:
-        fp64 [P] on the device of ``of_tokens``; for XLA, whose shapes must not change, on the CPU.
+    The batch is on the CPU and has P pieces. The sums are fp64 [P] on the device of ``of_tokens`` [N]; for XLA, whose
+    shapes must not change, on the CPU.
     """
     assert batch.pieces is not None
     return _sum_segments(losses_of_targets(of_tokens, batch).double(), batch.pieces.num_targets)
 
 
 def sum_by_source(of_pieces: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU; see :func:`sum_by_piece`.
-
-    Returns:
-        fp64 [sources] on the device of ``of_pieces``.
-    """
+    """Sum the losses of pieces, fp64 [P], by their sources, int64 [P] on the CPU, to fp64 [sources]."""
     in_order = to_device_async(sources.argsort(stable=True), of_pieces.device)
     return _sum_segments(of_pieces.index_select(0, in_order), sources.bincount(minlength=num_sources))
 

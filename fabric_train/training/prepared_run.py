@@ -148,7 +148,6 @@ class PreparedRun:
 
     @property
     def schedules(self) -> Schedules:
-        """The learning rate of every step."""
         of_phases = tuple(phase.schedule for phase in self.plan.phases if phase.schedule)
         return Schedules(Schedule(self.schedule_steps, self.arguments.training), of_phases)
 

@@ -204,7 +204,6 @@ class Certificate:
         return Group(*([table] if self.steps else []), about, verdict)
 
     def _about(self) -> dict[str, str]:
-        """Return what was compared with what, and how."""
         replay, start = self.replay, self.replay.run.start.checkpoint
         first, last = replay.steps
         came_from = f"trained from {start.name if start else 'the beginning'}" if self.steps else "nothing was trained"
@@ -220,7 +219,6 @@ class Certificate:
         return about | ({"other versions": ", ".join(replay.other_versions)} if replay.other_versions else {})
 
     def _shown(self) -> list[_Compared]:
-        """Return the steps that differ, and the last ones."""
         differing = [step for step in self.steps if step.faults][:_SHOWN_STEPS]
         return differing or self.steps[-_SHOWN_STEPS:]
 
@@ -257,7 +255,8 @@ def _exact(row: Metrics) -> dict[str, Any]:
 def _figures(row: Metrics) -> dict[str, float]:
     """Return the values whose last digits may depend on the devices; those that are not logged are left out."""
     figures = {name: value for name in _FIGURES if (value := getattr(row, name)) is not None}
-    return figures | _of_sources([row], "train_loss/")
+    of_objective = {name: value for name, value in row.further.items() if name.startswith("train_")}
+    return figures | of_objective | _of_sources([row], "train_loss/")
 
 
 def _of_sources(rows: Sequence[Metrics], prefix: str) -> dict[str, float]:

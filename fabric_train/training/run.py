@@ -29,33 +29,21 @@ from fabric_train.training.build_run import (
 )
 from fabric_train.training.evaluation import Validation
 from fabric_train.training.loggers import Logger, Outputs
-from fabric_train.training.loop import Loop
+from fabric_train.training.loop import Loop, manual_collection
 from fabric_train.training.metrics import Metrics
 from fabric_train.training.objective import Objective, objective_of
 from fabric_train.training.prepared_run import PreparedRun
-from fabric_train.training.profiler import manual_collection
 from fabric_train.training.run_log import log, progress, show, write_log
 from fabric_train.training.self_check import check_cuts
 
 
 def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Console) -> int:
-    """Build the model and train, or evaluate or self-check it.
+    """Build the model and train, or evaluate or self-check it; return the exit code.
 
-    Args:
-        fabric: launched; all ranks call this together.
-        run: from ``preflight.prepare``.
-        heartbeat: where this rank marks its position for the watchdog.
-        console: for the progress bar, on rank 0.
-
-    Returns:
-        The exit code.
+    All ranks call this together. ``fabric`` is launched, and ``console`` is for the progress bar, on rank 0.
     """
     evaluation = run.arguments.evaluation
-    model, decayed = set_up_model(fabric, run)
-    if fabric.device.type == "cpu":
-        reuse_freed_memory()  # from here on, so that what loading has freed is returned to the system
-    if run.data.isolates:
-        check_isolation(fabric, model, run.model.source)
+    model, decayed = _set_up_model(fabric, run)
     if fabric.is_global_zero:
         _write_run_folder(run)
     if not evaluation.only_reads:
@@ -73,6 +61,15 @@ def execute(fabric: Fabric, run: PreparedRun, heartbeat: Heartbeat, console: Con
     return _train(build_loop(fabric, model, optimizer, objective, run, heartbeat, validation, outputs))
 
 
+def _set_up_model(fabric: Fabric, run: PreparedRun) -> tuple[Any, set[str]]:
+    model, decayed = set_up_model(fabric, run)
+    if fabric.device.type == "cpu":
+        reuse_freed_memory()  # from here on, so that what loading has freed is returned to the system
+    if run.data.isolates:
+        check_isolation(fabric, model, run.model.source)
+    return model, decayed
+
+
 def _write_run_folder(run: PreparedRun) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if not run.arguments.evaluation.only_reads:
@@ -85,7 +82,6 @@ def _write_run_folder(run: PreparedRun) -> None:
 
 
 def _train(loop: Loop) -> int:
-    """Train and print the result; return ``STOPPED`` if a signal ended the run after a save."""
     run, heartbeat = loop.run, loop.stepper.heartbeat
     log.info(summary.describe_mfu(loop.stepper.flops, loop.peak_flops))
     progress.info("%s%s", heartbeat, ", compiling" if run.arguments.fsdp.compile is True else "")
@@ -156,7 +152,6 @@ def _self_check(fabric: Fabric, model: Any, optimizer: Any, objective: Objective
 
 
 def _step(run: PreparedRun) -> int:
-    """Return the step of the weights that the run starts from."""
     return checkpoints.read_trainer_json(run.start.checkpoint).state.step if run.start.checkpoint else 0
 
 
@@ -175,17 +170,9 @@ class NoCheckpoints(CheckpointManager):
 def repeat_steps(fabric: Fabric, run: PreparedRun, last_step: int, heartbeat: Heartbeat) -> list[Metrics]:
     """Train from the run's starting point to ``last_step``, and return the metrics of each step.
 
-    Args:
-        fabric: launched; all ranks call this together.
-        run: its folder is this rank's own, and temporary.
-        last_step: the last one to train.
-        heartbeat: where this rank marks its position for the watchdog.
+    All ranks call this together; the run's folder is this rank's own, and temporary.
     """
-    model, decayed = set_up_model(fabric, run)
-    if fabric.device.type == "cpu":
-        reuse_freed_memory()
-    if run.data.isolates:
-        check_isolation(fabric, model, run.model.source)
+    model, decayed = _set_up_model(fabric, run)
     if isinstance(run.data, Stream):
         run.data.tokenizer.save(run.data.tokenizer_folder)
     optimizer = set_up_optimizer(fabric, model, decayed, run)

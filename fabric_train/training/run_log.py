@@ -116,7 +116,6 @@ class _ConsoleLines(logging.Handler):
         return record.levelno < logging.ERROR and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record."""
         self.printed_at = time.monotonic()
         line = _clean(record.getMessage())
         if not self._console.is_terminal:
@@ -140,11 +139,9 @@ class _WhileSilent(logging.Handler):
         threading.Thread(target=self._repeat, daemon=True, name="progress").start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record, or none if its message is empty."""
         self._doing = record if record.getMessage() else None
 
     def close(self) -> None:
-        """End the thread."""
         self._is_closed.set()
         super().close()
 
@@ -166,7 +163,6 @@ class _LogFile(logging.FileHandler):
         return open_to_write(Path(self.baseFilename), "a", errors=self.errors)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append a record and flush it."""
         try:
             super().emit(record)
         except (OSError, InputError):  # the file cannot be opened

@@ -110,15 +110,7 @@ def check_cuts(
 ) -> SelfCheck:
     """Compute loss and gradient of every split, without dropout. No step is taken. All ranks call this together.
 
-    Args:
-        fabric: that model and optimizer are set up with.
-        model: is in evaluation mode afterwards.
-        optimizer: of the model.
-        objective: of the run.
-        rows: of the token dataset.
-        indices: rows of the first window, over all ranks.
-        micro_batch_size: ``--micro_batch_size``.
-        precision: ``--precision``.
+    The model is in evaluation mode afterwards. ``indices`` are the rows of the first window, over all ranks.
 
     Raises:
         InputError: none of the rows has a label.
@@ -238,7 +230,6 @@ def _faults_of_parameters(fabric: Fabric, model: Any) -> list[str]:
 
 
 def _local(tensor: Any) -> torch.Tensor | None:
-    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

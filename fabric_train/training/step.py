@@ -4,6 +4,11 @@ The loss of a window is the mean over all that its objective counts (the supervi
 the first backward pass. So loss and gradient do not depend on how the window is split into ranks and micro-batches.
 """
 
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,29 +25,21 @@ from fabric_train.distributed.signals import Heartbeat, StepPhase, stop_signals
 from fabric_train.distributed.xla import seed_xla
 from fabric_train.model.flops import ModelFlops
 from fabric_train.optim.lr_schedule import Schedules, set_learning_rate
-from fabric_train.training.nonfinite_guard import StepCheck, StepGuard
 from fabric_train.training.objective import CrossEntropy, Objective, WindowLoss, sum_by_piece, sum_by_source
 
 if TYPE_CHECKING:
     from arguments import TrainArguments
 
+_LISTED_ROWS = 64
+
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One optimizer step, taken or left out. ``sync`` has the flags that the ranks exchanged before it.
+    """One optimizer step, taken or left out as its ``check`` says."""
 
-    ``of_sources`` are the mean losses of the sources, None for one without supervised tokens; ``metrics`` are those of
-    the objective. ``num_tokens``, without padding, ``num_rows`` and ``flops`` are the work of all ranks.
-    """
-
-    check: StepCheck
-    of_sources: list[float | None]
-    metrics: dict[str, float]
+    check: "StepCheck"
+    report: "StepReport"
     learning_rate: float
-    num_tokens: int
-    num_rows: int
-    flops: float
-    sync: StepSync
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Stepper:
     objective: Objective
     arguments: "TrainArguments"
     schedules: Schedules
-    guard: StepGuard
+    guard: "StepGuard"
     checkpoints: CheckpointManager
     heartbeat: Heartbeat
     flops: ModelFlops
@@ -88,23 +85,15 @@ class Stepper:
         else:
             self.guard.leave_out()
         self.optimizer.zero_grad()
-        return TakenStep(
-            check=check,
-            of_sources=report.of_sources,
-            metrics=dict(zip(self.objective.metric_names, report.metrics, strict=True)),
-            learning_rate=rate,
-            num_tokens=report.num_tokens,
-            num_rows=window.num_rows,
-            flops=report.flops,
-            sync=report.sync,
-        )
+        return TakenStep(check, report, rate)
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     """Seed the random streams (dropout) from seed, step and rank, so that a resumed run draws the same numbers."""
     number = int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
     torch.manual_seed(number)
-    seed_xla(number, device)
+    if device.type == "xla":
+        seed_xla(number)
 
 
 def own_flags(checkpoints: CheckpointManager) -> StepSync:
@@ -130,15 +119,6 @@ class LocalLoss:
     tokens_of_sources: torch.Tensor
 
 
-def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
-    """Add the gradient of the window's mean loss to the parameters, and return the losses of all ranks.
-
-    See :func:`backpropagate`. The objective is cross entropy by default.
-    """
-    loss = backpropagate(fabric, model, window, objective or CrossEntropy())
-    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
-
-
 def backpropagate(
     fabric: Fabric,
     model: Any,
@@ -150,16 +130,9 @@ def backpropagate(
 ) -> LocalLoss:
     """Add the gradient of the window's mean loss to the parameters.
 
-    Ranks average their gradients, hence the factor of their number.
-
-    Args:
-        fabric: that the model is set up with; all ranks call this together.
-        model: in training mode.
-        window: this rank's micro-batches of one optimizer step.
-        objective: of the run.
-        heartbeat: where this rank marks its position for the watchdog.
-        reduces_each: reduce gradients over the ranks after every micro-batch, instead of once a window.
-        num_sources: number of the sources to tell apart; 0 tells none apart.
+    All ranks call this together, each with its own micro-batches of the window. They average their gradients, hence
+    the factor of their number. With ``reduces_each``, they do so after every micro-batch, instead of once a window.
+    ``num_sources`` are told apart by their losses, none if 0.
 
     Raises:
         RunStopped: the ranks have agreed to stop before one of the micro-batches.
@@ -195,19 +168,23 @@ def backpropagate(
     return LocalLoss(summed, counts, metrics, of_pieces, of_sources, tokens_of_sources)
 
 
+def accumulate(fabric: Fabric, model: Any, window: Window, objective: Objective | None = None) -> WindowLoss:
+    """Add the gradient of the window's mean loss to the parameters, and return the losses of all ranks.
+
+    See :func:`backpropagate`. The objective is cross entropy by default.
+    """
+    loss = backpropagate(fabric, model, window, objective or CrossEntropy())
+    return WindowLoss(gather_over_data_ranks(fabric, loss.summed), loss.counts)
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What all ranks know of a step before the optimizer takes it. Tensors are on the CPU.
 
-    Attributes:
-        loss: The losses of the window's micro-batches.
-        metrics: The means of the objective's metrics over the window.
-        of_pieces: Losses of the pieces in this rank's micro-batches, fp64 [P].
-        of_sources: Mean loss of each source in the window; None for one without supervised tokens.
-        grad_norm: Norm of the gradient before clipping, fp64 [].
-        num_tokens: Number of the window's tokens, without padding.
-        flops: Model FLOPs of these tokens.
-        sync: The flags that any rank has set.
+    ``metrics`` are the means of the objective's metrics over the window, ``of_sources`` the mean losses of the sources,
+    None for one without supervised tokens. ``of_pieces``, fp64 [P], are the losses of the pieces in this rank's
+    micro-batches. ``grad_norm``, fp64 [], is the norm before clipping. The window has ``num_tokens`` without padding,
+    which take ``flops`` of the model. ``sync`` has the flags that any rank has set.
     """
 
     loss: WindowLoss
@@ -225,13 +202,8 @@ def exchange_step(
 ) -> StepReport:
     """Exchange this rank's numbers with the other ranks'. The host waits for the device, which it does once a step.
 
-    Args:
-        fabric: All ranks call this together.
-        loss: Of this rank's micro-batches.
-        grad_norm: The same on all ranks, fp64 [] on the device.
-        num_tokens: Number of tokens in this rank's micro-batches, without padding.
-        flops: Their model FLOPs.
-        own: This rank's flags.
+    ``grad_norm``, fp64 [] on the device, is the same on all ranks. ``num_tokens``, ``flops`` and the flags ``own`` are
+    those of this rank.
     """
     ranks, num_sources = data_ranks(fabric), len(loss.of_sources)
     sizes = [len(loss.summed), num_sources, len(loss.metrics), num_sources, 2]
@@ -261,3 +233,120 @@ def exchange_step(
         flops=all_flops,
         sync=StepSync(int(stop_signal), bool(is_saving), bool(save_failed)),
     )
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """A window's mean ``loss`` and ``grad_norm``; ``fault`` says why its step must not be taken, None if it may."""
+
+    loss: float
+    grad_norm: float
+    fault: str | None
+
+
+class StepGuard:
+    """Checks the loss and the gradient norm of every step. All ranks call it together and get the same result."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        data: str,
+        warn: Callable[[str], None],
+        row_name: Callable[[int], str] = str,
+        worst: Callable[[Window, torch.Tensor], str] = lambda *_: "",
+    ) -> None:
+        """``data`` and ``row_name`` name the rows in messages; ``warn`` shows the user a line, once for all ranks.
+
+        ``worst`` names the documents with the highest losses (``WorstDocuments.describe``).
+        """
+        self._fabric, self._data, self._warn, self._row_name, self._worst = fabric, data, warn, row_name, worst
+        self._scaler = getattr(fabric.strategy.precision, "scaler", None)
+        self._spikes = SpikeRule()
+
+    def check(self, window: Window, loss: WindowLoss, grad_norm: torch.Tensor, of_pieces: torch.Tensor) -> StepCheck:
+        """Check a step; the tensors are on the CPU, so that the host does not wait for the device.
+
+        ``of_pieces`` are the losses of the pieces in this rank's micro-batches.
+
+        An fp16 gradient that overflows while the loss is finite is not a fault: the scaler skips such a step itself.
+        """
+        mean, norm = torch.stack([loss.mean, grad_norm.to(loss.mean)]).tolist()
+        if not math.isfinite(mean):
+            wrong = (~loss.summed.isfinite()).nonzero().tolist()
+            fault = f"step {window.step}: the loss is {mean}, from {self._place(window, wrong)}"
+            return StepCheck(mean, norm, fault + self._worst(window, of_pieces))
+        if not math.isfinite(norm) and self._scaler is None:
+            what = f"the gradient norm is {norm} and every loss finite"
+            return StepCheck(mean, norm, f"step {window.step}: {what}; the window is {self._window(window, loss)}")
+        usual = self._spikes.usual_before_spike(mean)
+        if usual is not None:
+            self._warn(
+                f"step {window.step}: loss {mean:.4f}, where the last steps' median is {usual:.4f}; highest in "
+                f"{self._place(window, [_highest(loss)])}; the window is {self._window(window, loss)}"
+                + self._worst(window, of_pieces)
+            )
+        return StepCheck(mean, norm, None)
+
+    def leave_out(self) -> None:
+        """Prepare an fp16 gradient scaler for the next step after one that is left out."""
+        if self._scaler is not None:
+            self._scaler.update(self._scaler.get_scale())
+
+    def _window(self, window: Window, loss: WindowLoss) -> str:
+        ranks, batches = loss.summed.shape
+        return self._place(window, [(rank, batch) for rank in range(ranks) for batch in range(batches)])
+
+    def _place(self, window: Window, micro_batches: Iterable[tuple[int, int]]) -> str:
+        names = self._names(window)
+        by_rank: dict[int, list[str]] = {}
+        for rank, batch in micro_batches:
+            rows = window.rows_of(batch, data_ranks(self._fabric).size, rank)
+            by_rank.setdefault(rank, []).extend(names[row] for row in rows)
+        left, parts = _LISTED_ROWS, []
+        for rank, named in by_rank.items():
+            if named:
+                more = f" and {len(named) - left} more" if len(named) > left else ""
+                parts.append(f"{', '.join(named[:left])}{more} (rank {rank})")
+                left = max(left - len(named), 0)
+        return f"rows {', '.join(parts)} of {self._data}"
+
+    def _names(self, window: Window) -> dict[int, str]:
+        """Name every row of the window: by its index, or in a stream by its lane and the document after it."""
+        if window.cursors is None:
+            return {row: self._row_name(row) for row in window.rows.tolist()}
+        own = torch.from_numpy(window.cursors).to(self._fabric.device)
+        cursors = gather_over_data_ranks(self._fabric, own).flatten(0, -2).tolist()
+        return {lane: f"{lane} up to document {document} of pass {epoch}" for lane, epoch, document, *_ in cursors}
+
+
+class SpikeRule:
+    """A rule for loss spikes.
+
+    A loss is a spike if it is above the median of the recent losses by more than ``CHANGES`` times the median change
+    from one step to the next, and by more than ``LEAST_RISE`` of that median. For losses scattered by sigma around a
+    level, the median change is 0.95 sigma. Medians are used so that a few high losses do not hide the next one; changes
+    and not deviations, because they stay small while the loss falls. A rise is one spike, however many steps it lasts.
+    """
+
+    RECENT, FEWEST = 64, 20
+    CHANGES, LEAST_RISE = 8.0, 0.1
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.RECENT)
+        self._is_high = False
+
+    def usual_before_spike(self, loss: float) -> float | None:
+        """Add the next loss; return the median of the recent ones if a spike begins here, else None."""
+        was_high, usual = self._is_high, None
+        if len(self._recent) >= self.FEWEST:
+            usual = statistics.median(self._recent)
+            change = statistics.median(abs(later - earlier) for earlier, later in itertools.pairwise(self._recent))
+            self._is_high = loss - usual > max(self.CHANGES * change, self.LEAST_RISE * usual)
+        self._recent.append(loss)
+        return usual if self._is_high and not was_high else None
+
+
+def _highest(loss: WindowLoss) -> tuple[int, int]:
+    means = loss.summed / loss.counts.clamp(min=1)
+    rank, batch = divmod(int(means.argmax()), means.shape[1])
+    return rank, batch

@@ -35,22 +35,18 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def log(self, metrics: Metrics) -> None:
-        """Write every measured value as a scalar."""
         for name, value in measured(metrics).items():
             self._writer.add_scalar(name, value, metrics.step)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
-        """Write every sample as a text."""
         for number, sample in enumerate(samples, 1):
             as_code = indent(f"{sample.prompt}▸{sample.text}", "    ", lambda _: True)  # not read as Markdown
             self._writer.add_text(f"samples/{number}", as_code, sample.step)
 
     def flush(self) -> None:
-        """Wait until the events are in their file."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
 
 
@@ -123,7 +119,6 @@ class WandbLogger(Logger):
                 self.log(metrics)
 
     def log(self, metrics: Metrics) -> None:
-        """Log every measured value at its step."""
         self._run.log(measured(metrics), step=metrics.step)
         self._last_step = metrics.step
 
@@ -144,7 +139,6 @@ class WandbLogger(Logger):
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        """Wait for uploads."""
         self._run.finish()
         write_atomically(self._told, f"{self._last_step}\n")
 

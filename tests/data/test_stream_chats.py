@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from fabric_train.data.batch import IGNORED_LABEL
-from fabric_train.data.lanes import LaneCursor
 from fabric_train.data.step_sampler import Window
-from fabric_train.data.stream_batches import LaneOrder
+from fabric_train.data.stream_batches import LaneCursor, LaneOrder
 from fabric_train.data.token_dataset import open_dataset
 from tests.data.test_streaming import ONE_LANE, refusal, stream_of, windows_of
 from tests.support.token_datasets import tokenize

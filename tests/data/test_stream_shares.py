@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from arguments import DataArguments
 from fabric_train.cli.errors import InputError
-from fabric_train.data.lanes import LaneCursor
-from fabric_train.data.stream_batches import LaneOrder, StreamBatches
+from fabric_train.data.stream_batches import LaneCursor, LaneOrder, StreamBatches
 from fabric_train.data.stream_documents import (
     Document,
     StreamedDocuments,

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from arguments import DataArguments, TrainArguments, parse
 from fabric_train.cli.errors import InputError
 from fabric_train.data.batch import Batch, hash_of
-from fabric_train.data.lanes import LaneCursor, Lanes, TextPosition, deal
 from fabric_train.data.step_sampler import Window
-from fabric_train.data.stream_batches import LaneOrder, StreamBatches
+from fabric_train.data.stream_batches import LaneCursor, LaneOrder, Lanes, StreamBatches, TextPosition, deal
 from fabric_train.data.stream_documents import Document, StreamedDocuments, StreamedSource
 from fabric_train.data.streaming import DocumentEncoder, Stream, open_stream
 from fabric_train.data.token_dataset import Rows

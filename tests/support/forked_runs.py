@@ -361,7 +361,7 @@ def _leave_out_pictures() -> None:
     from fabric_train.training.loss_curves import LossCurves
 
     assert callable(LossCurves._draw)
-    LossCurves._draw = lambda _: None  # type: ignore[method-assign]
+    LossCurves._draw = lambda self: None  # type: ignore[method-assign]
 
 
 def _write_at_once(file: Path, text: str) -> None:

@@ -30,9 +30,9 @@ from fabric_train.training.loggers import (
     describe_loggers,
     open_loggers,
 )
+from fabric_train.training.loop import Stopwatch
 from fabric_train.training.metrics import (
     Metrics,
-    Stopwatch,
     find_lost_rows,
     further_columns,
     peak_memory_gb,
