@@ -129,8 +129,8 @@ def test_a_clones_folder_is_started_with_its_own_code(tmp_path: Path, monkeypatc
         module.write("print('second', __file__)\n")
     monkeypatch.chdir(clone)
     assert fabric_command._program_at("fabric_train") == Path("fabric_train")
-    ended = run(clone, sys.executable, "fabric_train", *ARGUMENTS)  # what fabric run starts
-    assert (ended.returncode, ended.stderr) == (2, FAULT + "\n")
+    ended = run(clone, sys.executable, "fabric_train", *ARGUMENTS, "--lr", "x")  # what fabric run starts
+    assert (ended.returncode, ended.stderr) == (2, "error: --lr: expected a number above 0, got 'x'\n")
     assert f"second {clone / 'fabric_train' / 'cli' / 'parser.py'}\n" in ended.stdout
 
 

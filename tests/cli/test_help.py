@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -22,18 +21,14 @@ from fabric_train.cli.help import PROGRAM, examples_of
 from tests.support.program_arguments import PROGRAM_ARGUMENTS as PROGRAMS
 from tests.support.programs import ROOT
 
-SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb")
-SECONDS = 2.0
+SLOW = ("torch", "transformers", "datasets", "lightning", "huggingface_hub", "wandb", "matplotlib", "pandas")
 
 
-def run(*words: str) -> tuple["subprocess.CompletedProcess[str]", float]:
-    """Run Python on words; return the finished process and the seconds of computing time that it took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python on words, with every import on standard error."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("LT_")} | {"COLUMNS": "100"}
-    command = [sys.executable, *words]
-    finished = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return finished, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    command = [sys.executable, "-X", "importtime", *words]
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100, check=False)
 
 
 def help_of(program: Any, capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -47,8 +42,8 @@ def help_of(program: Any, capsys: pytest.CaptureFixture[str], *words: str) -> st
 
 
 @pytest.mark.parametrize("words", [*PROGRAMS, "fabric_train"])
-def test_help_names_the_program_and_takes_under_two_seconds(words: str) -> None:
-    finished, seconds = run("-X", "importtime", *words.split(), "--help")
+def test_help_names_the_program_and_imports_nothing_slow(words: str) -> None:
+    finished = run(*words.split(), "--help")
     assert finished.returncode == 0
     name = "fabric run fabric_train" if words == "fabric_train" else f"python {words}"
     assert finished.stdout.startswith(f"usage: {name} ")
@@ -56,16 +51,14 @@ def test_help_names_the_program_and_takes_under_two_seconds(words: str) -> None:
     imported = set(re.findall(r"\| +(\w+)$", finished.stderr, re.MULTILINE))
     assert "argparse" in imported
     assert imported.isdisjoint(SLOW)
-    assert seconds < SECONDS
 
 
 @pytest.mark.parametrize("words", PROGRAMS)
 def test_a_wrong_argument_is_reported_before_slow_imports(words: str) -> None:
-    finished, seconds = run("-X", "importtime", *words.split(), "--no_such_argument", "1")
+    finished = run(*words.split(), "--no_such_argument", "1")
     assert finished.returncode == 2
     assert "error: --no_such_argument: no such argument; --help lists them\n" in finished.stderr
     assert set(re.findall(r"\| +(\w+)$", finished.stderr, re.MULTILINE)).isdisjoint(SLOW)
-    assert seconds < SECONDS
 
 
 # ----------------------------------------------------------------------------------------------------------- content
