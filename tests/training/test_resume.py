@@ -181,8 +181,8 @@ fabric_train.training.evaluation.hash_supervised = stopped
 """
 DIE_BEFORE_A_STEP = """
 import os, signal
-import fabric_train.training.objective
-fabric_train.training.objective.count_supervised = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+import fabric_train.training.step
+fabric_train.training.step.seed_step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
