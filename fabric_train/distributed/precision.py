@@ -1,4 +1,4 @@
-"""Choose the dtypes of weights, matrix products and gradient reduction for each ``--precision``.
+"""Choose the dtypes of weights, matrix products and gradient reduction for each ``--precision``, and ``--float8``.
 
 Weights keep the dtype they are loaded in (:func:`weights_dtype`). Fabric's own precision plugins would also cast the
 rotary frequencies and the gradient reduction. Both stay fp32 here: with Llama 3's base of 5e5, bf16 frequencies are

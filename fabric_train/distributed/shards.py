@@ -1,4 +1,4 @@
-"""Name the parameters of a set-up model and locate this rank's part of each, under every strategy.
+"""Name the parameters of a set-up model, locate this rank's part of each, and clip the gradient's norm.
 
 FSDP1 concatenates the parameters of a unit into one flat vector and gives every rank an equal part of it. FSDP2 and
 tensor parallelism give every rank a block of each parameter. DDP and a single device keep whole parameters.
