@@ -134,7 +134,7 @@ class Activations:
 
     With ``by_unit`` they include the gradients in ``dtype``: a layer's until all are computed, and those outside of the
     layers until the end, except the input embedding's. Otherwise they include the gradient of one parameter at a time,
-    but not those of embedding and head, which ``forecast.py`` counts.
+    but not those of embedding and head, which ``memory_forecast.py`` counts.
 
     Attributes:
         kept: what all layers keep from the forward to the backward pass.
