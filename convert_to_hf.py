@@ -69,8 +69,7 @@ def export(source: "ExportSource", target: Path, arguments: ConvertArguments) ->
     import torch
 
     from fabric_train.export.convert import convert
-    from fabric_train.export.model_card import CardFacts
-    from fabric_train.export.model_card.write_card import renew_card
+    from fabric_train.export.model_card import CardFacts, renew_card
     from fabric_train.export.verification import is_verified_export
 
     facts = CardFacts(

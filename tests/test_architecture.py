@@ -33,7 +33,7 @@ PROGRAMS = {
     "replay",
     "tokenization.inspect.__main__",
     "tokenization.merge",
-    "export.model_card.card_training",
+    "export.model_card",
 }
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

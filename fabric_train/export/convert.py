@@ -22,8 +22,7 @@ from fabric_train.checkpoint import (
 from fabric_train.cli.errors import InputError
 from fabric_train.export.average import AveragePart, ExportSource, check_one_model
 from fabric_train.export.hub_format import add_former_names, published, write_weights
-from fabric_train.export.model_card import CardFacts
-from fabric_train.export.model_card.write_card import write_card
+from fabric_train.export.model_card import CardFacts, write_card
 from fabric_train.export.verification import is_verified_export, verify_in_fresh_process
 from fabric_train.export.verification_report import VerificationReport
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder

@@ -1,0 +1,412 @@
+"""Write the model card, ``README.md`` of an exported folder, from the checkpoint.
+
+``templates/model_card.md.j2`` has its text and the order of its sections. It contains nothing private to the machine:
+only the last part of paths, and only the arguments that are listed here.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import safetensors
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import AutoConfig
+
+from arguments import TrainingArguments
+from fabric_train.checkpoint import (
+    BranchPoint,
+    TokenLoss,
+    TrainingStage,
+    compare_evaluations,
+    perplexity,
+    read_trainer_json,
+    run_of,
+)
+from fabric_train.cli.errors import InputError
+from fabric_train.cli.output import redact
+from fabric_train.export.average import AveragePart, ExportSource
+from fabric_train.export.card_facts import (
+    HASHES,
+    ModelRecord,
+    Row,
+    all_stages,
+    compute_rows,
+    device_hours,
+    hours_unit,
+    left_out_rows,
+    mixture_rows,
+    phase_rows,
+    read_cleaning,
+    read_record,
+    seen_shares,
+    source_row,
+    stored_sources,
+    stream_files,
+    stream_rows,
+    write_stages,
+)
+from fabric_train.export.card_text import Markdown, code, escaped, last_part, link, public_value, render
+from fabric_train.files.regular_file import write_atomically
+from fabric_train.files.typed_json import read_json
+from fabric_train.model.origin import ModelOrigin, legal_files
+from fabric_train.training.loss_curves import PICTURE, draw_loss_curves
+from fabric_train.training.metrics import Metrics, read_metrics
+
+_METRICS = {"loss": "Loss (nats per token)", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
+_HYPERPARAMETERS = ("precision", "parallelism", "seed", *(field.name for field in fields(TrainingArguments)))
+_DATA = ("train_data_dir", "streaming_dataset", "phases")
+_MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: ([0-9a-f]{64}) -->\n\Z")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a checkpoint does not say about its export.
+
+    Args:
+        name: the repository that it is pushed to, else the name of its folder.
+        license: the licence's identifier on the hub; None takes that of the base model.
+        languages: ISO 639 codes; None if they are not known.
+        base_model: the base model's hub name; None takes the one that the checkpoint names.
+    """
+
+    name: str
+    license: str | None = None
+    languages: tuple[str, ...] | None = None
+    base_model: str | None = None
+
+
+def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
+    """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line.
+
+    Raises:
+        InputError: trainer.json or manifest.json of the checkpoint is damaged.
+    """
+    draw_card_picture(source.checkpoint, folder, facts)
+    write_model_card(source.checkpoint, folder, facts, source.parts)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    mark = f"\n<!-- written by Fabric Train; SHA-256 of the text above: {_sha256(text)} -->\n"
+    write_atomically(folder / "README.md", text + mark)
+
+
+def renew_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
+    """Write the card of a finished export again with ``facts``, which may name another repository.
+
+    A card that a user has edited, or that an older version wrote, stays.
+    """
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    found = _MARK.search(text)
+    if found and found[1] == _sha256(text[: found.start()]):
+        write_card(source, folder, facts)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Sequence[AveragePart] = ()) -> None:
+    """Write ``README.md`` into ``folder``, and the hashes of the training data and the stages of training beside it.
+
+    Args:
+        checkpoint: a complete checkpoint.
+        folder: the export, with the licence's files, and the picture of the losses if the card shall have it.
+        facts: what the checkpoint does not say.
+        parts: the checkpoints whose average is exported; none if it is the checkpoint itself.
+
+    Raises:
+        InputError: trainer.json or manifest.json of the checkpoint is damaged.
+    """
+    record = _with_base_model(read_record(checkpoint, parts), facts.base_model)
+    write_stages(record, folder)
+    text = redact(card_text(record, facts, folder))
+    ModelCard(f"---\n{card_metadata(record, facts, folder).to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
+
+
+def _with_base_model(record: ModelRecord, name: str | None) -> ModelRecord:
+    """Return the record with another base model, OWNER/NAME on the hub; its revision stays if the name is the same."""
+    if name is None:
+        return record
+    origin = record.origin
+    revision = origin.revision if origin and origin.repository == name else None
+    return replace(record, origin=replace(origin or ModelOrigin(name), name=name, repository=name, revision=revision))
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+
+
+def card_metadata(record: ModelRecord, facts: CardFacts, folder: Path) -> ModelCardData:
+    """Return the metadata of a model's card; ``folder`` is the export, with the licence's files."""
+    repository, results = record.origin.repository if record.origin else None, _eval_results(record)
+    return ModelCardData(
+        base_model=repository,
+        base_model_relation="finetune" if repository else None,
+        datasets=record.hub_datasets() or None,
+        eval_results=results or None,
+        language=list(facts.languages) if facts.languages else None,
+        library_name="transformers",
+        model_name=Path(facts.name).name if results else None,
+        pipeline_tag="text-generation",
+        tags=["fabric-train"],
+        **({"license": facts.license} if facts.license else _licence(record.origin, folder)),  # type: ignore[arg-type]
+    )
+
+
+def _licence(origin: ModelOrigin | None, folder: Path) -> dict[str, str]:
+    """Return the base model's licence; empty if it is not known, or there is no base model.
+
+    The hub takes ``LICENSE``, ``LICENSE.md`` or a URL as the link to the text of a licence that has no identifier.
+    """
+    if origin is None:
+        return {}
+    texts = [file.name for file in legal_files(folder) if file.name.upper().startswith("LICEN")]
+    if origin.license is None and not texts:
+        return {}
+    name, link = origin.license_name, origin.license_link
+    if link and "://" not in link and not (folder / link).is_file():
+        link = f"https://huggingface.co/{origin.repository}/blob/main/{link}" if origin.repository else None
+    if origin.license in (None, "other"):  # the hub then asks for its name and text
+        name, link = name or "license-of-the-base-model", link or (texts[0] if texts else None)
+    given = {"license": origin.license or "other", "license_name": name, "license_link": link}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _eval_results(record: ModelRecord) -> list[EvalResult]:
+    """Return the finite figures of the last validation, of each source and of all; none of an average."""
+    evaluation = record.saved.state.evaluation
+    if evaluation is None or record.parts:
+        return []
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=record.part_name(part),
+            dataset_name=f"{record.part_name(part)}, held out",
+            dataset_split="validation",
+            metric_type=figure,
+            metric_name=_METRICS[figure],
+            metric_value=float(f"{value:.6g}"),
+        )
+        for part, loss in evaluation.parts.items()
+        for figure, value in loss.figures().items()
+        if value is not None and math.isfinite(value)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
+    """Return the card without its metadata; ``folder`` is the export."""
+    saved, state, stages = record.saved, record.saved.state, all_stages(record)
+    sessions = [session for stage in stages for session in stage.sessions]
+    config = AutoConfig.from_pretrained(record.checkpoint, trust_remote_code=False)
+    return render(
+        "model_card.md.j2",
+        name=facts.name,
+        title=Path(facts.name).name,
+        state=state,
+        steps=f"{state.step:,} optimizer step{'s' * (state.step != 1)}",
+        origin=record.origin,
+        origin_link=_origin_link(record.origin) if record.origin else None,
+        origin_is_known="base_model" in saved.content,
+        model_type=config.model_type,
+        trained_on=_trained_on(record),
+        license=facts.license,
+        legal_files=Markdown(", ".join(link(file.name, file.name) for file in legal_files(folder) if record.origin)),
+        languages=facts.languages,
+        context_length=_context_length(config, record.row_length),
+        compute=device_hours(sessions) if sessions else None,
+        has_chats=record.has_chats,
+        has_chat_template=_has_chat_template(record.checkpoint / "tokenizer"),
+        stages=stages,
+        stage_rows=[_stage_row(number, stage) for number, stage in enumerate(stages, 1)],
+        earlier_rows=[
+            (number, *source_row(one)) for number, stage in enumerate(saved.stages, 1) for one in stage.sources
+        ],
+        picture=PICTURE if (folder / PICTURE).is_file() else None,
+        device=saved.content.get("device"),
+        compute_rows=compute_rows(record) if saved.sessions else [],
+        hours_unit=hours_unit(saved.sessions),
+        unknown_steps=saved.sessions[0].after_step if saved.sessions else 0,
+        hyperparameters=[
+            (code(name), f"{saved.arguments[name]}")
+            for name in _HYPERPARAMETERS
+            if saved.arguments.get(name) is not None
+        ],
+        lineage_rows=list(map(_lineage_row, saved.lineage)),
+        certificate=record.certificate,
+        versions=_versions(saved.versions),
+        **_results(record),
+        **_training_data(record),
+    )
+
+
+def _origin_link(origin: ModelOrigin) -> Markdown:
+    name = code(origin.name)
+    if origin.repository:
+        name = link(origin.repository, f"https://huggingface.co/{origin.repository}")
+    return Markdown(f"{name} (revision {code(origin.revision)})") if origin.revision else name
+
+
+def _trained_on(record: ModelRecord) -> list[Markdown]:
+    """Return the sources, with their shares if there are several."""
+    shares = [(name, share) for name, share in seen_shares(record) if share]
+    names = [Markdown(code(name) + (f" ({share:.1%})" if len(shares) > 1 else "")) for name, share in shares]
+    return names or [code(place.name) for place in record.stream_places()]
+
+
+def _context_length(config: Any, row_length: int | None) -> list[str]:
+    """Return the largest number of positions, and the length of the rows in training."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = [f"{positions:,} tokens"] if positions else []
+    return [*longest, f"trained on rows of {row_length:,} tokens"] if row_length else longest
+
+
+def _has_chat_template(tokenizer: Path) -> bool:
+    config = tokenizer / "tokenizer_config.json"
+    if (tokenizer / "chat_template.jinja").is_file():
+        return True
+    return config.is_file() and bool(read_json(config, dict, "fetch it again").get("chat_template"))
+
+
+def _stage_row(number: int, stage: TrainingStage) -> Row:
+    begun = f"stage {number - 1}" if number > 1 else "random weights"
+    if number == 1 and stage.base_model:
+        begun = code(stage.base_model.name)
+    hours = device_hours(stage.sessions) if stage.sessions else "not recorded"
+    return number, code(stage.run), begun, stage.num_tokens, stage.step, hours
+
+
+def _lineage_row(branch: BranchPoint) -> Row:
+    changed = [
+        f"`{name}`: {escaped(public_value(there))} → {escaped(public_value(here))}"
+        for name, (there, here) in branch.changed.items()
+        if name in (*_HYPERPARAMETERS, *_DATA)
+    ]
+    data = [] if branch.continues_data else ["other data from the start"]
+    return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
+
+
+def _versions(training: dict[str, str]) -> list[Row]:
+    packages = (torch, transformers, huggingface_hub, safetensors)
+    export = {package.__name__: package.__version__ for package in packages}
+    return [(name, training.get(name, ""), export.get(name, "")) for name in sorted({*training, *export})]
+
+
+def _training_data(record: ModelRecord) -> dict[str, Any]:
+    """Return what the section on the training data has."""
+    manifest, sources = record.manifest, stored_sources(record)
+    splits = manifest.ledger.splits.items() if manifest else ()
+    return {
+        "manifest": manifest,
+        "is_streamed": bool(record.saved.stream or record.saved.arguments.get("streaming_dataset")),
+        "stream_rows": stream_rows(record),
+        "stream_files": stream_files(record),
+        "source_rows": list(map(source_row, sources)),
+        "most_files": max((len(source.files) for source in sources), default=0),
+        "hashes": HASHES,
+        "tokenizer": public_value(manifest.tokenizer.name) if manifest else None,
+        "split_rows": [
+            (name, split.documents, split.characters, split.tokens_in_rows, split.rows) for name, split in splits
+        ],
+        "left_out_rows": left_out_rows(manifest, record.names) if manifest else [],
+        "cleaning": read_cleaning(manifest) if manifest else None,
+        "mixture_rows": mixture_rows(record),
+        "phase_rows": phase_rows(record) if mixture_rows(record) else [],
+    }
+
+
+def _results(record: ModelRecord) -> dict[str, Any]:
+    """Return what the section on the results has: the losses of each source, at the first evaluation and now."""
+    state, total = record.saved.state, sum(part.weight for part in record.parts)
+    now, first = state.evaluation, state.first_evaluation or state.evaluation
+    rows: list[Row] = []
+    columns = ["source", "tokens evaluated", "loss", "perplexity", "bits per byte"]
+    if now and first:
+        has_before = first.step < now.step
+        columns += ["change of loss"] if has_before else []
+        for name, before, after in compare_evaluations(first, now):
+            pairs = zip(_figures(before), _figures(after), strict=True)
+            cells = [f"{there}\u00a0→\u00a0{here}".strip("\u00a0→") if has_before else here for there, here in pairs]
+            change = [_change(before, after)] if has_before else []
+            rows.append((record.part_name(name), after.num_tokens, *cells, *change))
+    return {
+        "parts": record.parts,
+        "part_rows": [
+            (
+                code(last_part(str(run_of(part.checkpoint)))),
+                read_trainer_json(part.checkpoint).state.step,
+                f"{part.weight / total:.2%}",
+            )
+            for part in record.parts
+        ],
+        "now": now,
+        "first": first,
+        "perplexity": None if state.val_loss is None else perplexity(state.val_loss),
+        "result_columns": " | ".join(columns),
+        "result_rows": rows,
+    }
+
+
+def _figures(loss: TokenLoss | None) -> list[str]:
+    figures = loss.figures().values() if loss else [None] * len(_METRICS)
+    return ["" if value is None else _figure(value) for value in figures]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _change(before: TokenLoss | None, after: TokenLoss) -> str:
+    """Return the relative change of the loss, which is that of the bits per byte, both being of one text and tokenizer.
+
+    It is empty if there is nothing to compare.
+    """
+    if before is None or not before.loss > 0:
+        return ""
+    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
+    """Draw the losses of the checkpoint's run into ``folder``, with those of the runs that it branched off.
+
+    Nothing is drawn if the run has no metrics.csv that can be read. Runs that it branched off may be gone.
+
+    Raises:
+        InputError: trainer.json or manifest.json of the checkpoint is damaged.
+    """
+    record = read_record(checkpoint)
+    own = _read(run_of(checkpoint), record.saved.state.step)
+    if not own:
+        return
+    rows: list[Metrics] = []
+    for branch in record.saved.lineage:
+        after = rows[-1].step if rows else -1
+        rows += [row for row in _read(Path(branch.run), branch.step) if row.step > after]
+    branched_after = [branch.step for branch in record.saved.lineage]
+    rows += [row for row in own if row.step > (branched_after[-1] if branched_after else -1)]
+    rows = [_with_public_names(row, record) for row in rows]
+    draw_loss_curves(rows, folder / PICTURE, Path(facts.name).name, branched_after)
+
+
+def _read(run: Path, last_step: int) -> list[Metrics]:
+    try:
+        return read_metrics(run / "metrics.csv", last_step)
+    except InputError:
+        return []
+
+
+def _with_public_names(row: Metrics, record: ModelRecord) -> Metrics:
+    by_source = {}
+    for column, value in row.by_source.items():
+        figure, _, name = column.partition("/")
+        by_source[f"{figure}/{record.names[name]}"] = value
+    return replace(row, by_source=by_source)
