@@ -12,7 +12,7 @@ from fabric_train.cli.errors import FAILURE, InputError, describe_os_error, prin
 if TYPE_CHECKING:
     from fabric_train.export.average import ExportSource
     from fabric_train.export.hub import PushRequest
-    from fabric_train.export.verification_report import VerificationReport
+    from fabric_train.export.verification import VerificationReport
 
 
 def main() -> None:

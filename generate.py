@@ -3,29 +3,21 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arguments import GenerateArguments, parse
 from fabric_train.cli.errors import run_program, set_memory_advice
-
-if TYPE_CHECKING:
-    from fabric_train.inference.generate import GenerationSettings
 
 
 def main() -> None:
     """Continue a prompt, chat, or write texts for a file of prompts."""
     arguments = parse(GenerateArguments)
-
-    from fabric_train.inference.generate import GenerationSettings  # slow
-
-    names = ("num_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-    settings = GenerationSettings(**{name: getattr(arguments, name) for name in names}, stop=tuple(arguments.stop))
     if arguments.prompts is not None:
-        _generate_for_file(arguments, settings)
+        _generate_for_file(arguments)
     elif arguments.chat:
-        _chat(arguments, settings)
+        _chat(arguments)
     else:
-        _continue_prompt(arguments, settings)
+        _continue_prompt(arguments)
 
 
 def _load(arguments: GenerateArguments) -> tuple[Any, Any]:
@@ -37,28 +29,28 @@ def _load(arguments: GenerateArguments) -> tuple[Any, Any]:
     return load_for_inference(arguments.model_name, base_model=arguments.base_model, gpu_bytes=gpu_bytes)
 
 
-def _continue_prompt(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
+def _continue_prompt(arguments: GenerateArguments) -> None:
     """Print the prompt and its continuation as it is generated, and one line about the speed on standard error."""
     from fabric_train.inference.generate import TextPrinter, generate
-    from fabric_train.inference.prompts import Prompt, PromptEncoder, check_fits
+    from fabric_train.inference.prompts import Prompt, PromptEncoder, encode_prompts, limits_of
 
     assert arguments.prompt is not None
     model, tokenizer = _load(arguments)
-    ids = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=False).encode(Prompt(arguments.prompt))
-    check_fits(model, ids, "the prompt", settings.num_tokens)
-    printer = TextPrinter(tokenizer, settings.stop, shows_prompt=True)
-    (generated,) = generate(model, tokenizer, [ids], settings, printer=printer)
+    encoder = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=False)
+    prompts = encode_prompts(encoder, [Prompt(arguments.prompt)], limits_of(model), arguments.num_tokens)
+    printer = TextPrinter(tokenizer, arguments.stop, shows_prompt=True)
+    (generated,) = generate(model, tokenizer, prompts, arguments, printer=printer)
     _print_speed(model, len(generated.new_ids), generated.seconds)
 
 
-def _chat(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
+def _chat(arguments: GenerateArguments) -> None:
     """Answer the prompt, or chat on the terminal."""
     from fabric_train.inference.chat import Conversation, chat_in_terminal
     from fabric_train.inference.prompts import PromptEncoder
 
     model, tokenizer = _load(arguments)
     encoder = PromptEncoder(tokenizer, arguments.model_name, prompts_chats=True)
-    conversation = Conversation(model, tokenizer, encoder, settings, arguments.system)
+    conversation = Conversation(model, tokenizer, encoder, arguments)
     if arguments.prompt is None:
         chat_in_terminal(conversation)
         return
@@ -66,7 +58,7 @@ def _chat(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
     _print_speed(model, len(generated.new_ids), generated.seconds)
 
 
-def _generate_for_file(arguments: GenerateArguments, settings: "GenerationSettings") -> None:
+def _generate_for_file(arguments: GenerateArguments) -> None:
     """Write a JSON line for each prompt of a file."""
     from fabric_train.inference.prompts import (
         OutputFile,
@@ -80,12 +72,12 @@ def _generate_for_file(arguments: GenerateArguments, settings: "GenerationSettin
     assert arguments.prompts is not None
     assert arguments.output is not None
     prompts = read_prompts(Path(arguments.prompts), chat=arguments.chat, system=arguments.system)
-    output = OutputFile(Path(arguments.output), prompts, settings)
+    output = OutputFile(Path(arguments.output), prompts, arguments)
     model, tokenizer = _load(arguments)
     output.check_model(model.name_or_path)
     encoder = PromptEncoder(tokenizer, arguments.model_name, any(prompt.is_chat for prompt in prompts))
-    encoded = encode_prompts(encoder, prompts, limits_of(model), settings.num_tokens)
-    generate_for_file(model, tokenizer, encoded, settings, output, arguments.batch_size, encoder.end_ids)
+    encoded = encode_prompts(encoder, prompts, limits_of(model), arguments.num_tokens)
+    generate_for_file(model, tokenizer, encoded, arguments, output, encoder.end_ids)
 
 
 def _print_speed(model: Any, count: int, seconds: float) -> None:

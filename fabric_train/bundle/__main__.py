@@ -47,11 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _check_arguments(recipe: str, model: str, data: list[str]) -> None:
-    """Check a recipe as training will, with this model and these token datasets.
-
-    Raises:
-        InputError: it has wrong arguments.
-    """
+    """Check a recipe as training will, with this model and these token datasets."""
     try:
         parse(TrainArguments, ["--config", recipe, "--model_name", model, "--train_data_dir", *data])
     except InputError as error:

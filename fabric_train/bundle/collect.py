@@ -23,7 +23,7 @@ from fabric_train.cli.errors import InputError, print_errors
 from fabric_train.cli.output import open_console
 from fabric_train.data.token_dataset import open_dataset
 from fabric_train.evaluation.tasks_file import files_of, is_task_file, read_tasks
-from fabric_train.export.model_download import DownloadRequest, download, text_files
+from fabric_train.export.hub import download, text_files
 from fabric_train.files.atomic_folder import check_not_inside, check_not_taken, complete_folder
 from fabric_train.files.regular_file import check_links
 from fabric_train.model.hf_model import quiet_transformers, read_shape
@@ -46,21 +46,13 @@ _SOURCE = (
 
 @dataclass(frozen=True)
 class Request:
-    """What to collect.
+    """What to collect, and the machine that it is for."""
 
-    Args:
-        model: a hub name, a Hugging Face folder, or a full checkpoint.
-        data: token datasets.
-        target: the machine that the bundle is for.
-        recipe: arguments of a run; model, data and output become those of the bundle.
-        tasks: file of ``evaluate.py --tasks``, None without it.
-    """
-
-    model: str
-    data: tuple[Path, ...]
+    model: str  # a hub name, a Hugging Face folder, or a full checkpoint
+    data: tuple[Path, ...]  # token datasets
     target: Target
-    recipe: Recipe
-    tasks: str | None = None
+    recipe: Recipe  # arguments of a run; model, data and output become those of the bundle
+    tasks: str | None = None  # file of ``evaluate.py --tasks``
 
     @property
     def places(self) -> list[str]:
@@ -121,7 +113,7 @@ def collect(request: Request, output: Path) -> Bundle:
             _copy(model, folder)
         else:
             with with_own_names():
-                download(DownloadRequest(request.model, "main", tokenizer_only=False, pickles=False), folder / "model")
+                download(request.model, folder / "model")
         print_errors("[2/5] token datasets and source")
         _copy([*data, *_files_of_source(), *tasks], folder)
         request.recipe.write(request.places, folder)
@@ -149,18 +141,12 @@ def _check(request: Request, output: Path) -> list[str]:
         check_not_inside(output, folder)
     quiet_transformers()
     shape = read_shape(request.model)
-    faults: list[str] = []
-    notes: list[str] = []
-    for dataset in opened:
-        checked = check_dataset(dataset, shape, isolate_documents=True)
-        faults += checked.faults
-        notes += checked.notes
-    if faults:
+    checked = [check_dataset(dataset, shape, isolate_documents=True) for dataset in opened]
+    if faults := [fault for one in checked for fault in one.faults]:
         raise InputError(*faults)
-    on_hub = (
-        [task.source for task in read_tasks(request.tasks) if not is_task_file(task.source)] if request.tasks else []
-    )
-    if on_hub:
+    notes = [note for one in checked for note in one.notes]
+    tasks = read_tasks(request.tasks) if request.tasks else []
+    if on_hub := [task.source for task in tasks if not is_task_file(task.source)]:
         notes.append(
             f"{request.tasks}: the data of {', '.join(on_hub)} is on the hub: fill a cache (HF_HOME) and copy it too"
         )
@@ -168,11 +154,7 @@ def _check(request: Request, output: Path) -> list[str]:
 
 
 def _check_inside(request: Request, folder: Path) -> None:
-    """Check the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub.
-
-    Raises:
-        InputError: it would not begin.
-    """
+    """Check the bundle's run as the other machine will: with the bundle's source, in its folder, without the hub."""
     command = [sys.executable, "-m", "fabric_train", "--config", CONFIGURATION, "--plan", "check"]
     command += ["--accelerator", "cpu"] if request.target.cuda == "none" else []
     env = {**os.environ, "PYTHONPATH": "source", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
@@ -184,11 +166,7 @@ def _check_inside(request: Request, folder: Path) -> None:
 
 
 def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of a Hugging Face folder and their places, or those that make one of a full checkpoint.
-
-    Raises:
-        InputError: it has no safetensors, or they are damaged.
-    """
+    """Yield the files of a Hugging Face folder and their places, or those that make one of a full checkpoint."""
     weights = safetensors_files(folder)
     if not weights:
         raise InputError(
@@ -245,11 +223,7 @@ def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
 
 
 def _checksums(folder: Path, files: list[Path]) -> Iterator[str]:
-    """Yield the lines of SHA256SUMS, in the format of sha256sum.
-
-    Raises:
-        InputError: a name cannot be in a line.
-    """
+    """Yield the lines of SHA256SUMS, in the format of sha256sum."""
     names = [path.relative_to(folder).as_posix() for path in files]
     for name in names:
         if not name.isprintable() or "\\" in name:
@@ -297,11 +271,8 @@ def with_own_names() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        renamed = {"--model_name ": "--model ", "--train_data_dir ": "--data "}
-        faults = list(error.faults)
-        for name, own in renamed.items():
-            faults = [fault.replace(name, own) for fault in faults]
-        raise InputError(*faults) from error
+        faults = (fault.replace("--model_name ", "--model ") for fault in error.faults)
+        raise InputError(*(fault.replace("--train_data_dir ", "--data ") for fault in faults)) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -42,9 +42,9 @@ class RequestedTask:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """The tasks to check, or to evaluate a model on, or the words of a command line of evaluate.py for losses on texts.
+    """The tasks to check or to evaluate a model on; or the words of a command line of evaluate.py, for losses on texts.
 
-    ``source`` is for ``load_for_inference``; ``scores`` are those so far, and ``file`` is where they are.
+    ``source`` is the model for ``load_for_inference``; ``scores`` are those so far, and ``file`` is where they are.
     """
 
     tasks: list[RequestedTask] = field(default_factory=list)
@@ -88,15 +88,10 @@ def main() -> None:
         _evaluate(request, tasks)
 
 
-def _load_tasks(requested: Iterable[RequestedTask]) -> dict[TaskSettings, Any]:
-    """Return lm_eval's tasks and groups, with their data.
-
-    Raises:
-        InputError: lm_eval does not know a task, cannot load it, or it does not have the metric; every fault at once.
-    """
+def _load_tasks(requested: Sequence[RequestedTask]) -> dict[TaskSettings, Any]:
+    """Return lm_eval's tasks and groups, with their data; raise an InputError with every fault at once."""
     from lm_eval.tasks import TaskManager  # slow
 
-    requested = list(requested)
     has_names = any(not is_task_file(one.source) for one in requested)
     manager = TaskManager(include_defaults=has_names)  # lm_eval's own tasks are 14,000 files
     loaded, faults = {}, []
@@ -160,10 +155,9 @@ def describe_score(score: TaskScore) -> str:
     """Return a line with all metrics of a task."""
     texts = []
     for name, metric in score.metrics.items():
+        value = "not finite" if metric.value is None else f"{metric.value:.4f}"
         stderr = f" ± {metric.stderr:.4f}" if metric.stderr is not None else ""
-        texts.append(
-            f"{name.removesuffix(',none')} {'not finite' if metric.value is None else f'{metric.value:.4f}'}{stderr}"
-        )
+        texts.append(f"{name.removesuffix(',none')} {value}{stderr}")
     return f"{score.settings.task}: {', '.join(texts)} ({score.num_documents} documents, {score.num_fewshot}-shot)"
 
 

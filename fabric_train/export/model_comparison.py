@@ -1,10 +1,11 @@
 """Compare an export with its checkpoint as a user of transformers would load it, or layer by layer if it is large.
 
-The names, shapes, dtypes and bits of all tensors are compared, and the logits on a fixed text. Only one of the two
-models is in memory at a time. If a model would take more than half of the available memory, the tensors are compared in
-blocks from the files, and both models are run layer by layer (``model_comparison.py``).
+The names, shapes, dtypes and bits of all tensors are compared, the settings, the tokenizer, and the logits on a fixed
+text. Only one of the two models is in memory at a time. If a model would take more than half of the available memory,
+the tensors are compared in blocks from the files, and both models are run layer by layer.
 """
 
+import filecmp
 import math
 import sys
 from collections.abc import Callable
@@ -19,33 +20,298 @@ from rich.progress import Progress, track
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fabric_train.checkpoint import checkpoint_generation_config
 from fabric_train.cli.errors import InputError
 from fabric_train.cli.output import open_console
 from fabric_train.distributed.memory import available_memory
 from fabric_train.export.average import ExportSource
-from fabric_train.export.hub_format import blocks, published
-from fabric_train.export.verification_report import (
-    TEXT,
-    Method,
-    OutputReport,
-    TensorReport,
-    VerificationReport,
-    compare_configurations,
-    compare_index,
-    compare_tokenizers,
-    find_faults,
-)
+from fabric_train.export.hub_format import INDEX_NAME, blocks, former_names, published
+from fabric_train.export.verification import Method, OutputReport, TensorReport, VerificationReport, find_faults
+from fabric_train.files.typed_json import read_json
 from fabric_train.model.hf_model import (
+    FILE_NAME,
     ModelShape,
     build_model,
     check_readable,
     quiet_transformers,
+    read_generation_config,
     read_shape,
 )
 from fabric_train.model.load_weights import MetaModel, build_on_meta, open_in_parts, open_tensors, read_buffers
 from fabric_train.model.weight_files import CheckpointTensors, StoredTensors, Weights, open_weights
 
 _VOCABULARY_BLOCK = 8192  # rows of the output layer
+_TEXT = (
+    "Now is the winter of our discontent made glorious summer by this sun of York; 1 + 1 = 2, naïve café, 東京.\n"
+    "def main() -> None:\n    print('Hello, world!')\n"
+)
+_WRITTEN_ANEW = {"transformers_version", "_name_or_path", "_from_model_config", "architectures", "dtype", "use_cache"}
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """An export and its checkpoint, both opened, and the ids [1, T] that both models get.
+
+    ``stored`` has the names of weights in memory, ``published`` those in which the same tensors are exported.
+    """
+
+    folder: Path
+    source: ExportSource
+    dtype: torch.dtype
+    files: CheckpointTensors
+    stored: StoredTensors
+    published: StoredTensors
+    exported_shape: ModelShape
+    shape: ModelShape
+    input_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """The comparison of what two models compute.
+
+    ``wrongly_loaded`` are weights that transformers misses, does not know, or loads with other values than the files.
+    """
+
+    method: Method
+    layers: list[OutputReport]
+    logits: OutputReport | None
+    wrongly_loaded: list[str]
+
+
+_NOT_RUN = _Outputs("tensors only", [], None, [])
+
+
+def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
+    """Compare the export in ``folder`` with ``source`` in ``dtype``."""
+    quiet_transformers()
+    try:
+        check_readable(str(folder))
+        return _compare(_open(folder, source, dtype))
+    except InputError as error:  # a file is missing or damaged
+        nothing = TensorReport(0, 0, [], [], [], 0.0)
+        return VerificationReport(
+            str(dtype).removeprefix("torch."), "tensors only", nothing, [], None, [], "absent", [*error.faults]
+        )
+
+
+def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
+    shape, stored = read_shape(str(source.checkpoint)), source.open_reference()
+    return _Sides(
+        folder=folder,
+        source=source,
+        dtype=dtype,
+        files=open_weights(folder),
+        stored=stored,
+        published=published(build_on_meta(shape, dtype), stored),
+        exported_shape=read_shape(str(folder)),
+        shape=shape,
+        input_ids=_fixed_input(folder, shape),
+    )
+
+
+def _compare(sides: _Sides) -> VerificationReport:
+    checkpoint = sides.source.checkpoint
+    settings = _compare_configurations(sides.folder, sides.exported_shape, checkpoint, sides.shape, sides.dtype)
+    settings += _compare_index(sides.folder, sides.files)
+    of_tokenizer = _compare_tokenizers(sides.folder, checkpoint / "tokenizer")
+    tensors = _compare_tensors(sides)
+    fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
+    outputs = _compare_outputs(sides) if fits else _NOT_RUN
+    report = VerificationReport(
+        dtype=str(sides.dtype).removeprefix("torch."),
+        method=outputs.method,
+        tensors=replace(tensors, different=sorted({*tensors.different, *outputs.wrongly_loaded})),
+        layers=outputs.layers,
+        logits=outputs.logits,
+        settings=[*settings, *(f"{difference} of the tokenizer" for difference in of_tokenizer or ())],
+        tokenizer="absent" if of_tokenizer is None else "different" if of_tokenizer else "equal",
+        faults=[],
+        source=sides.source.identity(),
+    )
+    return replace(report, faults=find_faults(report, sides.dtype))
+
+
+def _compare_tensors(sides: _Sides) -> TensorReport:
+    """Compare the tensors in the files with the stored tensors cast to the dtype, block by block."""
+    names = set(sides.files)
+    common = [name for name in sides.published if name in names]
+    different, max_difference = [], 0.0
+    for name in track(common, "comparing tensors", console=open_console(stderr=True)):
+        difference = _tensor_difference(sides, name)
+        if difference is not None:
+            different.append(name)
+            max_difference = max(max_difference, difference)
+    return TensorReport(
+        compared=len(common),
+        parameters=sum(math.prod(sides.files.shape(name)) for name in common),
+        missing=[name for name in sides.published if name not in names],
+        unexpected=[name for name in sides.files if name not in {*sides.published}],
+        different=different,
+        max_difference=max_difference,
+    )
+
+
+def _tensor_difference(sides: _Sides, name: str) -> float | None:
+    """Return the largest difference of a tensor that is not equal in every bit, infinite for another shape; or None."""
+    shape = sides.published.shape(name)
+    if sides.files.shape(name) != shape:
+        return math.inf
+    is_equal, largest = sides.files.dtype(name) == sides.dtype, 0.0
+    for wanted, found in zip(blocks(sides.published, name, shape), blocks(sides.files, name, shape), strict=True):
+        cast = wanted.to(sides.dtype)
+        if not same_bits(cast, found):
+            is_equal, largest = False, max(largest, (cast.double() - found.double()).abs().max().item())
+    return None if is_equal else largest
+
+
+def _compare_outputs(sides: _Sides) -> _Outputs:
+    if 2 * sides.shape.num_parameters * sides.dtype.itemsize <= available_memory():
+        return _compare_whole(sides)
+    compared = _compare_layers(sides)
+    if compared is None:
+        print(
+            f"note: {sides.shape.config.model_type} does not fit in memory and cannot be run layer by layer, so only "
+            "tensors and settings are compared, not the logits",
+            file=sys.stderr,
+        )
+    return compared or _NOT_RUN
+
+
+def _compare_whole(sides: _Sides) -> _Outputs:
+    """Run the checkpoint's model, then load the export as its users do and run it."""
+    weights = {name: sides.stored.read(name).to(sides.dtype) for name in sides.stored}
+    expected = _logits(build_model(sides.shape, weights, sides.dtype), sides.input_ids)
+    del weights
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        sides.folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
+    )
+    model, loading = loaded
+    state = model.state_dict()
+    wrong = [name for name in sides.files if name in state and not same_bits(state[name], sides.files.read(name))]
+    for name in set(sides.stored) - set(sides.files):  # they have other names in the files
+        if not same_bits(state[name], sides.stored.read(name).to(sides.dtype)):
+            wrong.append(name)
+    wrong += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
+    return _Outputs("whole model", [], _difference(expected, _logits(model, sides.input_ids)), wrong)
+
+
+def _compare_layers(sides: _Sides) -> _Outputs | None:
+    """Run both models layer by layer; return None if transformers does not run this family so."""
+    expected = open_tensors(sides.shape, sides.stored, sides.dtype)
+    exported = open_in_parts(sides.exported_shape, sides.dtype)
+    if exported is None:
+        return None
+    num_layers = getattr(sides.shape.config.get_text_config(), "num_hidden_layers", None)
+    with Progress(console=open_console(stderr=True)) as progress:
+        task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
+
+        def run(model: MetaModel, shape: ModelShape) -> LayeredOutput:
+            return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
+
+        try:
+            outputs = run(expected, sides.shape)
+        except RuntimeError:  # it computes with a weight outside of the module that has it
+            return None
+        found = run(exported, sides.exported_shape)
+    layers = [_difference(*pair) for pair in zip(outputs.hidden_states, found.hidden_states, strict=True)]
+    return _Outputs("layer by layer", layers, _difference(outputs.logits, found.logits), [])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; unlike ``torch.equal``, a NaN equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # by numpy, because torch.equal compares one byte after the other
+    first, second = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in (one, other))
+    return np.array_equal(first, second)
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
+    expected, found = expected.float(), found.float()
+    difference = (found - expected).abs().max().item() if found.shape == expected.shape else math.inf
+    return OutputReport(found.numel(), expected.abs().max().item(), difference)
+
+
+@torch.inference_mode()
+def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model.eval()(input_ids=input_ids, use_cache=False).logits
+    return logits.float()
+
+
+def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
+    """Return the ids [1, T] of the fixed text, or fixed ids without a tokenizer; as many as the model has positions."""
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        ids: torch.Tensor = tokenizer(_TEXT, return_tensors="pt")["input_ids"]
+    else:
+        ids = (torch.arange(64) * 7919 % shape.vocab_size).unsqueeze(0)
+    return ids[:, : shape.max_positions]
+
+
+def _compare_configurations(
+    folder: Path, exported: ModelShape, checkpoint: Path, stored: ModelShape, dtype: torch.dtype
+) -> list[str]:
+    """Return the settings of config.json and generation_config.json that are not those of the checkpoint.
+
+    An export has its own dtype and architecture, it always uses the cache, and it has names for transformers 4 too.
+    """
+    expected, found = stored.config.to_dict(), exported.config.to_dict()
+    for name, value in former_names(found).items():
+        if name not in expected and found.get(name) == value:
+            del found[name]
+    differences = [f"{name} in config.json" for name in _different(expected, found)]
+    if exported.config.dtype != dtype:
+        differences.append("dtype in config.json")
+    if not (folder / FILE_NAME).is_file():
+        return [*differences, FILE_NAME]
+    generation = checkpoint_generation_config(checkpoint, stored.config).to_dict()
+    of_export = read_generation_config(str(folder), exported.config).to_dict()
+    return [*differences, *(f"{name} in {FILE_NAME}" for name in _different(generation, of_export))]
+
+
+def _compare_tokenizers(folder: Path, original: Path) -> list[str] | None:
+    """Return what differs between two tokenizers, as transformers reads them and in the bytes of their files.
+
+    None if the checkpoint has none.
+    """
+    if not original.is_dir():
+        return None
+    expected, found = _traits(original), _traits(folder)
+    differences = _different(expected, found)
+    for file in sorted(path for path in original.rglob("*") if path.is_file()):
+        copy = folder / file.relative_to(original)
+        if file.name == "tokenizer_config.json":  # has names for transformers 4
+            continue
+        if not copy.is_file() or not filecmp.cmp(file, copy, shallow=False):
+            differences.append(file.name)
+    return differences
+
+
+def _compare_index(folder: Path, files: CheckpointTensors) -> list[str]:
+    if not (folder / INDEX_NAME).is_file():
+        return []
+    weight_map = read_json(folder / INDEX_NAME, dict, "convert again").get("weight_map")
+    if weight_map != {name: files.file_of(name).name for name in files}:
+        return [f"{INDEX_NAME} does not say which file has which tensor"]
+    return []
+
+
+def _traits(source: Path) -> dict[str, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    ids = tokenizer(_TEXT)["input_ids"]
+    return {
+        "ids": ids,
+        "decoded text": tokenizer.decode(ids),
+        "special tokens": tokenizer.special_tokens_map,
+        "vocabulary": tokenizer.get_vocab(),
+        "chat template": tokenizer.chat_template,
+    }
+
+
+def _different(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    names = sorted({*expected, *found} - _WRITTEN_ANEW)
+    return [name for name in names if expected.get(name) != found.get(name)]
 
 
 @dataclass(frozen=True)
@@ -60,13 +326,11 @@ class LayeredOutput:
 def layered_forward(
     meta: MetaModel, layer_classes: frozenset[type[nn.Module]], input_ids: torch.Tensor, advance: Callable[[], object]
 ) -> LayeredOutput:
-    """Return what a model computes for ``input_ids`` [1, T], reading its weights once.
+    """Return what a model computes for ``input_ids`` [1, T], reading its weights once, a decoder layer at a time.
 
-    Args:
-        meta: A model on the meta device and its weights; hooks are added to it.
-        layer_classes: The classes of the decoder layers.
-        input_ids: Ids [1, T].
-        advance: Is called after each decoder layer.
+    For those who export a model that is larger than half of the machine's memory, such as 70B parameters on the node
+    that trained it. ``meta`` is a model on the meta device; hooks are added to it. ``advance`` is called after each
+    decoder layer.
     """
     model: Any = meta.model
     assert meta.weights is not None
@@ -133,208 +397,3 @@ class _BlockwiseHead:
                 bias = self.weights.read_block(self.bias, (begin,), (count,)).to(self.matrix.dtype)
             logits.append(F.linear(hidden, block, bias))
         return torch.cat(logits, dim=-1)
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """An export and its checkpoint, both opened, and the ids [1, T] that both models get.
-
-    ``stored`` has the names of weights in memory, ``published`` those in which the same tensors are exported.
-    """
-
-    folder: Path
-    source: ExportSource
-    dtype: torch.dtype
-    files: CheckpointTensors
-    stored: StoredTensors
-    published: StoredTensors
-    exported_shape: ModelShape
-    shape: ModelShape
-    input_ids: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    """The comparison of what two models compute. ``wrongly_loaded``: names of weights that transformers does not find
-    in the export, does not know, or loads with other values than the files have.
-    """
-
-    method: Method
-    layers: list[OutputReport]
-    logits: OutputReport | None
-    wrongly_loaded: list[str]
-
-
-_NOT_RUN = _Outputs("tensors only", [], None, [])
-
-
-def compare(folder: Path, source: ExportSource, dtype: torch.dtype) -> VerificationReport:
-    """Compare the export in ``folder`` with ``source`` in ``dtype``."""
-    quiet_transformers()
-    try:
-        check_readable(str(folder))
-        return _compare(_open(folder, source, dtype))
-    except InputError as error:  # a file is missing or damaged
-        nothing = TensorReport(0, 0, [], [], [], 0.0)
-        return VerificationReport(_name(dtype), "tensors only", nothing, [], None, [], "absent", [*error.faults])
-
-
-def _open(folder: Path, source: ExportSource, dtype: torch.dtype) -> _Sides:
-    shape, stored = read_shape(str(source.checkpoint)), source.open_reference()
-    return _Sides(
-        folder=folder,
-        source=source,
-        dtype=dtype,
-        files=open_weights(folder),
-        stored=stored,
-        published=published(build_on_meta(shape, dtype), stored),
-        exported_shape=read_shape(str(folder)),
-        shape=shape,
-        input_ids=_fixed_input(folder, shape),
-    )
-
-
-def _compare(sides: _Sides) -> VerificationReport:
-    checkpoint = sides.source.checkpoint
-    settings = compare_configurations(sides.folder, sides.exported_shape, checkpoint, sides.shape, sides.dtype)
-    settings += compare_index(sides.folder, sides.files)
-    of_tokenizer = compare_tokenizers(sides.folder, checkpoint / "tokenizer")
-    tensors = _compare_tensors(sides)
-    fits = not (settings or tensors.missing or tensors.unexpected or tensors.max_difference == math.inf)
-    outputs = _compare_outputs(sides) if fits else _NOT_RUN
-    report = VerificationReport(
-        dtype=_name(sides.dtype),
-        method=outputs.method,
-        tensors=replace(tensors, different=sorted({*tensors.different, *outputs.wrongly_loaded})),
-        layers=outputs.layers,
-        logits=outputs.logits,
-        settings=[*settings, *(f"{difference} of the tokenizer" for difference in of_tokenizer or ())],
-        tokenizer="absent" if of_tokenizer is None else "different" if of_tokenizer else "equal",
-        faults=[],
-        source=sides.source.identity(),
-    )
-    return replace(report, faults=find_faults(report, sides.dtype))
-
-
-def _compare_tensors(sides: _Sides) -> TensorReport:
-    """Compare the tensors in the files with the stored tensors cast to the dtype, block by block."""
-    names = set(sides.files)
-    common = [name for name in sides.published if name in names]
-    different, max_difference = [], 0.0
-    for name in track(common, "comparing tensors", console=open_console(stderr=True)):
-        difference = _tensor_difference(sides, name)
-        if difference is not None:
-            different.append(name)
-            max_difference = max(max_difference, difference)
-    return TensorReport(
-        compared=len(common),
-        parameters=sum(math.prod(sides.files.shape(name)) for name in common),
-        missing=[name for name in sides.published if name not in names],
-        unexpected=[name for name in sides.files if name not in {*sides.published}],
-        different=different,
-        max_difference=max_difference,
-    )
-
-
-def _tensor_difference(sides: _Sides, name: str) -> float | None:
-    """Return the largest difference of a tensor that is not equal in every bit, infinite for another shape; or None."""
-    shape = sides.published.shape(name)
-    if sides.files.shape(name) != shape:
-        return math.inf
-    is_equal, largest = sides.files.dtype(name) == sides.dtype, 0.0
-    for wanted, found in zip(blocks(sides.published, name, shape), blocks(sides.files, name, shape), strict=True):
-        cast = wanted.to(sides.dtype)
-        if not same_bits(cast, found):
-            is_equal, largest = False, max(largest, (cast.double() - found.double()).abs().max().item())
-    return None if is_equal else largest
-
-
-def _compare_outputs(sides: _Sides) -> _Outputs:
-    if 2 * sides.shape.num_parameters * sides.dtype.itemsize <= available_memory():
-        return _compare_whole(sides)
-    compared = _compare_layers(sides)
-    if compared is None:
-        note = (
-            f"note: {sides.shape.config.model_type} does not fit in memory and cannot be run layer by layer, so only "
-        )
-        print(f"{note}tensors and settings are compared, not the logits", file=sys.stderr)
-    return compared or _NOT_RUN
-
-
-def _compare_whole(sides: _Sides) -> _Outputs:
-    """Run the checkpoint's model, then load the export as its users do and run it."""
-    weights = {name: sides.stored.read(name).to(sides.dtype) for name in sides.stored}
-    expected = _logits(build_model(sides.shape, weights, sides.dtype), sides.input_ids)
-    del weights
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        sides.folder, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
-    )
-    model, loading = loaded
-    state = model.state_dict()
-    wrong = [name for name in sides.files if name in state and not same_bits(state[name], sides.files.read(name))]
-    for name in set(sides.stored) - set(sides.files):  # they have other names in the files
-        if not same_bits(state[name], sides.stored.read(name).to(sides.dtype)):
-            wrong.append(name)
-    wrong += [*map(str, loading["missing_keys"]), *map(str, loading["unexpected_keys"])]
-    return _Outputs("whole model", [], _difference(expected, _logits(model, sides.input_ids)), wrong)
-
-
-def _compare_layers(sides: _Sides) -> _Outputs | None:
-    """Run both models layer by layer; return None if transformers does not run this family so."""
-    expected = open_tensors(sides.shape, sides.stored, sides.dtype)
-    exported = open_in_parts(sides.exported_shape, sides.dtype)
-    if exported is None:
-        return None
-    num_layers = getattr(sides.shape.config.get_text_config(), "num_hidden_layers", None)
-    with Progress(console=open_console(stderr=True)) as progress:
-        task = progress.add_task("comparing layers", total=2 * num_layers if num_layers else None)
-
-        def run(model: MetaModel, shape: ModelShape) -> LayeredOutput:
-            return layered_forward(model, shape.layer_classes, sides.input_ids, lambda: progress.advance(task))
-
-        try:
-            outputs = run(expected, sides.shape)
-        except RuntimeError:  # it computes with a weight outside of the module that has it
-            return None
-        found = run(exported, sides.exported_shape)
-    layers = [_difference(*pair) for pair in zip(outputs.hidden_states, found.hidden_states, strict=True)]
-    return _Outputs("layer by layer", layers, _difference(outputs.logits, found.logits), [])
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits; unlike ``torch.equal``, a NaN equals itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    # by numpy, because torch.equal compares one byte after the other
-    first, second = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in (one, other))
-    return np.array_equal(first, second)
-
-
-def _difference(expected: torch.Tensor, found: torch.Tensor) -> OutputReport:
-    expected, found = expected.float(), found.float()
-    difference = (found - expected).abs().max().item() if found.shape == expected.shape else math.inf
-    return OutputReport(found.numel(), expected.abs().max().item(), difference)
-
-
-@torch.inference_mode()
-def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits [1, T, V] in fp32 of input_ids [1, T]."""
-    logits: torch.Tensor = model.eval()(input_ids=input_ids, use_cache=False).logits
-    return logits.float()
-
-
-def _fixed_input(folder: Path, shape: ModelShape) -> torch.Tensor:
-    """Return the ids [1, T] of the fixed text, or 64 fixed ids if the export has no tokenizer.
-
-    A model with few positions gets the first of them.
-    """
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        ids: torch.Tensor = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    else:
-        ids = (torch.arange(64) * 7919 % shape.vocab_size).unsqueeze(0)
-    return ids[:, : shape.max_positions]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
