@@ -75,17 +75,8 @@ class Part:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A written bundle: its parts, notes for the user, and the SHA-256 of install.sh, which checks the rest."""
-
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...]
-    installer_sha256: str
-
-
-def collect(request: Request, output: Path) -> Bundle:
-    """Write the bundle ``output``.
+def collect(request: Request, output: Path) -> tuple[list[Part], list[str], str]:
+    """Write the bundle ``output``; return its parts, notes, and the SHA-256 of install.sh, which checks the rest.
 
     Raises:
         InputError: something cannot be used or fetched, model and data do not fit together, or the disk is too small;
@@ -98,7 +89,10 @@ def collect(request: Request, output: Path) -> Bundle:
         notes = _check(request, output)
     is_local = Path(request.model).is_dir()
     model = list(_model_files(Path(request.model))) if is_local else []
-    data = [pair for folder in request.data for pair in _files_of_dataset(folder)]
+    data: list[tuple[Path, str]] = []
+    for source, place in zip(request.data, request.places, strict=True):
+        check_links(source)
+        data += _files_in(source, Path(place))
     tasks = list(files_of_tasks(request.tasks)) if request.tasks else []
     needed = sum(source.stat().st_size for source, _ in (*model, *data)) + estimated_bytes(request.target)
     parent = next(parent for parent in output.absolute().parents if parent.exists())
@@ -129,7 +123,7 @@ def collect(request: Request, output: Path) -> Bundle:
         (folder / _INSTALLER).write_text(installer, encoding="utf-8")
         (folder / _INSTALLER).chmod(0o755)
         parts = _parts(request, folder)
-    return Bundle(parts, tuple(notes), hashlib.sha256(installer.encode()).hexdigest())
+    return parts, notes, hashlib.sha256(installer.encode()).hexdigest()
 
 
 def _check(request: Request, output: Path) -> list[str]:
@@ -183,11 +177,9 @@ def _model_files(folder: Path) -> Iterator[tuple[Path, str]]:
             yield file, f"model/{file.name}"
 
 
-def _files_of_dataset(folder: Path) -> Iterator[tuple[Path, str]]:
-    check_links(folder)
-    place = Path("data", folder.absolute().name)
+def _files_in(folder: Path, place: Path) -> Iterator[tuple[Path, str]]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".pyc":
             yield path, str(place / path.relative_to(folder))
 
 
@@ -207,9 +199,10 @@ def files_of_tasks(tasks: str) -> Iterator[tuple[Path, str]]:
 def _files_of_source() -> Iterator[tuple[Path, str]]:
     for name in _SOURCE:
         top = _ROOT / name
-        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if path.is_file() and path.suffix != ".pyc":
-                yield path, str(Path("source", path.relative_to(_ROOT)))
+        if top.is_dir():
+            yield from _files_in(top, Path("source", name))
+        elif top.is_file():
+            yield top, f"source/{name}"
 
 
 def _copy(files: Iterable[tuple[Path, str]], folder: Path) -> None:
@@ -248,7 +241,7 @@ def _installer(request: Request, folder: Path, num_files: int) -> str:
     return text
 
 
-def _parts(request: Request, folder: Path) -> tuple[Part, ...]:
+def _parts(request: Request, folder: Path) -> list[Part]:
     described = {
         "model": request.model,
         **{place: str(path) for place, path in zip(request.places, request.data, strict=True)},
@@ -262,7 +255,7 @@ def _parts(request: Request, folder: Path) -> tuple[Part, ...]:
         place = folder / name
         sizes = [path.stat().st_size for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file()]
         parts.append(Part(name, description, len(sizes), sum(sizes)))
-    return tuple(parts)
+    return parts
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fabric_train.checkpoint import read_trainer_json, saved_checkpoints
 from fabric_train.cli.errors import InputError, RunError, missing_folder
@@ -278,12 +278,8 @@ def watch_run(arguments: "EvaluateArguments") -> None:
 
 
 def evaluate_in_worker(request: WorkerRequest) -> int:
-    """Evaluate a model in a process of its own, and return its exit code; Ctrl-C ends that process too."""
-    return _run_worker("losses" if request.words else "evaluate", request)
-
-
-def _run_worker(command: Literal["check", "evaluate", "losses"], request: WorkerRequest) -> int:
-    worker = start_worker(command, request)
+    """Do what a request asks for in a process of its own, and return its exit code; Ctrl-C ends that process too."""
+    worker = start_worker(request)
     try:
         return worker.wait()
     finally:
@@ -309,7 +305,7 @@ def _check_tasks(tasks: Sequence[LanguageTask]) -> None:
     """Let a worker load all tasks with their data; it prints what is wrong with them, and its exit code is ours."""
     _say("loading the tasks")
     request = WorkerRequest([RequestedTask(task.settings, task.source, task.metric) for task in tasks])
-    if code := _run_worker("check", request):
+    if code := evaluate_in_worker(request):
         raise SystemExit(code)
 
 

@@ -141,11 +141,7 @@ def read_record(checkpoint: Path, parts: Sequence[AveragePart] = ()) -> ModelRec
 
 
 def stages_through(checkpoint: Path) -> tuple[TrainingStage, ...]:
-    """Return the stages of training up to a checkpoint, which is in the last one.
-
-    Raises:
-        InputError: trainer.json or manifest.json is damaged.
-    """
+    """Return the stages of training up to a checkpoint, which is in the last one."""
     return all_stages(read_record(checkpoint))
 
 
@@ -223,7 +219,7 @@ def source_row(source: StageSource) -> Row:
     """Return name, share, tokens, documents, number of files, and their hash or the revision on the hub, in short."""
     name: Markdown = code(source.name)
     if source.datasets:
-        links = listed_links(source.datasets)
+        links = Markdown(", ".join(dataset_link(one.repository) for one in source.datasets))
         is_one = source.name in [one.repository for one in source.datasets]
         name = links if is_one else Markdown(f"{name}: {links}")
     lines = source.files
@@ -236,11 +232,6 @@ def source_row(source: StageSource) -> Row:
     else:
         identity = code(hashlib.sha256("\n".join([*lines, ""]).encode()).hexdigest()[:SHOWN_DIGITS])
     return name, f"{source.share:.2%}", source.tokens, source.documents, number, identity
-
-
-def listed_links(datasets: Sequence[HubDataset]) -> Markdown:
-    """Return links to datasets on the hub."""
-    return Markdown(", ".join(dataset_link(one.repository) for one in datasets))
 
 
 def stream_rows(record: ModelRecord) -> list[Row]:

@@ -50,15 +50,18 @@ def number(value: float) -> str:
 def table(head: str, rows: Sequence[Sequence[Any]]) -> Markdown:
     """Return a table; ``head`` has the names of its columns, separated by ``|``.
 
-    Cells are escaped, numbers get commas, and None is empty. A pipe has an odd number of backslashes before it, or it
-    would end its cell.
+    Numbers get commas, and None is empty.
     """
     lines = [f"| {head} |", f"|{'|'.join('---' for _ in head.split('|'))}|"]
     for row in rows:
-        texts = (number(cell) if isinstance(cell, int) else "" if cell is None else cell for cell in row)
-        cells = [_UNESCAPED_PIPE.sub(r"\1\\|", escaped(text)) for text in texts]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = (number(one) if isinstance(one, int) else "" if one is None else one for one in row)
+        lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return Markdown("\n".join(lines))
+
+
+def _cell(value: Any) -> Markdown:
+    """Escape a value for a table: a pipe has an odd number of backslashes before it, or it would end its cell."""
+    return Markdown(_UNESCAPED_PIPE.sub(r"\1\\|", escaped(value)))
 
 
 def code(text: str) -> Markdown:
@@ -99,7 +102,7 @@ _TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.filters |= {"code": code, "listed": listed, "number": number, "rounded": _rounded}
+_TEMPLATES.filters |= {"cell": _cell, "code": code, "listed": listed, "number": number, "rounded": _rounded}
 _TEMPLATES.globals |= {"table": table, "link": link}
 
 

@@ -7,7 +7,7 @@ only the last part of paths, and only the arguments that are listed here.
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -67,27 +67,16 @@ _MARK = re.compile(r"\n<!-- written by Fabric Train; SHA-256 of the text above: 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a checkpoint does not say about its export.
+    """What a checkpoint does not say about its export."""
 
-    Args:
-        name: the repository that it is pushed to, else the name of its folder.
-        license: the licence's identifier on the hub; None takes that of the base model.
-        languages: ISO 639 codes; None if they are not known.
-        base_model: the base model's hub name; None takes the one that the checkpoint names.
-    """
-
-    name: str
-    license: str | None = None
-    languages: tuple[str, ...] | None = None
-    base_model: str | None = None
+    name: str  # the repository that it is pushed to, else the name of its folder
+    license: str | None = None  # identifier on the hub; None takes that of the base model
+    languages: tuple[str, ...] | None = None  # ISO 639 codes; None if they are not known
+    base_model: str | None = None  # name on the hub; None takes the one that the checkpoint names
 
 
 def write_card(source: ExportSource, folder: Path, facts: CardFacts) -> None:
-    """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line.
-
-    Raises:
-        InputError: trainer.json or manifest.json of the checkpoint is damaged.
-    """
+    """Write the model card ``README.md`` into the export ``folder``, with its picture and a hidden last line."""
     draw_card_picture(source.checkpoint, folder, facts)
     write_model_card(source.checkpoint, folder, facts, source.parts)
     text = (folder / "README.md").read_text(encoding="utf-8")
@@ -113,11 +102,8 @@ def _sha256(text: str) -> str:
 def write_model_card(checkpoint: Path, folder: Path, facts: CardFacts, parts: Sequence[AveragePart] = ()) -> None:
     """Write ``README.md`` into ``folder``, and the hashes of the training data and the stages of training beside it.
 
-    Args:
-        checkpoint: a complete checkpoint.
-        folder: the export, with the licence's files, and the picture of the losses if the card shall have it.
-        facts: what the checkpoint does not say.
-        parts: the checkpoints whose average is exported; none if it is the checkpoint itself.
+    The export ``folder`` has the licence's files, and the picture of the losses if the card shall show it. ``parts``
+    are the checkpoints whose average is exported; none if it is the checkpoint itself.
 
     Raises:
         InputError: trainer.json or manifest.json of the checkpoint is damaged.
@@ -233,14 +219,12 @@ def card_text(record: ModelRecord, facts: CardFacts, folder: Path) -> str:
         compute_rows=compute_rows(record) if saved.sessions else [],
         hours_unit=hours_unit(saved.sessions),
         unknown_steps=saved.sessions[0].after_step if saved.sessions else 0,
-        hyperparameters=[
-            (code(name), f"{saved.arguments[name]}")
-            for name in _HYPERPARAMETERS
-            if saved.arguments.get(name) is not None
-        ],
+        hyperparameters=_HYPERPARAMETERS,
+        arguments=saved.arguments,
         lineage_rows=list(map(_lineage_row, saved.lineage)),
         certificate=record.certificate,
-        versions=_versions(saved.versions),
+        training_versions=saved.versions,
+        export_versions={one.__name__: one.__version__ for one in (torch, transformers, huggingface_hub, safetensors)},
         **_results(record),
         **_training_data(record),
     )
@@ -292,16 +276,9 @@ def _lineage_row(branch: BranchPoint) -> Row:
     return code(last_part(branch.run)), branch.step, Markdown(", ".join([*changed, *data]) or "nothing")
 
 
-def _versions(training: dict[str, str]) -> list[Row]:
-    packages = (torch, transformers, huggingface_hub, safetensors)
-    export = {package.__name__: package.__version__ for package in packages}
-    return [(name, training.get(name, ""), export.get(name, "")) for name in sorted({*training, *export})]
-
-
 def _training_data(record: ModelRecord) -> dict[str, Any]:
     """Return what the section on the training data has."""
     manifest, sources = record.manifest, stored_sources(record)
-    splits = manifest.ledger.splits.items() if manifest else ()
     return {
         "manifest": manifest,
         "is_streamed": bool(record.saved.stream or record.saved.arguments.get("streaming_dataset")),
@@ -311,9 +288,6 @@ def _training_data(record: ModelRecord) -> dict[str, Any]:
         "most_files": max((len(source.files) for source in sources), default=0),
         "hashes": HASHES,
         "tokenizer": public_value(manifest.tokenizer.name) if manifest else None,
-        "split_rows": [
-            (name, split.documents, split.characters, split.tokens_in_rows, split.rows) for name, split in splits
-        ],
         "left_out_rows": left_out_rows(manifest, record.names) if manifest else [],
         "cleaning": read_cleaning(manifest) if manifest else None,
         "mixture_rows": mixture_rows(record),
@@ -353,23 +327,16 @@ def _results(record: ModelRecord) -> dict[str, Any]:
     }
 
 
-def _figures(loss: TokenLoss | None) -> list[str]:
-    figures = loss.figures().values() if loss else [None] * len(_METRICS)
-    return ["" if value is None else _figure(value) for value in figures]
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+def _figures(loss: TokenLoss | None) -> Iterator[str]:
+    for value in loss.figures().values() if loss else [None] * len(_METRICS):
+        digits = 3 if value is None or value < 100 else 1 if value < 1000 else 0
+        yield "" if value is None else f"{value:,.{digits}f}"
 
 
 def _change(before: TokenLoss | None, after: TokenLoss) -> str:
-    """Return the relative change of the loss, which is that of the bits per byte, both being of one text and tokenizer.
-
-    It is empty if there is nothing to compare.
-    """
     if before is None or not before.loss > 0:
         return ""
-    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")
+    return f"{after.loss / before.loss - 1:+.1%}".replace("-", "−")  # that of the bits per byte, too
 
 
 # ------------------------------------------------------------------------------------------------------------- picture
@@ -379,9 +346,6 @@ def draw_card_picture(checkpoint: Path, folder: Path, facts: CardFacts) -> None:
     """Draw the losses of the checkpoint's run into ``folder``, with those of the runs that it branched off.
 
     Nothing is drawn if the run has no metrics.csv that can be read. Runs that it branched off may be gone.
-
-    Raises:
-        InputError: trainer.json or manifest.json of the checkpoint is damaged.
     """
     record = read_record(checkpoint)
     own = _read(run_of(checkpoint), record.saved.state.step)

@@ -6,6 +6,7 @@ the tensors are compared in blocks from the files, and both models are run layer
 """
 
 import filecmp
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -350,8 +351,7 @@ def layered_forward(
         _read_while_running(layer, [*layer.modules()], meta.weights, names)
     for module in model.modules():
         if module is head and type(module) is nn.Linear:
-            weight, bias = (names.get(id(parameter)) for parameter in (head.weight, head.bias))
-            head.forward = _BlockwiseHead(meta.weights, weight or "", head.weight, bias).forward
+            head.forward = functools.partial(_blockwise_head, meta.weights, names, head.weight, head.bias)
         elif module._parameters and module not in within:
             _read_while_running(module, [module], meta.weights, names)
     logits = model.eval()(input_ids=input_ids, use_cache=False).logits
@@ -377,23 +377,14 @@ def _read_while_running(unit: nn.Module, modules: list[nn.Module], weights: Weig
     unit.register_forward_hook(drop)
 
 
-@dataclass(frozen=True)
-class _BlockwiseHead:
-    """A linear output layer of shape [V, H] that is read and multiplied in blocks of rows."""
-
-    weights: Weights
-    name: str
-    matrix: torch.Tensor
-    bias: str | None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [1, T, V] of ``hidden`` [1, T, H]."""
-        (rows, width), logits = self.matrix.shape, []
-        for begin in range(0, rows, _VOCABULARY_BLOCK):
-            count = min(_VOCABULARY_BLOCK, rows - begin)
-            block = self.weights.read_block(self.name, (begin, 0), (count, width)).to(self.matrix.dtype)
-            bias = None
-            if self.bias:
-                bias = self.weights.read_block(self.bias, (begin,), (count,)).to(self.matrix.dtype)
-            logits.append(F.linear(hidden, block, bias))
-        return torch.cat(logits, dim=-1)
+def _blockwise_head(
+    weights: Weights, names: dict[int, str], matrix: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits [1, T, V] of ``hidden`` [1, T, H]; matrix [V, H] and bias are read in blocks of rows."""
+    (rows, width), logits = matrix.shape, []
+    for begin in range(0, rows, _VOCABULARY_BLOCK):
+        count = min(_VOCABULARY_BLOCK, rows - begin)
+        block = weights.read_block(names[id(matrix)], (begin, 0), (count, width)).to(matrix.dtype)
+        added = None if bias is None else weights.read_block(names[id(bias)], (begin,), (count,)).to(matrix.dtype)
+        logits.append(F.linear(hidden, block, added))
+    return torch.cat(logits, dim=-1)

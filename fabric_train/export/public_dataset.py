@@ -29,14 +29,9 @@ _PRIVATE = (dropped_sample.DROPPED_FILE, dropped_sample.CONTAMINATION_FILE)  # t
 def dataset_card(manifest: Manifest, repository: str, license: str | None, languages: list[str] | None) -> DatasetCard:
     """Return the card of the token dataset ``repository``, OWNER/NAME; its text is in ``templates/dataset_card.md.j2``.
 
-    Args:
-        manifest: the manifest that is published; what it says is shown as it is.
-        repository: where it is published.
-        license: the licence's identifier on the hub.
-        languages: ISO 639 codes.
+    What the manifest says is shown as it is. ``license`` is an identifier on the hub, ``languages`` are ISO 639 codes.
     """
-    splits = manifest.ledger.splits
-    files = [{"split": name, "path": f"{name}/*.arrow"} for name in splits]
+    files = [{"split": name, "path": f"{name}/*.arrow"} for name in manifest.ledger.splits]
     metadata = DatasetCardData(
         license=license,
         language=languages,
@@ -49,26 +44,12 @@ def dataset_card(manifest: Manifest, repository: str, license: str | None, langu
         "dataset_card.md.j2",
         repository=repository,
         name=repository.partition("/")[2],
-        settings=manifest.settings,
+        settings=vars(manifest.settings),
         tokenizer=manifest.tokenizer,
-        split_rows=[
-            (
-                name,
-                split.rows,
-                split.documents,
-                split.tokens_in_rows,
-                split.tokens_supervised,
-                split.tokens_padding,
-                sum(split.tokens_dropped.values()),
-            )
-            for name, split in splits.items()
-        ],
+        ledger=manifest.ledger,
+        versions=manifest.versions,
         source_rows=list(map(_source_row, manifest.sources)),
-        ledger_rows=_ledger_rows(manifest),
         cleaning=read_cleaning(manifest),
-        file_rows=[(name, code(digest)) for name, digest in manifest.tokenizer.sha256.items()],
-        setting_rows=[(code(name), f"{value}") for name, value in vars(manifest.settings).items() if value is not None],
-        version_rows=[(code(name), value) for name, value in manifest.versions.items()],
     )
     return DatasetCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
@@ -85,31 +66,11 @@ def _source_row(source: SourceRecord) -> Row:
     return code(source.name), source.documents, source.tokens, share, place
 
 
-def _ledger_rows(manifest: Manifest) -> list[Row]:
-    ledger = manifest.ledger
-    return [
-        ("documents read", ledger.documents_read),
-        *((f"left out: {reason.replace('_', ' ')}", count) for reason, count in ledger.documents_skipped.items()),
-        ("kept", ledger.documents_kept),
-        ("repeated by weights", ledger.documents_repeated),
-        ("not drawn by weights", ledger.documents_unsampled),
-        *((f"tokens cut: {reason.replace('_', ' ')}", count) for reason, count in ledger.tokens_cut.items()),
-    ]
-
-
 @contextmanager
 def public_copy(
     folder: Path, manifest: Manifest, repository: str, license: str | None, languages: list[str] | None
 ) -> Iterator[Path]:
-    """Yield a folder with links to the files of the token dataset ``folder``, a public manifest and a card.
-
-    Args:
-        folder: a token dataset.
-        manifest: its manifest.
-        repository: OWNER/NAME on the hub, for the card.
-        license: for the card: the licence's identifier on the hub.
-        languages: for the card: ISO 639 codes.
-    """
+    """Yield a folder with links to the files of the token dataset ``folder``, a public manifest and a card."""
     with TemporaryDirectory(prefix="fabric-train-push-") as place:
         copy = Path(place)
         for file in folder.rglob("*"):

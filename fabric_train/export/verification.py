@@ -27,16 +27,14 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class TensorReport:
-    """Number of tensors compared, their number of parameters, the names of tensors that do not match, and the largest
-    absolute difference of a weight.
-    """
+    """The tensors: how many were compared, and the names of those that do not match."""
 
     compared: int
     parameters: int
     missing: list[str]
     unexpected: list[str]
     different: list[str]
-    max_difference: float
+    max_difference: float  # the largest absolute difference of a weight
 
 
 @dataclass(frozen=True)
@@ -50,29 +48,17 @@ class OutputReport:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of a comparison; ``faults`` is empty for a good export.
+    """Result of a comparison; ``faults`` is empty for a good export."""
 
-    Attributes:
-        dtype: of the export, such as "bfloat16".
-        method: how the two models were run: "whole model"; "layer by layer"; or "tensors only" if they were not.
-        tensors: the weights.
-        layers: the output of each decoder layer, first to last; empty unless the method is "layer by layer".
-        logits: the logits; None if the method is "tensors only".
-        settings: settings of config.json and generation_config.json, and parts of the tokenizer, that differ.
-        tokenizer: "equal", "different" or "absent".
-        faults: what does not match, in words.
-        source: the identity of what was exported, see ``ExportSource``; empty in reports of earlier versions.
-    """
-
-    dtype: str
-    method: Method
+    dtype: str  # of the export, such as "bfloat16"
+    method: Method  # how the two models were run
     tensors: TensorReport
-    layers: list[OutputReport]
-    logits: OutputReport | None
-    settings: list[str]
-    tokenizer: str
-    faults: list[str]
-    source: str = ""
+    layers: list[OutputReport]  # of each decoder layer, first to last; empty unless run layer by layer
+    logits: OutputReport | None  # None if the models were not run
+    settings: list[str]  # of config.json, generation_config.json and tokenizer, those that differ
+    tokenizer: str  # "equal", "different" or "absent"
+    faults: list[str]  # what does not match, in words
+    source: str = ""  # ``ExportSource.identity`` of what was exported; empty in reports of earlier versions
 
 
 class VerificationError(RuntimeError):

@@ -100,10 +100,8 @@ def generate(
     stream of its own is added to the scores (the Gumbel-max trick, arXiv:1411.0030).
 
     Args:
-        model: a causal language model in evaluation mode.
-        tokenizer: the model's tokenizer.
+        model: a causal language model in evaluation mode, with its tokenizer.
         prompts: ids of each prompt, at least one; see ``prompts.encode_prompts``.
-        settings: how tokens are chosen, and where a text ends.
         end_ids: tokens that end a text, too, beside the tokenizer's EOS and those of ``model.generation_config``.
         numbers: of the prompts, which with the seed choose their random streams; default: their places in the batch.
         printer: prints the text as it is generated; for a single prompt.
@@ -142,11 +140,10 @@ def generate(
     seconds = time.perf_counter() - start
     new = [row[longest:] for row in output.tolist()]
     unfinished: Literal["interrupt", "length"] = "interrupt" if interrupted.happened else "length"
-    finished = []
-    for ids, row in zip(encoded, new, strict=True):
-        new_ids, text, ended = _cut(tokenizer, ids, row, settings.stop, ends)
-        finished.append(GeneratedText(ids, new_ids, text, "stop" if ended else unfinished, seconds))
-    return finished
+    cut = [(ids, *_cut(tokenizer, ids, row, settings.stop, ends)) for ids, row in zip(encoded, new, strict=True)]
+    return [
+        GeneratedText(ids, new_ids, text, "stop" if ended else unfinished, seconds) for ids, new_ids, text, ended in cut
+    ]
 
 
 def _all_ends(model: Any, tokenizer: Any, more: Sequence[int]) -> list[int]:
