@@ -42,7 +42,7 @@ class RequestedTask:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """The words of a command line of evaluate.py for losses on texts, else the tasks to check or to evaluate a model on.
+    """The words of a command line of evaluate.py for losses on texts; else tasks to check, or to evaluate a model on.
 
     ``scores`` are those so far, and ``file`` is where they are; without them the tasks are checked. ``source`` is the
     model for ``load_for_inference``.
